@@ -1,0 +1,84 @@
+"""The private names of PyTorch that mpgrad leans on, all in one place, each with what happens where it is missing.
+
+Everything else in the package uses the public API only. Tried on torch 2.13.0; the oldest supported version, 2.6, is the
+first whose `torch.autograd.grad` takes `GradientEdge`s on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+__all__ = [
+    "descriptor_of",
+    "graph_is_kept",
+    "graph_task",
+    "is_functorch_wrapped",
+    "run_last",
+    "shared_storage",
+    "storage_from_descriptor",
+    "will_run",
+]
+
+
+def graph_task() -> int:
+    """The number of the backward that is running in this thread; -1 outside one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+
+
+def will_run(node: Node) -> bool:
+    """Whether the running backward needs `node`: false for what `torch.autograd.grad(inputs=...)` leaves out."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def run_last(node: Any, order: int) -> None:
+    """Have the engine run `node` after every other node that is ready, and of several such nodes the highest `order` first.
+
+    Where PyTorch cannot be told, backward is as right as before but waits for one call at a time.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(order)
+
+
+def shared_storage(nbytes: int) -> torch.UntypedStorage:
+    """Shared memory made as torch.multiprocessing makes it.
+
+    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
+    an anonymous memory file has no such limit, and never a name that could stay behind.
+    """
+    if not hasattr(os, "memfd_create"):
+        return torch.UntypedStorage._new_shared(nbytes, device="cpu")
+    descriptor = os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+    try:
+        os.truncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return storage_from_descriptor(descriptor, nbytes)
+
+
+def storage_from_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close `descriptor`."""
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)
+    finally:
+        os.close(descriptor)  # torch keeps a duplicate of its own
+
+
+def descriptor_of(storage: torch.UntypedStorage) -> int:
+    """The file descriptor behind shared memory; it stays the storage's own."""
+    descriptor, _ = storage._share_fd_cpu_()
+    return int(descriptor)
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a stand-in inside `torch.func.grad`, `vmap` and their like."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

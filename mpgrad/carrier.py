@@ -1,0 +1,208 @@
+"""Tensors in messages: a small one rides in the message itself, a large one lies in a slot and sends its address.
+
+Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is that: what to view, and
+where. Up to RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a tensor).
+
+Guarantees: strides of dense tensors survive, an expanded tensor travels as small as it is; a received tensor is never a
+    view in autograd's sense, so it may be written in place like any fresh tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from mpgrad._torch import is_functorch_wrapped
+from mpgrad.arena import Arena, Slot
+
+__all__ = ["Packer", "Payload", "Placed", "TensorRef", "check_carriable", "flags_of", "view"]
+
+RIDE_BYTES = 8192
+ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
+BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
+
+# Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
+DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
+NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+class TensorRef(NamedTuple):
+    """A tensor on its way."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None  # None: contiguous
+    place: int  # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
+    nbytes: int
+    flags: int
+
+
+REQUIRES_GRAD = 1
+LEAF = 2
+PARAMETER = 4
+SHARED = 8  # others read this slot too, so the receiver needs its own private view
+
+
+def flags_of(tensor: torch.Tensor) -> int:
+    """How the receiver has to dress the tensor up so that `fn` sees what it would see in the caller."""
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if tensor.is_leaf:
+        flags |= LEAF
+    if isinstance(tensor, torch.nn.Parameter):
+        flags |= PARAMETER
+    return flags
+
+
+def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) -> None:
+    """Refuse by name what cannot be carried, before anything runs.
+
+    Raises:
+        TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
+    """
+    reason = None
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        reason = f"its type is {type(tensor).__name__}, and only torch.Tensor and nn.Parameter are carried"
+    elif tensor.is_nested:
+        reason = "it is nested; pass its parts as a list (tensor.unbind())"
+    elif tensor.layout is not torch.strided:
+        reason = f"its layout is {tensor.layout}; pass its parts or tensor.to_dense()"
+    elif not tensor.is_cpu:
+        reason = f"its device is {tensor.device}; pass tensor.cpu()"
+    elif tensor.is_quantized:
+        reason = f"its dtype is {tensor.dtype}; pass tensor.dequantize()"
+    elif is_functorch_wrapped(tensor):
+        reason = "it belongs to a torch.func transform; call the pool outside of it"
+    if reason is not None:
+        owner = owner if index is None else f"{owner} {index}"
+        raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")
+
+
+class Placed(NamedTuple):
+    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
+
+    ref: TensorRef  # place: the address, or -1 while the offset in the payload is not known yet
+    body: bytes | None
+    holder: object | None
+
+
+class Packer:
+    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already."""
+
+    def __init__(self, arena: Arena, known: Callable[[torch.Tensor], tuple[int, object] | None] | None = None) -> None:
+        self._arena = arena
+        self._known = known
+        self.bytes_copied = 0
+
+    def place(self, tensor: torch.Tensor, flags: int) -> Placed:
+        core, stride = dense_core(tensor)
+        nbytes = core.numel() * core.element_size()
+        number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
+        if nbytes <= RIDE_BYTES:
+            self.bytes_copied += nbytes
+            body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+            return Placed(TensorRef(number, shape, stride, -1, nbytes, flags), body, None)
+        if self._known is not None and (found := self._known(core)) is not None:
+            address, holder = found
+            return Placed(TensorRef(number, shape, stride, address, nbytes, flags | SHARED), None, holder)
+        slot = self._arena.allocate(nbytes)
+        copy_into(slot.memory, core, nbytes)
+        self.bytes_copied += nbytes
+        return Placed(TensorRef(number, shape, stride, slot.address, nbytes, flags), None, slot)
+
+    def place_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], Slot | None]:
+        """All `tensors` in one slot, each at its own offset, as if the slot were a message's payload."""
+        cores = [dense_core(tensor) for tensor in tensors]
+        refs, offset = [], 0
+        for tensor, (core, stride) in zip(tensors, cores, strict=True):
+            nbytes = core.numel() * core.element_size()
+            number = NUMBER_OF_DTYPE[tensor.dtype]
+            refs.append(TensorRef(number, tuple(tensor.shape), stride, -1 - offset, nbytes, flags_of(tensor)))
+            offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        if offset == 0:
+            return refs, None
+        slot = self._arena.allocate(offset)
+        for ref, (core, _) in zip(refs, cores, strict=True):
+            copy_into(slot.memory[-1 - ref.place :], core, ref.nbytes)
+        self.bytes_copied += offset
+        return refs, slot
+
+
+def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
+    """`core` is dense, so its bytes are one run of memory."""
+    if nbytes == 0:
+        return
+    target = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    source = torch.empty(0, dtype=torch.uint8).set_(
+        core.untyped_storage(), core.storage_offset() * core.element_size(), (nbytes,), (1,)
+    )
+    target.copy_(source)
+
+
+def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The part of `tensor` that lies in memory without holes, and the stride that rebuilds the rest from it."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor, None
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() == 0:
+        return tensor, tuple(tensor.stride())
+    core = tensor
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            core = core.narrow(dim, 0, 1)
+    if not is_dense(core):
+        core = core.contiguous()
+    stride = tuple(
+        0 if step == 0 and size > 1 else of_core
+        for step, size, of_core in zip(tensor.stride(), tensor.shape, core.stride(), strict=True)
+    )
+    return core, stride
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of dimensions, fill one run of memory."""
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Payload:
+    """The bytes of the small tensors of one message."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.nbytes = 0
+
+    def add(self, placed: Placed) -> TensorRef:
+        ref, body, _ = placed
+        if body is None:
+            return ref
+        offset = self.nbytes
+        rest = -len(body) % ALIGNMENT
+        self.parts.append(body)
+        if rest:
+            self.parts.append(bytes(rest))
+        self.nbytes = offset + len(body) + rest
+        return TensorRef(ref.dtype, ref.shape, ref.stride, -1 - offset, ref.nbytes, ref.flags)
+
+
+def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+    """The tensor that `ref` stands for, over the memory where it lies; the memory lives as long as the tensor."""
+    dtype = DTYPES[ref.dtype]
+    if ref.nbytes == 0:
+        tensor = torch.empty(0, dtype=dtype)
+    elif ref.place < 0:
+        tensor = torch.frombuffer(payload, dtype=dtype, count=ref.nbytes // dtype.itemsize, offset=-1 - ref.place)
+    else:
+        tensor = torch.frombuffer(borrow(ref), dtype=dtype, count=ref.nbytes // dtype.itemsize)
+    if ref.stride is not None:
+        return tensor.as_strided_(ref.shape, ref.stride)
+    if len(ref.shape) != 1 or ref.nbytes == 0:
+        return tensor.resize_(ref.shape)
+    return tensor

@@ -1,0 +1,167 @@
+"""Frames over a Unix socket pair: a list of messages, the bytes of small tensors, and file descriptors.
+
+multiprocessing's Connection blocks in the middle of a message and sends descriptors through a named listening socket. Here
+the parent's end never blocks: what does not fit into the pipe waits in `_outgoing`, so parent and worker cannot wait for
+each other. The worker's end blocks, because a worker has nothing else to do.
+
+    frame: 20 bytes header (sizes of pickle and payload, number of descriptors) | pickle | payload
+    descriptors travel beside the header's first byte, as SCM_RIGHTS
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from mpgrad.messages import Message
+
+__all__ = ["Channel", "Frame", "Pipe"]
+
+HEADER = struct.Struct("<QQI")
+MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
+READ_BYTES = 1 << 18
+ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
+
+
+class Frame(NamedTuple):
+    messages: list[Message]
+    payload: memoryview
+
+
+class Pipe(Protocol):
+    """What the scheduler needs of its end."""
+
+    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None: ...
+
+    def take_descriptor(self) -> int: ...
+
+
+class Channel:
+    """One end of a socket pair. `send` and `receive` belong to one thread each."""
+
+    def __init__(self, end: socket.socket, blocking: bool) -> None:
+        self._socket = end
+        end.setblocking(blocking)
+        self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._descriptors: deque[int] = deque()  # received, in the order of the frames that name them
+        self._incoming = bytearray()
+        self._body: bytearray | None = None  # of a frame whose header has come; filled up to _filled
+        self._filled = 0
+        self._header = (0, 0, 0)
+        self.frames_sent = 0
+        self.bytes_sent = 0
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send one frame, or queue what the pipe does not take now (`has_outgoing`).
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        pickled = pickle.dumps(messages, protocol=5)
+        padding = bytes(-len(pickled) % ALIGNMENT)
+        size = sum(map(len, payload))
+        header = HEADER.pack(len(pickled) + len(padding), size, len(descriptors))
+        frame = b"".join((header, pickled, padding, *payload))
+        self.frames_sent += 1
+        self.bytes_sent += len(frame)
+        # the receiver may get to it after the sender has closed its own: keep duplicates until they are on their way
+        self._outgoing.append((memoryview(frame), [os.dup(descriptor) for descriptor in descriptors]))
+        self.flush()
+
+    @property
+    def has_outgoing(self) -> bool:
+        return bool(self._outgoing)
+
+    def flush(self) -> None:
+        while self._outgoing:
+            data, descriptors = self._outgoing[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            try:
+                sent = self._socket.sendmsg([data], ancillary)
+            except BlockingIOError:
+                return
+            close_all(descriptors)
+            if sent == len(data):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = (data[sent:], ())
+
+    def receive(self) -> Frame | None:
+        """The next frame; None where the parent's end has no whole frame yet.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        while True:
+            frame = self._next_frame()
+            if frame is not None:
+                return frame
+            try:
+                self._read()
+            except BlockingIOError:
+                return None
+            except ConnectionError as error:
+                raise EOFError from error
+
+    def _read(self) -> None:
+        if self._body is not None:  # a large frame is read straight into its own memory
+            count = self._socket.recv_into(memoryview(self._body)[self._filled :])
+            self._filled += count
+        else:
+            data, ancillary, _, _ = self._socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS))
+            count = len(data)
+            self._incoming += data
+            for _, kind, content in ancillary:
+                if kind == socket.SCM_RIGHTS:
+                    received = array.array("i")
+                    received.frombytes(content[: len(content) - len(content) % received.itemsize])
+                    self._descriptors.extend(received)
+        if count == 0:
+            raise EOFError
+
+    def _next_frame(self) -> Frame | None:
+        if self._body is None:
+            if len(self._incoming) < HEADER.size:
+                return None
+            self._header = HEADER.unpack_from(self._incoming)
+            size = self._header[0] + self._header[1]
+            self._body = bytearray(size)
+            there = self._incoming[HEADER.size : HEADER.size + size]
+            self._body[: len(there)] = there
+            self._filled = len(there)
+            del self._incoming[: HEADER.size + len(there)]
+        if self._filled < len(self._body):
+            return None
+        content = memoryview(self._body)
+        pickled, _, _ = self._header
+        self._body = None
+        return Frame(pickle.loads(content[:pickled]), content[pickled:])
+
+    def take_descriptor(self) -> int:
+        """The descriptor that belongs to the `NewSlab` message just read."""
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        for _, descriptors in self._outgoing:
+            close_all(descriptors)
+        self._outgoing.clear()
+        close_all(self._descriptors)
+        self._descriptors.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that still reads here
+        self._socket.close()
+
+
+def close_all(descriptors: Sequence[int] | deque[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""How many CPUs this process may really use.
+
+`os.cpu_count` counts what the machine has; schedulers and containers give less, by affinity or by quota.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+__all__ = ["usable_cpus"]
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def usable_cpus() -> int:
+    """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_quota(CGROUPS, MEMBERSHIP) if MEMBERSHIP.exists() else math.inf
+    return max(1, math.ceil(min(affinity, quota)))
+
+
+def cgroup_quota(root: Path, membership: Path) -> float:
+    """CPU seconds per second that this process's cgroup and all above it allow; infinity where nothing limits them."""
+    quota = math.inf
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base = root
+        elif "cpu" in controllers.split(","):
+            base = root / "cpu"
+        else:
+            continue
+        folder = base / group.lstrip("/")
+        for each in (folder, *folder.parents):
+            quota = min(quota, quota_of(each))
+            if each == base:
+                break
+    return quota
+
+
+def quota_of(folder: Path) -> float:
+    """The limit that one cgroup sets: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1."""
+    both = read_words(folder / "cpu.max")
+    if len(both) == 2 and both[0] != "max":
+        return int(both[0]) / int(both[1])
+    quota, period = read_words(folder / "cpu.cfs_quota_us"), read_words(folder / "cpu.cfs_period_us")
+    if quota and period and int(quota[0]) > 0:
+        return int(quota[0]) / int(period[0])
+    return math.inf
+
+
+def read_words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:  # this cgroup does not set it, or a container does not show it
+        return []

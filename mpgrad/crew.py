@@ -1,0 +1,133 @@
+"""The parent's side of its workers: what each one has been sent, lent and told. Decisions are the scheduler's.
+
+Guarantees: methods that others than the scheduler's thread call (`send_later`, the deques of news) only append.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from mpgrad.arena import Slab
+from mpgrad.autograd import RemoteGraph
+from mpgrad.carrier import Payload, Placed
+from mpgrad.channel import Pipe
+from mpgrad.homes import GradientReply
+from mpgrad.messages import Forget, Message, NewSlab, Release, Returned, SlabsGone
+from mpgrad.modes import Modes
+from mpgrad.operations import Operation, PackedCall
+
+__all__ = ["CaptureRequest", "Chunk", "SentGradients", "Worker", "drained"]
+
+
+class SentGradients(NamedTuple):
+    """A backward on its way to the worker that keeps the graph."""
+
+    graph: RemoteGraph
+    task: int
+    keep: bool
+    wanted: tuple[int, ...]
+    captures: bool
+    grads: list[Placed | None]
+    modes: Modes
+    reply: GradientReply
+
+
+class CaptureRequest(NamedTuple):
+    function: int
+    task: int
+    reply: GradientReply
+
+
+class Chunk(NamedTuple):
+    """What a worker has been sent and has not answered: calls of an operation, backwards, or a request for captures."""
+
+    operation: Operation | None
+    calls: list[tuple[int, PackedCall]]  # with the call's number
+    gradients: list[SentGradients]
+    captures: CaptureRequest | None
+
+    def fail_replies(self, error: BaseException) -> None:
+        for sent in self.gradients:
+            sent.reply.fail(error)
+        if self.captures is not None:
+            self.captures.reply.fail(error)
+
+
+class Worker:
+    def __init__(self, number: int, channel: Pipe) -> None:
+        self.number = number
+        self.channel = channel
+        self.ready = False
+        self.retiring = False  # takes no new calls: it has done as many as one worker may
+        self.gone: BaseException | None = None  # what its graphs answer after its end
+        self.progress: memoryview | None = None  # two int64 that it writes: its chunk, and the position there
+        self.calls_done = 0
+        self.graphs = 0
+        self.backlog: deque[SentGradients | CaptureRequest] = deque()
+        self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
+        self.functions: set[int] = set()
+        self.codes: set[int] = set()
+        self.slabs: set[int] = set()
+        self._lent: dict[int, tuple[object, int]] = {}  # address -> what has to live, how often it was sent
+        # news, to be sent along with the next message
+        self._new_slabs: list[Slab] = []
+        self.gone_slabs: deque[int] = deque()
+        self.returns: deque[tuple[int, int]] = deque()
+        self.releases: deque[int] = deque()
+        self.forgotten_functions: deque[int] = deque()
+        self.forgotten_codes: deque[int] = deque()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.returns or self.releases or self.forgotten_functions or self.forgotten_codes)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing under way, nothing waiting, no graph that a backward could still need."""
+        return not (self.under_way or self.backlog or self.graphs or self.releases)
+
+    def lend(self, address: int, holder: object, slab: Slab) -> None:
+        """Keep `holder` until the worker has given the address back as often as it was sent."""
+        _, times = self._lent.get(address, (None, 0))
+        self._lent[address] = holder, times + 1
+        if slab.number not in self.slabs:
+            self.slabs.add(slab.number)
+            self._new_slabs.append(slab)
+
+    def take_back(self, address: int, times: int) -> None:
+        holder, sent = self._lent.pop(address)
+        if sent > times:  # it is on its way there once more
+            self._lent[address] = holder, sent - times
+
+    def unmap(self, slab: int) -> None:
+        if slab in self.slabs:
+            self.slabs.discard(slab)
+            self.gone_slabs.append(slab)
+
+    def transmit(self, messages: list[Message], payload: Payload) -> None:
+        """Send `messages` and all news.
+
+        Raises:
+            ConnectionError: the worker is gone.
+        """
+        new_slabs, self._new_slabs = self._new_slabs, []
+        news: list[Message] = [NewSlab(slab.number, slab.nbytes) for slab in new_slabs]
+        if self.gone_slabs:
+            news.append(SlabsGone(drained(self.gone_slabs)))
+        if self.returns:
+            news.append(Returned(drained(self.returns)))
+        if self.releases:
+            released = drained(self.releases)
+            self.graphs -= len(released)
+            news.append(Release(released))
+        if self.forgotten_functions or self.forgotten_codes:
+            functions = drained(self.forgotten_functions)
+            self.functions.difference_update(functions)
+            news.append(Forget(functions, drained(self.forgotten_codes)))
+        self.channel.send(news + messages, payload.parts, [slab.descriptor for slab in new_slabs])
+
+
+def drained(queue: deque[Any]) -> list[Any]:
+    """All that is in the queue now; other threads may go on appending."""
+    return [queue.popleft() for _ in range(len(queue))]

@@ -1,0 +1,175 @@
+"""The dispatcher: one thread that owns all pipes, feeds the workers, receives, and notices when one dies.
+
+multiprocessing.Pool uses three threads, blocking pipes and a lock around each; a killed worker leaves it waiting for ever.
+Here every decision is taken in one thread. KeyboardInterrupt is raised in the main thread, which therefore never interrupts
+half a message.
+
+Guarantees: no polling: an idle pool sleeps in `select`; a worker's death is seen at once, as the end of its pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpgrad.channel import Channel
+from mpgrad.crew import Worker
+from mpgrad.errors import InternalError
+from mpgrad.launch import Launcher
+from mpgrad.scheduler import Scheduler, Settings
+
+__all__ = ["Dispatcher"]
+
+GRACE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
+EXIT_PATIENCE = 2.0  # seconds for a worker to end, and for its exit code to arrive
+
+log = logging.getLogger("mpgrad")
+
+
+class Waiter(NamedTuple):
+    satisfied: Callable[[], bool]
+    lock: threading.Lock
+
+
+class Dispatcher(Scheduler):
+    """A scheduler in a thread of its own, with workers behind pipes."""
+
+    def __init__(self, settings: Settings, launcher: Launcher) -> None:
+        super().__init__(settings)
+        self._launcher = launcher
+        self._waiters: list[Waiter] = []
+        self._woken = False
+        self._sleeping = False
+        self._sleeping_soundly = False  # without the timer that sends the news
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
+        self._thread.start()
+
+    # --- any thread
+
+    def wake(self) -> None:
+        self._woken = True
+        if self._sleeping:
+            self._sleeping = False  # one byte wakes it, whoever else comes now
+            with contextlib.suppress(OSError):  # the pipe is full, so it is being woken, or closed, so it has ended
+                os.write(self._wake_write, b"!")
+
+    def nudge(self) -> None:
+        if self._sleeping_soundly:
+            self.wake()
+
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+        self.check_process()
+        if satisfied():
+            return True
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of the pool cannot wait for the pool; hand the work to another thread")
+        waiter = Waiter(satisfied, threading.Lock())
+        waiter.lock.acquire()
+        self._waiters.append(waiter)
+        try:
+            self.wake()
+            if satisfied():
+                return True
+            waiter.lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            return satisfied()
+        finally:
+            with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
+                self._waiters.remove(waiter)
+
+    def join(self) -> None:
+        self.check_process()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # --- the dispatcher's thread
+
+    def _run(self) -> None:
+        try:
+            for _ in range(self._settings.workers):
+                self.hire()
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("the dispatcher failed")
+            self._broken = InternalError(f"the dispatcher failed ({type(error).__name__}: {error}); please report it")
+            self._broken.__cause__ = error
+        finally:
+            self.end()
+            self._launcher.close()
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _turn(self) -> None:
+        """Do what there is to do, then sleep until something happens."""
+        self._woken = False
+        self.work()
+        has_news = any(worker.has_news for worker in self._workers.values())
+        self._sleeping_soundly = not has_news
+        self._sleeping = True
+        events = self._selector.select(0 if self._woken or self._stopping else GRACE if has_news else None)
+        self._sleeping = self._sleeping_soundly = False
+        if has_news and not events:
+            self.tell_news()
+        for key, mask in events:
+            if key.fd == self._wake_read:
+                os.read(self._wake_read, 4096)
+            elif key.data.gone is None:
+                self._serve(key.data, mask)
+
+    def _serve(self, worker: Worker, mask: int) -> None:
+        """Read what `worker` sent, and write what its pipe did not take before."""
+        channel = worker.channel
+        assert isinstance(channel, Channel)
+        try:
+            if mask & selectors.EVENT_WRITE:
+                channel.flush()
+                self.watch(worker)
+            while (frame := channel.receive()) is not None:
+                self.receive(worker, frame)
+        except (EOFError, ConnectionError):
+            self.lose(worker)
+        self.tell_waiters()
+
+    def watch(self, worker: Worker) -> None:
+        channel = worker.channel
+        assert isinstance(channel, Channel)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_outgoing else 0)
+        if channel.fileno() not in self._selector.get_map():
+            self._selector.register(channel, events, worker)
+        elif self._selector.get_key(channel).events != events:
+            self._selector.modify(channel, events, worker)
+
+    def tell_waiters(self) -> None:
+        for waiter in list(self._waiters):
+            if waiter.satisfied():
+                with contextlib.suppress(ValueError):  # it gave up at this moment
+                    self._waiters.remove(waiter)
+                    waiter.lock.release()
+
+    def open_channel(self, number: int) -> Channel:
+        ours, theirs = socket.socketpair()
+        self._launcher.launch(number, theirs)
+        return Channel(ours, blocking=False)
+
+    def close_channel(self, worker: Worker) -> int | None:
+        channel = worker.channel
+        assert isinstance(channel, Channel)
+        self._selector.unregister(channel)
+        channel.close()
+        code = self._launcher.exit_code(worker.number, EXIT_PATIENCE)
+        if code is None:
+            self._launcher.kill(worker.number)
+        return code
+
+    def kill(self, worker: Worker) -> None:
+        self._launcher.kill(worker.number)

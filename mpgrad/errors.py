@@ -1,0 +1,104 @@
+"""Errors by blame: what the caller did, what the outside did, what we did.
+
+multiprocessing raises whatever type is at hand; here the class already says whose move it is. Wrong arguments stay
+`TypeError` and `ValueError`, and an exception of the user's function keeps its own type.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+
+__all__ = [
+    "InternalError",
+    "PoolClosedError",
+    "RemoteError",
+    "RemoteTraceback",
+    "SharedMemoryError",
+    "WorkerDiedError",
+    "raised_again",
+]
+
+
+class PoolClosedError(ValueError):
+    """The caller used a pool, or a graph that lives on its workers, after `close` or `terminate`.
+
+    A `ValueError`, because `multiprocessing.Pool` raises that for the same mistake.
+    """
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process went away while it had something of ours: a running call, or a graph that backward needs.
+
+    Attributes:
+        item: index of the item within its map, or None where no single item can be named.
+        phase: what the worker was doing: "forward", "backward" or "start".
+        exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
+    """
+
+    def __init__(self, item: int | None, phase: str, worker: int, exit_code: int | None, detail: str = "") -> None:
+        self.item = item
+        self.phase = phase
+        self.worker = worker
+        self.exit_code = exit_code
+        self.detail = detail
+        super().__init__(item, phase, worker, exit_code, detail)
+
+    def __str__(self) -> str:
+        subject = "a call" if self.item is None else f"item {self.item}"
+        message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}, {subject})"
+        return f"{message}; {self.detail}" if self.detail else message
+
+
+class SharedMemoryError(MemoryError):
+    """The outside has no room for a tensor in shared memory; nothing was changed."""
+
+
+class InternalError(RuntimeError):
+    """mpgrad itself went wrong. Please report it, with the traceback."""
+
+
+class RemoteError(RuntimeError):
+    """Stands for an exception of a task that cannot be pickled; the message names its type and text."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception raised in the parent."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+def describe_exit(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "died"
+    if exit_code < 0:
+        try:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            return f"was killed by signal {-exit_code}"
+    return f"exited with status {exit_code}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`error.add_note(note)`, which Python has only from 3.11 on."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def raised_again(pickled: bytes, traceback: str, phase: str, index: int | None, worker: int) -> BaseException:
+    """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception as reason:  # its class cannot be imported here, and the text is worth more than the class
+        error = RemoteError(f"an exception that cannot be loaded here ({reason})")
+    error.__cause__ = RemoteTraceback(traceback)
+    subject = "" if index is None else f"item {index}, "
+    add_note(error, f"raised in {subject}worker {worker}, phase: {phase}")
+    return error  # type: ignore[no-any-return]

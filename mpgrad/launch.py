@@ -1,0 +1,240 @@
+"""How worker processes and threads come to be, and how one learns that they are gone.
+
+A launcher gives a worker its end of a socket pair and later tells its exit code. `Nursery` is the default on Linux: workers
+are forked from a process that has imported torch and nothing of the user's. `ContextLauncher` takes any start method of
+multiprocessing; `ThreadLauncher` runs the same loop in threads.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.process
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol
+
+__all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "ThreadLauncher", "enter", "process_launcher"]
+
+BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.workers.nursery import main; main(int(sys.argv[1]))"
+
+
+class Launcher(Protocol):
+    """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
+
+    def launch(self, number: int, end: socket.socket) -> None:
+        """Start worker `number` with its `end` of the socket pair, which is the launcher's to close."""
+        ...
+
+    def kill(self, number: int) -> None: ...
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        """The exit code of a worker that has ended; None where it has none, or has not ended within `timeout` seconds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def enter(module: str, function: str, *arguments: Any) -> None:
+    """Call an entry point of the workers' side by its name: the parent's side never imports it."""
+    getattr(importlib.import_module(module), function)(*arguments)
+
+
+class NurseryProcess:
+    """The parent's end of the nursery, shared by all pools of this process and ended with the last of them."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", BOOT, str(theirs.fileno()), *sys.path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._control = ours
+        self._lock = threading.Lock()
+        self._exit_codes: dict[int, int] = {}
+
+    def fork(self, number: int, end: socket.socket) -> None:
+        descriptors = array.array("i", [end.fileno()])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+        with contextlib.suppress(ConnectionError):  # a dead nursery shows as the end of the worker's pipe
+            self._control.sendmsg([pickle.dumps(("fork", number))], rights)
+        end.close()
+
+    def kill(self, number: int) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._control.send(pickle.dumps(("kill", number)))
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            while number not in self._exit_codes:
+                ready, _, _ = select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))
+                try:
+                    data = self._control.recv(4096) if ready else b""
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    return None
+                _, ended, code = pickle.loads(data)
+                self._exit_codes[ended] = code
+            return self._exit_codes.pop(number)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # the nursery sees it even where a forked child holds a copy of this end
+        self._control.close()
+        self._process.wait()
+
+
+class NurseryLauncher:
+    """Workers forked from the nursery."""
+
+    _lock = threading.Lock()
+    _shared: NurseryProcess | None = None
+    _users = 0
+    _owner_pid = 0
+    _numbers = 0
+
+    def __init__(self) -> None:
+        self._names: dict[int, int] = {}  # the pool's number of a worker -> its number in the nursery, unique among pools
+        self._nursery = self._join()
+
+    @classmethod
+    def _join(cls) -> NurseryProcess:
+        with cls._lock:
+            if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nursery
+                cls._shared, cls._users, cls._owner_pid = None, 0, os.getpid()
+            if cls._shared is None or not cls._shared.alive:
+                cls._shared, cls._users = NurseryProcess(), 0
+            cls._users += 1
+            return cls._shared
+
+    def launch(self, number: int, end: socket.socket) -> None:
+        if not self._nursery.alive:  # killed from outside: its workers died with it, and their successors need a new one
+            self._nursery.close()
+            self._nursery = self._join()
+        with self._lock:
+            NurseryLauncher._numbers += 1
+            self._names[number] = NurseryLauncher._numbers
+        self._nursery.fork(self._names[number], end)
+
+    def kill(self, number: int) -> None:
+        self._nursery.kill(self._names[number])
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        return self._nursery.exit_code(self._names[number], timeout)
+
+    def close(self) -> None:
+        nursery = self._nursery
+        with self._lock:
+            if nursery is NurseryLauncher._shared:
+                NurseryLauncher._users -= 1
+                if NurseryLauncher._users > 0:
+                    return
+                NurseryLauncher._shared = None
+        nursery.close()
+
+
+class ContextLauncher:
+    """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver"."""
+
+    def __init__(self, context: BaseContext) -> None:
+        self._context = context
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+
+    def launch(self, number: int, end: socket.socket) -> None:
+        forked_by_us = self._context.get_start_method() != "forkserver"
+        arguments = ("mpgrad.workers.main", "serve_in_process", end, number, os.getpid() if forked_by_us else None)
+        process = self._context.Process(target=enter, args=arguments, daemon=True)  # type: ignore[attr-defined]
+        with hidden_main_module(), end:
+            process.start()
+        self._processes[number] = process
+
+    def kill(self, number: int) -> None:
+        self._processes[number].kill()
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        process = self._processes[number]
+        process.join(timeout)
+        code = process.exitcode
+        if code is not None:
+            process.close()
+            del self._processes[number]
+        return code
+
+    def close(self) -> None:
+        for number in list(self._processes):
+            self.kill(number)
+            self.exit_code(number, timeout=5)
+
+
+@contextlib.contextmanager
+def hidden_main_module() -> Iterator[None]:
+    """multiprocessing has a child import the parent's main module, which would run an unguarded script again."""
+    main = sys.modules["__main__"]
+    stand_in = types.ModuleType("__main__")
+    stand_in.__spec__ = None
+    sys.modules["__main__"] = stand_in
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class ThreadLauncher:
+    """Workers in threads of this process. They cannot be killed, only asked."""
+
+    def __init__(self) -> None:
+        self._threads: dict[int, threading.Thread] = {}
+
+    def launch(self, number: int, end: socket.socket) -> None:
+        arguments = ("mpgrad.workers.main", "serve", end, number)
+        thread = threading.Thread(target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True)
+        thread.start()
+        self._threads[number] = thread
+
+    def kill(self, number: int) -> None:
+        pass  # its pipe is closed next, and it ends after the call it is in
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        self._threads.pop(number).join(timeout)
+        return None
+
+    def close(self) -> None:
+        for number in list(self._threads):
+            self.exit_code(number, timeout=5)
+
+
+def process_launcher(context: BaseContext | str | None) -> Launcher:
+    """The launcher for `Pool(context=...)`.
+
+    Raises:
+        ValueError: `context` names no start method.
+        TypeError: `context` is neither a name nor a context of multiprocessing.
+    """
+    if context is None:
+        # a fork server without names needs message boundaries and the death signal, which only Linux has
+        return NurseryLauncher() if sys.platform == "linux" else ContextLauncher(multiprocessing.get_context("spawn"))
+    if isinstance(context, str):
+        return ContextLauncher(multiprocessing.get_context(context))
+    if isinstance(context, BaseContext):
+        return ContextLauncher(context)
+    raise TypeError(f"context must be a name or a context of multiprocessing (context: {context!r})")

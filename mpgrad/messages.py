@@ -1,0 +1,213 @@
+"""What parent and worker say to each other: one frozen type per hop, many messages in a frame.
+
+    parent ► worker   Start NewSlab SlabsGone Define Forget Forward Backward Collect Release Returned Stop
+    worker ► parent   NewSlab SlabsGone Ready StartFailed Results Gradients Collected Returned
+NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpgrad.carrier import TensorRef
+from mpgrad.modes import Modes
+
+__all__ = [
+    "Backward",
+    "BackwardCall",
+    "Collect",
+    "Collected",
+    "Define",
+    "Failure",
+    "Forget",
+    "Forward",
+    "ForwardCall",
+    "Gradients",
+    "Message",
+    "NewSlab",
+    "Ready",
+    "Release",
+    "Result",
+    "Results",
+    "Returned",
+    "SlabsGone",
+    "Start",
+    "StartFailed",
+    "Stop",
+    "Structure",
+]
+
+# How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
+# (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
+Structure = int | bytes | None
+
+
+# --- both ways: memory
+
+
+class NewSlab(NamedTuple):
+    """The sender made shared memory; its file descriptor travels with the frame."""
+
+    number: int
+    nbytes: int
+
+
+class SlabsGone(NamedTuple):
+    numbers: list[int]
+
+
+class Returned(NamedTuple):
+    """Slots that the receiver lent: each address, and how many times it had been received."""
+
+    slots: list[tuple[int, int]]
+
+
+# --- parent to worker
+
+
+class Start(NamedTuple):
+    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent."""
+
+    initializer: bytes
+    threads: int
+    path: list[str]
+    argv: list[str]
+    directory: str
+
+
+class Define(NamedTuple):
+    """A function as it is during one map.
+
+    `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot of shared memory, whose
+    address and size are `block` (None where they are empty); their places are offsets in it.
+    """
+
+    function: int
+    code: int
+    pickled: bytes | None
+    block: tuple[int, int] | None
+    captures: list[TensorRef]
+
+
+class Forget(NamedTuple):
+    functions: list[int]
+    codes: list[int]
+
+
+class ForwardCall(NamedTuple):
+    call: int
+    index: int
+    structure: Structure
+    tensors: list[TensorRef]
+
+
+class Forward(NamedTuple):
+    """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`."""
+
+    chunk: int
+    function: int
+    modes: Modes
+    seed: int | None
+    keep_graphs: bool
+    stop_at_failure: bool
+    calls: list[ForwardCall]
+
+
+class BackwardCall(NamedTuple):
+    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed."""
+
+    call: int
+    task: int
+    keep: bool
+    wanted: tuple[int, ...]
+    captures: bool
+    grads: list[TensorRef | None]
+
+
+class Backward(NamedTuple):
+    chunk: int
+    modes: Modes
+    calls: list[BackwardCall]
+
+
+class Collect(NamedTuple):
+    """Hand over the capture gradients added up for a function in one backward."""
+
+    chunk: int
+    function: int
+    task: int
+
+
+class Release(NamedTuple):
+    calls: list[int]
+
+
+class Stop(NamedTuple):
+    pass
+
+
+# --- worker to parent
+
+
+class Ready(NamedTuple):
+    """The worker has started; at `progress` in shared memory it keeps two int64: its chunk, and the call's position in it."""
+
+    pid: int
+    progress: int
+
+
+class Failure(NamedTuple):
+    """An exception of a task, pickled, and the text of its traceback."""
+
+    error: bytes
+    traceback: str
+    phase: str
+
+
+class StartFailed(NamedTuple):
+    failure: Failure
+
+
+class Result(NamedTuple):
+    structure: Structure
+    tensors: list[TensorRef]
+    has_graph: bool
+
+
+class Results(NamedTuple):
+    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor."""
+
+    chunk: int
+    outcomes: list[Result | Failure]
+    seconds: float
+    mutated: bool
+
+
+class Gradients(NamedTuple):
+    chunk: int
+    outcomes: list[list[TensorRef | None] | Failure]
+
+
+class Collected(NamedTuple):
+    chunk: int
+    grads: list[TensorRef | None] | Failure
+
+
+Message = (
+    NewSlab
+    | SlabsGone
+    | Returned
+    | Define
+    | Forget
+    | Forward
+    | Backward
+    | Collect
+    | Release
+    | Start
+    | Stop
+    | Ready
+    | StartFailed
+    | Results
+    | Gradients
+    | Collected
+)

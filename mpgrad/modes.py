@@ -1,0 +1,125 @@
+"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers come from.
+
+A serial loop runs under the caller's modes without a thought; a worker has modes of its own. `Modes` is a snapshot that
+travels with every chunk. Random numbers follow one rule: an operation draws one seed from the caller's generator, and each
+item derives its own from that, so nothing depends on which worker runs an item, in what order, or how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under"]
+
+# numpy is optional for torch as it is for us: its generator is seeded where the task could have imported it
+MASK = (1 << 64) - 1
+
+
+class Modes(NamedTuple):
+    grad: bool
+    inference: bool
+    default_dtype: str
+    autocast: bool
+    autocast_dtype: str
+    autocast_cache: bool
+    deterministic: bool
+    deterministic_warn_only: bool
+    anomaly: bool
+    anomaly_nan: bool
+
+
+def current_modes() -> Modes:
+    return Modes(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        str(torch.get_default_dtype()),
+        torch.is_autocast_enabled("cpu"),
+        str(torch.get_autocast_dtype("cpu")),
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def under(modes: Modes) -> Iterator[None]:
+    """Run the body as the caller would run it, then go back to what was."""
+    before = current_modes()
+    set_process_modes(modes, before)
+    try:
+        with contextlib.ExitStack() as stack:
+            if modes.inference:
+                stack.enter_context(torch.inference_mode())
+            else:
+                stack.enter_context(torch.set_grad_enabled(modes.grad))
+            if modes.autocast:
+                dtype = dtype_named(modes.autocast_dtype)
+                stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=modes.autocast_cache))
+            yield
+    finally:
+        set_process_modes(before, modes)
+
+
+def set_process_modes(modes: Modes, now: Modes) -> None:
+    """The modes that belong to the process rather than to a thread; each is set only where it differs."""
+    if modes.default_dtype != now.default_dtype:
+        torch.set_default_dtype(dtype_named(modes.default_dtype))
+    if modes[6:8] != now[6:8]:
+        torch.use_deterministic_algorithms(modes.deterministic, warn_only=modes.deterministic_warn_only)
+    if modes[8:10] != now[8:10]:
+        torch.autograd.set_detect_anomaly(modes.anomaly, modes.anomaly_nan)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def draw_seed() -> int:
+    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
+    return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
+
+
+def seed_item(seed: int, index: int) -> None:
+    """Give torch, random and numpy the stream of item `index`."""
+    own = split_mix(seed + index)
+    torch.default_generator.manual_seed(own)
+    random.seed(own)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(own & 0xFFFFFFFF)
+
+
+def split_mix(number: int) -> int:
+    """SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
+
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    number = (number * 0x9E3779B97F4A7C15) & MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
+    return number ^ (number >> 31)
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Put the generators back afterwards: for tasks that run in the caller's own process."""
+    ours, theirs = torch.default_generator.get_state(), random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    third = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(ours)
+        random.setstate(theirs)
+        if third is not None:
+            numpy.random.set_state(third)

@@ -1,0 +1,260 @@
+"""An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with gradients.
+
+    caller's thread: pack ──► queue ──►  dispatcher's thread: send, receive, `deliver`  ──► caller's thread: `value`
+Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its memory with it.
+Assumes: `deliver` and `fail` come from the dispatcher's thread only; whoever waits reads `outcomes` after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad import structure
+from mpgrad.arena import Slot
+from mpgrad.autograd import Home, RemoteGraph, attach, gate
+from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, SHARED, Packer, Placed, check_carriable, flags_of, view
+from mpgrad.messages import Result, Structure
+from mpgrad.modes import Modes, current_modes
+
+__all__ = ["Delivered", "Operation", "PackedCall", "SharedFunction", "pack_call"]
+
+
+class SharedFunction:
+    """A function as it is during one operation: its pickle, and its captures in one slot of shared memory."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int], None]) -> None:
+        try:
+            self.pickled, captures = structure.dumps(function)
+        except Exception as error:
+            raise structure.transported(error, "the function") from error
+        for tensor in captures:
+            check_carriable(tensor, "the function")
+        self.number = next(self.numbers)
+        self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
+        self.refs, self.slot = packer.place_together(captures)
+        self._forget = forget
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        return None if self.slot is None else (self.slot.address, self.slot.memory.nbytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_forget"):
+            self._forget(self.number)
+
+
+class PackedCall:
+    """One call, ready to send."""
+
+    __slots__ = ("gated", "index", "inputs_lent", "placed", "structure")
+
+    def __init__(self, index: int, shape: Structure, placed: list[Placed]) -> None:
+        self.index = index
+        self.structure = shape
+        self.placed = placed
+        self.gated: list[torch.Tensor] = []
+        self.inputs_lent: list[tuple[torch.Tensor, int]] = []
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(len(each.body) for each in self.placed if each.body is not None)
+
+
+def pack_call(
+    packer: Packer,
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grad: bool,
+    shared: dict[int, Placed] | None = None,
+) -> PackedCall:
+    """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
+
+    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common.
+
+    Raises:
+        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+        SharedMemoryError: no room for a tensor.
+    """
+    shape, tensors = arguments_structure(index, args, kwargs)
+    call = PackedCall(index, shape, [])
+    for tensor in tensors:
+        check_carriable(tensor, "item", index)
+        placed = packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared)
+        call.placed.append(placed)
+        if placed.holder is not None and not isinstance(placed.holder, Slot):
+            call.inputs_lent.append((tensor, tensor._version))
+        if grad and tensor.requires_grad:
+            call.gated.append(gate(tensor))
+    return call
+
+
+def place_once(packer: Packer, tensor: torch.Tensor, shared: dict[int, Placed]) -> Placed:
+    placed = shared.get(id(tensor))
+    if placed is None:
+        placed = shared[id(tensor)] = packer.place(tensor, flags_of(tensor) | SHARED)
+    return placed
+
+
+def arguments_structure(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Structure, list[torch.Tensor]]:
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        return len(args), list(args)
+    try:
+        return structure.dumps((tuple(args), kwargs))
+    except Exception as error:
+        raise structure.transported(error, f"item {index}") from error
+
+
+class Delivered(NamedTuple):
+    """A result as it came: not yet tensors, because those are made in the thread, and under the modes, of the caller."""
+
+    result: Result
+    payload: memoryview
+    memories: dict[int, memoryview]  # borrowed, by address
+    graph: RemoteGraph | None
+    call: PackedCall
+
+
+class Operation:
+    def __init__(
+        self,
+        function: SharedFunction,
+        home: Home,
+        token: torch.Tensor | None,
+        seed: int | None,
+        *,
+        chunksize: int | None = None,
+        stop_at_failure: bool = True,
+    ) -> None:
+        self.function = function
+        self.home = home
+        self.token = token
+        self.seed = seed
+        self.modes: Modes = current_modes()
+        self.chunksize = chunksize
+        self.stop_at_failure = stop_at_failure
+        self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
+        self.on_outcome: Callable[[int], None] = lambda index: None
+        # written by the caller
+        self.queue: deque[PackedCall] = deque()
+        self.added = 0
+        self.sealed = False  # no call will be added
+        # written by the dispatcher
+        self.code = 0  # its number of the pickled function
+        self.outcomes: dict[int, Delivered | BaseException] = {}
+        self.delivered = 0  # outcomes of calls before the limit
+        self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
+        self.mutated = False  # a call wrote into a captured tensor
+
+    # --- the caller's side
+
+    def add(self, call: PackedCall) -> None:
+        self.added += 1
+        self.queue.append(call)
+
+    @property
+    def finished(self) -> bool:
+        return self.sealed and self.delivered >= min(self.added, self.limit)
+
+    def first_error(self) -> BaseException | None:
+        """What the serial loop would have raised: the exception of the first failing item."""
+        errors = [index for index, outcome in self.outcomes.items() if isinstance(outcome, BaseException)]
+        if not errors:
+            return None
+        error = self.outcomes[min(errors)]
+        assert isinstance(error, BaseException)
+        return error
+
+    def value(self, index: int) -> Any:
+        """The result of item `index`, which has come, as tensors with gradients; raises where the call raised."""
+        self._warn_of_mutation()
+        outcome = self.outcomes.pop(index)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        with self.modes_of_caller():
+            return self._build(outcome)
+
+    def values(self) -> list[Any]:
+        """All results in the items' order; raises the first failing item's exception."""
+        self._warn_of_mutation()
+        error = self.first_error()
+        if error is not None:
+            self.outcomes.clear()
+            raise error
+        with self.modes_of_caller():
+            return [self._build(self.outcomes.pop(index)) for index in range(len(self.outcomes))]
+
+    def _warn_of_mutation(self) -> None:
+        if self.mutated:
+            self.mutated = False
+            warnings.warn(
+                "the function wrote into a tensor that it captures (for example running statistics); the change stays in "
+                "the worker: return the new value, and store it in the caller",
+                stacklevel=4,
+            )
+
+    @contextlib.contextmanager
+    def modes_of_caller(self) -> Iterator[None]:
+        """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
+        with torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
+            yield
+
+    def _build(self, outcome: Delivered | BaseException) -> Any:
+        assert isinstance(outcome, Delivered)
+        result, graph, call = outcome.result, outcome.graph, outcome.call
+        tensors = [view(ref, outcome.payload, lambda ref: outcome.memories[ref.place]) for ref in result.tensors]
+        inner = []
+        for number, ref in enumerate(result.tensors):
+            needs_grad = bool(ref.flags & REQUIRES_GRAD)
+            if needs_grad and not ref.flags & LEAF:
+                inner.append(number)
+            elif ref.flags & PARAMETER:
+                tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=needs_grad)
+            elif needs_grad:
+                tensors[number].requires_grad_()  # a leaf that the function made
+        if graph is not None:
+            graph.inputs_lent = call.inputs_lent
+            outputs = attach(graph, [tensors[number] for number in inner], self.token, call.gated)
+            for number, output in zip(inner, outputs, strict=True):
+                tensors[number] = output
+        if result.structure is None:
+            return tensors[0]
+        if isinstance(result.structure, int):
+            return tuple(tensors)
+        return structure.loads(result.structure, tensors)
+
+    # --- the dispatcher's side
+
+    def deliver(self, index: int, outcome: Delivered | BaseException) -> None:
+        if index >= self.limit:
+            return
+        self.outcomes[index] = outcome
+        self.delivered += 1
+        if self.stop_at_failure and isinstance(outcome, BaseException):
+            self.limit = index
+            self.delivered = sum(1 for each in self.outcomes if each < index)
+        self.on_outcome(index)
+
+    def fail(self, error: BaseException) -> None:
+        """Give every call that is still to come the same error."""
+        self.queue.clear()
+        for index in range(self.added):
+            if index not in self.outcomes:
+                self.deliver(index, error)
+
+    def cancel(self) -> None:
+        """Nobody wants the rest any more."""
+        self.limit = 0
+        self.sealed = True
+        self.queue.clear()
+        self.outcomes.clear()

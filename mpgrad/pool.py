@@ -1,0 +1,485 @@
+"""The pool: `multiprocessing.Pool`'s interface, with gradients.
+
+multiprocessing.Pool returns copies whose history ended at the process border. Here every result is connected to the items
+and captures it came from, and its backward runs in the worker that made it.
+
+    with mpgrad.Pool(processes=2) as pool:
+        results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
+        sum(results).backward()            # so is this
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.context import BaseContext
+from types import TracebackType
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+
+from mpgrad.autograd import capture_gate
+from mpgrad.carrier import Placed
+from mpgrad.cpus import usable_cpus
+from mpgrad.dispatcher import Dispatcher
+from mpgrad.homes import OperationHome
+from mpgrad.inline import InlineScheduler
+from mpgrad.launch import ThreadLauncher, process_launcher
+from mpgrad.modes import draw_seed
+from mpgrad.operations import Operation, SharedFunction, pack_call
+from mpgrad.progress import Progress, progress_bar
+from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
+from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
+from mpgrad.scheduler import Scheduler, Settings
+from mpgrad.structure import transported
+
+__all__ = ["Pool"]
+
+ENGINES = ("process", "thread", "inline")
+FIRST_BATCH = 4  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
+LARGEST_BATCH = 64
+WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
+
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+
+class Pool:
+    """Worker processes that run functions on tensors, forward and backward.
+
+    Args:
+        processes: number of workers; None for as many CPUs as this process may use (affinity and cgroup quota counted).
+        initializer: called once in each worker, with `initargs`, before anything else.
+        initargs: its arguments.
+        maxtasksperchild: number of calls after which a worker is replaced; None for never.
+        context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
+            ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
+        threads_per_worker: intra-op threads of each worker process.
+        engine: "process"; "thread" for functions that release the GIL (there they share the process's random generators,
+            so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's thread.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     a, b = pool.map(lambda item: item ** 2, [x, x * 3])
+        ...     (a.sum() + b.sum()).backward()
+        >>> x.grad
+        tensor([20., 40.])
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        context: BaseContext | str | None = None,
+        *,
+        threads_per_worker: int = 1,
+        engine: str = "process",
+    ) -> None:
+        if engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)} (engine: {engine!r})")
+        if initializer is not None and not callable(initializer):
+            raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
+        settings = Settings(
+            workers=usable_cpus() if processes is None else positive("processes", processes),
+            initializer=pickled_initializer(initializer, tuple(initargs)),
+            threads=positive("threads_per_worker", threads_per_worker),
+            calls=None if maxtasksperchild is None else positive("maxtasksperchild", maxtasksperchild),
+        )
+        self._engine = engine
+        self._processes = settings.workers
+        self._scheduler = start_scheduler(engine, settings, context)
+        # not a method of the pool: a finalizer that refers to it would keep it alive
+        self._finalizer = weakref.finalize(self, self._scheduler.terminate)
+
+    # --- multiprocessing.Pool's interface
+
+    def map(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        *,
+        progress: Progress = False,
+    ) -> list[Any]:
+        """``[func(item) for item in iterable]`` on the workers.
+
+        Args:
+            func: any function, also a lambda, closure, bound method, partial or module. Tensors that it reaches are its
+                captures; gradients flow to them too.
+            iterable: tensors, or structures with tensors anywhere inside.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
+            progress: True or a description for a tqdm bar.
+
+        Raises:
+            Exception: what the first failing item raised, with a note that names item, worker and phase.
+            TypeError, pickle.PicklingError: the function, an item or a result cannot be carried; says which.
+            WorkerDiedError: a worker died while it ran one of the items.
+            PoolClosedError: after `close` or `terminate`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> weight = torch.tensor(3.0, requires_grad=True)
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     results = pool.map(lambda x: weight * x.sum(), [torch.ones(2), torch.ones(5)])
+            ...     sum(results).backward()
+            >>> weight.grad
+            tensor(7.)
+        """
+        return self._run(func, (((item,), {}) for item in iterable), length(iterable), chunksize, progress)
+
+    def starmap(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        progress: Progress = False,
+    ) -> list[Any]:
+        """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
+        return self._run(func, ((tuple(args), {}) for args in iterable), length(iterable), chunksize, progress)
+
+    def apply(self, func: Callable[..., Any], args: Iterable[Any] = (), kwds: dict[str, Any] | None = None) -> Any:
+        """``func(*args, **kwds)`` on a worker."""
+        return self._run(func, [(tuple(args), kwds or {})], 1, None, False)[0]
+
+    def map_async(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[Any]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+    ) -> AsyncResult:
+        """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
+        return self._run_async(func, (((item,), {}) for item in iterable), chunksize, callback, error_callback)
+
+    def starmap_async(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[Any]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+    ) -> AsyncResult:
+        """`starmap` that returns at once."""
+        return self._run_async(func, ((tuple(args), {}) for args in iterable), chunksize, callback, error_callback)
+
+    def apply_async(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+    ) -> AsyncResult:
+        """`apply` that returns at once."""
+        operation = self._begin(func)
+        self._add_all(operation, [(tuple(args), kwds or {})], borrow=False)
+        return self._promise(operation, lambda done: done.value(0), callback, error_callback)
+
+    def imap(self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1) -> ResultIterator:
+        """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
+        return self._iterate(func, iterable, chunksize, ordered=True)
+
+    def imap_unordered(
+        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1
+    ) -> ResultIterator:
+        """`imap` with the results in the order in which they come."""
+        return self._iterate(func, iterable, chunksize, ordered=False)
+
+    def close(self) -> None:
+        """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
+        self._scheduler.close()
+
+    def terminate(self) -> None:
+        """End the workers now. Results that have come stay valid; their graphs are gone."""
+        self._finalizer()
+
+    def join(self) -> None:
+        """Wait until all calls are done and the workers have ended.
+
+        Raises:
+            ValueError: the pool is still open.
+        """
+        self._scheduler.drain()
+        self._scheduler.join()
+
+    def __enter__(self) -> Pool:
+        self._scheduler.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.terminate()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pool cannot be pickled, nor captured by a function that it runs; make one in the task instead")
+
+    def __repr__(self) -> str:
+        return f"<mpgrad.Pool processes={self._processes} engine={self._engine!r} {self._scheduler.state}>"
+
+    # --- beyond it
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """``fn(*args, **kwargs)`` on a worker, as a Future whose result is differentiable.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> x = torch.ones(3, requires_grad=True)
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     future = pool.submit(torch.mul, x, 5)
+            ...     future.result().sum().backward()
+            >>> x.grad
+            tensor([5., 5., 5.])
+        """
+        operation = self._begin(fn)
+        future = DifferentiableFuture(self._scheduler, operation)
+        self._add_all(operation, [(args, kwargs)], borrow=False)
+        return future
+
+    def reduce(
+        self,
+        fn: Callable[[Any, Any], Any] | str,
+        items: Iterable[Any],
+        targets: Any,
+        *,
+        associative: bool = False,
+        progress: Progress = False,
+    ) -> Any:
+        """Fold all items into each target, in the items' order; the targets side by side.
+
+        Args:
+            fn: ``fn(target, item)`` returns the new target, or writes into the one it got and returns None; or the name of
+                a reduction (see `map_reduce`), which takes the target as its first value.
+            items: the items that every target takes in.
+            targets: one target (a tensor or structure), or a list of them.
+            associative: ``fn(fn(t, a), b) == fn(t, fn(a, b))``, so that the fold may be cut into blocks that run
+                side by side; where it is cut depends on the number of items only. Items and targets are then of one kind.
+
+        Returns:
+            The folded target, or the list of them. The caller's targets are not changed, also not by in-place functions.
+
+        Raises:
+            ValueError: no reduction has the name `fn`. Otherwise as `map`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> a, b = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     total, other = pool.reduce(lambda target, item: target.add_(item), [a, b], [a * 10, b * 10])
+            ...     (total * other).backward()
+            >>> total, other, a.grad
+            (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
+        """
+        reduction = reduction_named(fn)
+        several = isinstance(targets, list)
+        all_targets = targets if several else [targets]
+        items = list(items)
+        calls: list[Arguments]
+        if isinstance(reduction, FunctionReduction) and not associative:
+            fold: Callable[..., Any] = Fold(reduction)
+            calls = [((target, items), {}) for target in all_targets]
+        else:
+            fold = Finish(reduction)
+            blocks = [((block,), {}) for block in blocks_of(items)]
+            accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress)
+            calls = [(([target], accumulators), {}) for target in all_targets]
+        folded = self._run(fold, calls, len(calls), 1, progress, shared={})
+        return folded if several else folded[0]
+
+    def map_reduce(
+        self,
+        map_fn: Callable[[Any], Any],
+        items: Iterable[Any],
+        reduce_fn: Callable[[Any, Any], Any] | str,
+        init: Any = None,
+        *,
+        progress: Progress = False,
+    ) -> Any:
+        """``functools.reduce(reduce_fn, map(map_fn, items))``; mapped values stay on the workers, accumulators travel.
+
+        Args:
+            map_fn: applied to each item.
+            items: at least one item, unless there is an `init`.
+            reduce_fn: an associative function of an accumulator and a value, which returns the new accumulator or writes
+                into the one it got; or one of "sum", "mean", "max", "min", "logsumexp" (elementwise over the items),
+                "cat", "stack" (along dimension 0). Blocks of items are folded side by side and merged in order; how they
+                are cut depends on the number of items only.
+            init: the first value, or None for none.
+
+        Raises:
+            TypeError: no items and no `init`. Otherwise as `map`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> items = [torch.full((2,), float(i), requires_grad=True) for i in range(4)]
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     total = pool.map_reduce(lambda x: x ** 2, items, "sum")
+            ...     total.sum().backward()
+            >>> total.detach(), items[3].grad
+            (tensor([14., 14.]), tensor([6., 6.]))
+        """
+        reduction = reduction_named(reduce_fn)
+        blocks = [((block,), {}) for block in blocks_of(list(items))]
+        if not blocks and init is None:
+            raise TypeError("map_reduce of no items needs a first value (init: None)")
+        accumulators = self._run(Block(reduction, map_fn), blocks, len(blocks), 1, progress)
+        first = [] if init is None else [init]
+        return self._run(Finish(reduction), [((first, accumulators), {})], 1, 1, False)[0]
+
+    # --- how they all run
+
+    def _begin(
+        self, function: Callable[..., Any], chunksize: int | None = None, stop_at_failure: bool = True
+    ) -> Operation:
+        if not callable(function):
+            raise TypeError(f"the function must be callable (given: {function!r})")
+        if chunksize is not None:
+            positive("chunksize", chunksize)
+        scheduler = self._scheduler
+        scheduler.check_open()
+        shared = SharedFunction(function, scheduler.packer, scheduler.forget_function)
+        home = OperationHome(scheduler, shared)
+        reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
+        return Operation(
+            shared,
+            home,
+            capture_gate(home, shared.differentiable) if reaches_gradients else None,
+            draw_seed() if self._engine != "thread" else None,
+            chunksize=chunksize,
+            stop_at_failure=stop_at_failure,
+        )
+
+    def _add_all(
+        self,
+        operation: Operation,
+        calls: Iterable[Arguments],
+        *,
+        borrow: bool,
+        shared: dict[int, Placed] | None = None,
+    ) -> None:
+        """Pack the calls, and let the workers begin with the first ones meanwhile.
+
+        `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
+        could change them in place before they are read.
+        """
+        packer = self._scheduler.packer if borrow else self._scheduler.copying_packer
+        batch = FIRST_BATCH
+        packed = 0
+        try:
+            for index, (args, kwargs) in enumerate(calls):
+                operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared))
+                packed += 1
+                if packed == batch:
+                    self._scheduler.admit(operation)
+                    packed, batch = 0, min(2 * batch, LARGEST_BATCH)
+            operation.sealed = True
+            self._scheduler.admit(operation)
+        except BaseException:
+            self._scheduler.cancel(operation)
+            raise
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        total: int | None,
+        chunksize: int | None,
+        progress: Progress,
+        shared: dict[int, Placed] | None = None,
+    ) -> list[Any]:
+        operation = self._begin(function, chunksize)
+        with progress_bar(progress, total) as move_to:
+            self._add_all(operation, calls, borrow=True, shared=shared)
+            try:
+                if move_to is None:
+                    self._scheduler.wait_until(lambda: operation.finished)
+                else:
+                    self._watch(operation, move_to)
+            except BaseException:  # KeyboardInterrupt, above all
+                self._scheduler.cancel(operation)
+                raise
+        return operation.values()
+
+    def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
+        done = -1
+        while not operation.finished:
+            self._scheduler.wait_until(lambda: operation.finished or operation.delivered > done)
+            done = operation.delivered
+            move_to(done)
+
+    def _run_async(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        chunksize: int | None,
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+    ) -> AsyncResult:
+        operation = self._begin(function, chunksize)
+        result = self._promise(operation, Operation.values, callback, error_callback)
+        self._add_all(operation, calls, borrow=False)
+        return result
+
+    def _promise(
+        self,
+        operation: Operation,
+        fetch: Callable[[Operation], Any],
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+    ) -> AsyncResult:
+        return AsyncResult(self._scheduler, operation, fetch, callback, error_callback)
+
+    def _iterate(
+        self, function: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None, ordered: bool
+    ) -> ResultIterator:
+        operation = self._begin(function, chunksize, stop_at_failure=False)
+        packer = self._scheduler.copying_packer
+
+        def steps() -> Iterator[Callable[[], None]]:
+            for index, item in enumerate(iterable):
+                yield lambda: operation.add(pack_call(packer, index, (item,), {}, operation.modes.grad))
+
+        window = WINDOW_PER_WORKER * self._processes * (chunksize or 1)
+        return ResultIterator(self._scheduler, operation, steps(), window, ordered)
+
+
+def start_scheduler(engine: str, settings: Settings, context: BaseContext | str | None) -> Scheduler:
+    if engine == "inline":
+        return InlineScheduler(settings)
+    return Dispatcher(settings, ThreadLauncher() if engine == "thread" else process_launcher(context))
+
+
+def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:
+    try:
+        pickled = cloudpickle.dumps((initializer, initargs))
+    except Exception as error:
+        raise transported(error, "the initializer or its arguments") from error
+    assert isinstance(pickled, bytes)
+    return pickled
+
+
+def positive(name: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an integer ({name}: {number!r})")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1 ({name}: {number})")
+    return number
+
+
+def length(iterable: Iterable[Any]) -> int | None:
+    try:
+        return len(iterable)  # type: ignore[arg-type]
+    except TypeError:
+        return None

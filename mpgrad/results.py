@@ -1,0 +1,217 @@
+"""Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a differentiable Future.
+
+All of them make tensors and autograd nodes in the thread that asks, never in the dispatcher's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import multiprocessing
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from mpgrad.operations import Operation
+
+__all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator"]
+
+log = logging.getLogger("mpgrad")
+
+
+class Desk(Protocol):
+    """What results need of the scheduler."""
+
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def admit(self, operation: Operation) -> None: ...
+
+    def cancel(self, operation: Operation) -> None: ...
+
+
+class AsyncResult:
+    """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        operation: Operation,
+        fetch: Callable[[Operation], Any],
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+    ) -> None:
+        self._desk = desk
+        self._operation = operation
+        self._fetch = fetch
+        self._callback = callback
+        self._error_callback = error_callback
+        self._lock = threading.RLock()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._fetched = False
+        if callback is not None or error_callback is not None:
+            operation.on_outcome = self._call_back
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The result, the same object at every call.
+
+        Raises:
+            multiprocessing.TimeoutError: it has not come within `timeout` seconds.
+            Exception: what the first failing call raised.
+        """
+        if not self._desk.wait_until(self.ready, timeout):
+            raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+        with self._lock:
+            if not self._fetched:
+                try:
+                    self._value = self._fetch(self._operation)
+                except BaseException as error:
+                    self._error = error
+                self._fetched = True
+            if self._error is not None:
+                raise self._error
+            return self._value
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._desk.wait_until(self.ready, timeout)
+
+    def ready(self) -> bool:
+        return self._operation.finished
+
+    def successful(self) -> bool:
+        """Whether no call raised.
+
+        Raises:
+            ValueError: the result is not ready.
+        """
+        if not self.ready():
+            raise ValueError("the result is not ready; wait for it first (result.wait())")
+        if self._fetched:
+            return self._error is None
+        return self._operation.first_error() is None
+
+    def _call_back(self, index: int) -> None:
+        if not self.ready():
+            return
+        self._operation.on_outcome = lambda index: None  # it refers to this result, which refers to the operation
+        try:
+            error = self._operation.first_error()
+            if error is None and self._callback is not None:
+                self._callback(self.get())
+            elif error is not None and self._error_callback is not None:
+                self._error_callback(error)
+        except Exception:
+            log.exception("a callback of the pool raised")
+
+
+class DifferentiableFuture(concurrent.futures.Future[Any]):
+    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it."""
+
+    def __init__(self, desk: Desk, operation: Operation) -> None:
+        super().__init__()
+        self._desk = desk
+        self._operation = operation
+        self._making = threading.Lock()
+        self._made = False
+        self._value: Any = None
+        operation.starts = self.set_running_or_notify_cancel
+        operation.on_outcome = self._finish
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
+        if not self.done():
+            self._desk.wait_until(self.done, timeout)
+        super().result(timeout=0)
+        with self._making:
+            if not self._made:
+                self._value = self._operation.value(0)
+                self._made = True
+            return self._value
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            self._desk.cancel(self._operation)
+        return cancelled
+
+    def _finish(self, index: int) -> None:
+        outcome = self._operation.outcomes[index]
+        self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
+        if self.cancelled():
+            return
+        if not self.running():
+            self.set_running_or_notify_cancel()
+        if isinstance(outcome, BaseException):
+            self.set_exception(outcome)
+        else:
+            self.set_result(None)  # the value is made by `result`
+
+
+class ResultIterator:
+    """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
+
+    def __init__(self, desk: Desk, operation: Operation, calls: Iterator[Callable[[], None]], window: int, ordered: bool) -> None:
+        self._desk = desk
+        self._operation = operation
+        self._calls = calls  # each step adds one call to the operation
+        self._window = window
+        self._ordered = ordered
+        self._arrived: deque[int] = deque()
+        self._next = 0
+        self._source_error: BaseException | None = None
+        arrived = self._arrived  # not self: the operation would keep the iterator alive
+        operation.on_outcome = arrived.append
+        self._fill()
+
+    def __iter__(self) -> ResultIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.next()
+
+    def next(self, timeout: float | None = None) -> Any:
+        """The next result.
+
+        Raises:
+            StopIteration: all results have been given.
+            multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked for again.
+            Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
+        """
+        if self._next == self._operation.added:
+            self._end()
+        index = self._next
+        there = self._is_there if self._ordered else lambda: bool(self._arrived)
+        if not self._desk.wait_until(there, timeout):
+            raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+        if not self._ordered:
+            index = self._arrived.popleft()
+        self._next += 1
+        self._fill()
+        return self._operation.value(index)
+
+    def _is_there(self) -> bool:
+        return self._next in self._operation.outcomes
+
+    def _end(self) -> None:
+        error, self._source_error = self._source_error, None
+        raise StopIteration if error is None else error
+
+    def _fill(self) -> None:
+        """Add calls until the window is full or the source is empty."""
+        before = self._operation.added
+        while not self._operation.sealed and self._operation.added - self._next < self._window:
+            try:
+                next(self._calls)()
+            except StopIteration:
+                self._operation.sealed = True
+            except Exception as error:
+                self._source_error = error
+                self._operation.sealed = True
+        if self._operation.added > before:
+            self._desk.admit(self._operation)
+
+    def __del__(self) -> None:
+        if not self._operation.sealed or not self._operation.finished:
+            self._desk.cancel(self._operation)

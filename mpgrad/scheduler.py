@@ -1,0 +1,583 @@
+"""The scheduler: which worker gets what and when, and what follows when one dies. It knows no thread and no selector.
+
+    callers ── admit, send_gradients, release ──► inbox, backlogs ──► [one thread] ◄──► pipes ◄──► workers
+    callers ◄── Operation.outcomes, GradientReply ◄─────────────────────────┘
+Everything below "the scheduling thread" is called by one thread at a time, so it needs no lock; what comes from other threads
+is appended to deques and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineDispatcher` the caller's.
+Guarantees: each call added to an operation gets one outcome, each backward one reply, a value or an error, also when its
+    worker dies or the pool is closed. Values of tasks are not touched: no torch operation runs in the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import NamedTuple
+
+from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
+from mpgrad.autograd import Grads, RemoteGraph
+from mpgrad.carrier import Packer, Payload, Placed, TensorRef
+from mpgrad.channel import Frame, Pipe
+from mpgrad.crew import CaptureRequest, Chunk, SentGradients, Worker, drained
+from mpgrad.errors import InternalError, PoolClosedError, WorkerDiedError, raised_again
+from mpgrad.homes import GradientReply
+from mpgrad.messages import (
+    Backward,
+    BackwardCall,
+    Collect,
+    Collected,
+    Define,
+    Failure,
+    Forward,
+    ForwardCall,
+    Gradients,
+    Message,
+    NewSlab,
+    Ready,
+    Results,
+    Returned,
+    SlabsGone,
+    Start,
+    StartFailed,
+    Stop,
+)
+from mpgrad.modes import current_modes
+from mpgrad.operations import Delivered, Operation, PackedCall
+
+__all__ = ["Scheduler", "Settings"]
+
+CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
+SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us
+LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
+MOST_CALLS = 256  # in one chunk
+MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
+MOST_CODES = 128  # pickled functions that the workers keep for the next operation with the same function
+HELD_GRADIENTS = 32  # sent to the workers together, unless somebody waits for one of them
+FAILED_STARTS = 3  # in a row, before the pool gives up
+GRAPH_LOST = "the graph that backward needs was lost with it"
+
+
+class Settings(NamedTuple):
+    """What every worker of a pool starts with."""
+
+    workers: int
+    initializer: bytes  # pickle of (function or None, arguments)
+    threads: int  # intra-op
+    calls: int | None  # after which a worker is replaced
+
+
+class Scheduler(ABC):
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._pid = os.getpid()
+        self.arena = Arena(0)
+        self.lenders = Lenders(self._returned)
+        self.packer = Packer(self.arena, self.lenders.find)
+        self.copying_packer = Packer(self.arena)
+        self._workers: dict[int, Worker] = {}
+        self._worker_numbers = itertools.count(1)
+        self._call_numbers = itertools.count(1)
+        self._chunk_numbers = itertools.count(1)
+        self._operations: deque[Operation] = deque()  # with calls that no worker has been sent yet
+        self._unfinished: dict[Operation, None] = {}
+        self._codes: dict[bytes, int] = {}  # pickled function -> its number; the last used at the end
+        self._code_numbers = itertools.count(1)
+        self._seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._held_gradients = 0
+        self._failed_starts = 0
+        self._broken: BaseException | None = None
+        self._closing = False
+        self._draining = False
+        self._stopping = False
+        self._ended: BaseException | None = None
+
+    # --- what a subclass decides: whose thread it is
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Have the scheduling thread look at the inbox and the backlogs."""
+
+    @abstractmethod
+    def nudge(self) -> None:
+        """There is news for a worker, which can wait a little. Called from finalizers: it may not wait, lock or raise."""
+
+    @abstractmethod
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait in the caller's thread until `satisfied()`, which is evaluated after each frame; whether it was."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait for the end that `drain` or `terminate` asked for."""
+
+    @abstractmethod
+    def open_channel(self, number: int) -> Pipe:
+        """Start worker `number`; returns our end of its pipe."""
+
+    @abstractmethod
+    def close_channel(self, worker: Worker) -> int | None:
+        """Close the pipe of a worker that has died or was told to stop; returns its exit code, if known."""
+
+    @abstractmethod
+    def kill(self, worker: Worker) -> None: ...
+
+    @abstractmethod
+    def tell_waiters(self) -> None:
+        """Something was delivered."""
+
+    def watch(self, worker: Worker) -> None:
+        """The worker's pipe may hold data that it did not take yet."""
+
+    # --- any thread
+
+    def check_open(self) -> None:
+        """Raises:
+        PoolClosedError: after `close` or `terminate`.
+        RuntimeError: in a forked child, or when the pool is broken.
+        """
+        self.check_process()
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise PoolClosedError("the pool is closed; make a new one, or keep this one open (with mpgrad.Pool() as pool: ...)")
+
+    @property
+    def state(self) -> str:
+        return "broken" if self._broken is not None else "closed" if self._closing else "open"
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; make a new one there"
+            )
+
+    def admit(self, operation: Operation) -> None:
+        """Have the calls in the operation's queue run; again after more were added."""
+        self._post(lambda: self._admit(operation))
+
+    def cancel(self, operation: Operation) -> None:
+        """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
+        self._post(lambda: self._cancel(operation))
+
+    def send_gradients(
+        self, graph: RemoteGraph, task: int, keep: bool, wanted: tuple[int, ...], captures: bool, grads: Grads
+    ) -> GradientReply:
+        worker = graph.worker
+        assert isinstance(worker, Worker)
+        self._check_reachable(worker, graph.index)
+        reply = GradientReply(self.wait_until, worker.number, graph.index)
+        placed = [None if grad is None else self.copying_packer.place(grad, 0) for grad in grads]
+        worker.backlog.append(SentGradients(graph, task, keep, wanted, captures, placed, current_modes(), reply))
+        self._held_gradients += 1
+        if self._held_gradients >= HELD_GRADIENTS:
+            self._held_gradients = 0
+            self.wake()
+        if worker.gone is not None:  # it died between the check and the append
+            reply.fail(worker.gone)
+        return reply
+
+    def request_captures(self, worker: Worker, function: int, task: int) -> GradientReply:
+        self._check_reachable(worker, None)
+        reply = GradientReply(self.wait_until, worker.number, None)
+        worker.backlog.append(CaptureRequest(function, task, reply))
+        self.wake()
+        if worker.gone is not None:
+            reply.fail(worker.gone)
+        return reply
+
+    def _check_reachable(self, worker: Worker, index: int | None) -> None:
+        self.check_process()
+        if self._broken is not None:
+            raise self._broken
+        if isinstance(worker.gone, WorkerDiedError):
+            raise WorkerDiedError(index, "backward", worker.number, worker.gone.exit_code, GRAPH_LOST)
+        if worker.gone is not None:
+            raise worker.gone
+
+    def release(self, graph: RemoteGraph) -> None:
+        worker = graph.worker
+        assert isinstance(worker, Worker)
+        worker.releases.append(graph.call)
+        self.nudge()
+
+    def forget_function(self, number: int) -> None:
+        for worker in list(self._workers.values()):
+            if number in worker.functions:
+                worker.forgotten_functions.append(number)
+        self.nudge()
+
+    def _returned(self, address: int, times: int) -> None:
+        worker = self._workers.get(slab_of(address) >> 32)
+        if worker is not None:
+            worker.returns.append((address, times))
+            self.nudge()
+
+    def close(self) -> None:
+        """Take nothing new; what was admitted still runs, and graphs stay."""
+        self._closing = True
+
+    def drain(self) -> None:
+        """After `close`: end the workers when all that was admitted is done.
+
+        Raises:
+            ValueError: the pool is still open.
+        """
+        self.check_process()
+        if not self._closing:
+            raise ValueError("the pool is still open; close or terminate it before join")
+        self._draining = True
+        self.wake()
+
+    def terminate(self) -> None:
+        """End the workers now; what is under way fails with `PoolClosedError`."""
+        if os.getpid() != self._pid:
+            return
+        self._closing = self._stopping = True
+        self.wake()
+        self.join()
+
+    def _post(self, order: Callable[[], None]) -> None:
+        self._inbox.append(order)
+        self.wake()
+        if self._ended is not None:
+            self._settle()
+
+    # --- the scheduling thread: workers come and go
+
+    def work(self) -> None:
+        """Do all that can be done without waiting."""
+        while self._inbox:
+            self._inbox.popleft()()
+        self._feed()
+        if self._draining and self._is_idle():
+            self._stopping = True
+
+    def hire(self) -> None:
+        number = next(self._worker_numbers)
+        worker = Worker(number, self.open_channel(number))
+        self._workers[number] = worker
+        self.watch(worker)
+        settings = self._settings
+        start = Start(settings.initializer, settings.threads, list(sys.path), list(sys.argv), os.getcwd())
+        self._transmit(worker, [start], Payload())
+
+    def _retire(self, worker: Worker) -> None:
+        """It has done as many calls as one worker may: a successor comes at once, it stays while it keeps graphs."""
+        if not worker.retiring:
+            worker.retiring = True
+            self.hire()
+        if worker.is_done:
+            self._transmit(worker, [Stop()], Payload())
+            self._bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+
+    def _bury(self, worker: Worker, reason: BaseException) -> int | None:
+        """Forget a worker; its graphs and backwards answer with `reason` from here on. Its memory stays while it is viewed."""
+        code = self.close_channel(worker)
+        worker.gone = reason
+        del self._workers[worker.number]
+        self._unmap([number for number in self.lenders.slabs if number >> 32 == worker.number])
+        while worker.backlog:
+            worker.backlog.popleft().reply.fail(reason)
+        return code
+
+    def lose(self, worker: Worker) -> None:
+        """The end of its pipe: it died. What it was doing fails, what it had not begun goes to others."""
+        died = WorkerDiedError(None, "forward", worker.number, None)
+        died.exit_code = code = self._bury(worker, died)
+        begun, position = (-1, -1) if worker.progress is None else (worker.progress[0], worker.progress[1])
+        for number, chunk in worker.under_way.items():
+            if chunk.operation is not None:
+                self._recover(chunk.operation, chunk.calls, position if number == begun else -1, worker.number, code)
+            chunk.fail_replies(WorkerDiedError(None, "backward", worker.number, code, GRAPH_LOST))
+            for sent in chunk.gradients:
+                sent.reply.fail(WorkerDiedError(sent.graph.index, "backward", worker.number, code, GRAPH_LOST))
+        worker.under_way.clear()
+        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
+        if self._failed_starts == FAILED_STARTS:
+            self._break(WorkerDiedError(None, "start", worker.number, code, f"so did {FAILED_STARTS} in a row"))
+        elif not worker.retiring:
+            self.hire()
+
+    def _recover(
+        self, operation: Operation, calls: list[tuple[int, PackedCall]], position: int, worker: int, code: int | None
+    ) -> None:
+        """A chunk was lost with its worker, which had begun its calls up to `position`."""
+        for place, (_, call) in enumerate(calls[: position + 1]):
+            detail = "" if place == position else "its result was lost before it was sent"
+            operation.deliver(call.index, WorkerDiedError(call.index, "forward", worker, code, detail))
+        operation.queue.extendleft(call for _, call in reversed(calls[position + 1 :]))
+        self._admit(operation)
+
+    def _break(self, error: BaseException) -> None:
+        """The pool cannot go on: all that is under way, and all that comes later, gets `error`."""
+        self._broken = error
+        self._stopping = True
+
+    def _is_idle(self) -> bool:
+        busy = any(worker.under_way or worker.backlog for worker in self._workers.values())
+        return not busy and not any(operation.queue for operation in self._operations)
+
+    def end(self) -> None:
+        """The last thing that happens; nobody may be left waiting."""
+        reason = self._broken or PoolClosedError("the pool is closed, and its workers and their graphs are gone")
+        chunks = [chunk for worker in self._workers.values() for chunk in worker.under_way.values()]
+        for worker in self._workers.values():
+            if self._draining and self._broken is None:
+                self._transmit(worker, [Stop()], Payload())
+            else:
+                self.kill(worker)
+        for worker in list(self._workers.values()):
+            self._bury(worker, reason)
+        for chunk in chunks:
+            chunk.fail_replies(reason)
+        self._ended = reason
+        self._settle()
+
+    def _settle(self) -> None:
+        """After the end: answer what came too late. Runs in whichever thread finds it."""
+        while self._inbox:
+            self._inbox.popleft()()
+        for operation in list(self._unfinished):
+            operation.fail(self._ended or InternalError("settled before the end"))
+            self._unfinished.pop(operation, None)
+        self.tell_waiters()
+
+    # --- sending
+
+    def _admit(self, operation: Operation) -> None:
+        if operation.finished:
+            return
+        self._unfinished[operation] = None
+        if operation.queue and operation not in self._operations:
+            operation.code = self._code_of(operation.function.pickled)
+            self._operations.append(operation)
+
+    def _cancel(self, operation: Operation) -> None:
+        operation.cancel()
+        self._unfinished.pop(operation, None)
+
+    def _code_of(self, pickled: bytes) -> int:
+        """The number under which workers keep a pickled function, so that it is sent to each of them once."""
+        code = self._codes.pop(pickled, None) or next(self._code_numbers)
+        self._codes[pickled] = code
+        if len(self._codes) > MOST_CODES:
+            oldest = self._codes.pop(next(iter(self._codes)))
+            self._seconds.pop(oldest, None)
+            for worker in self._workers.values():
+                if oldest in worker.codes:
+                    worker.codes.discard(oldest)
+                    worker.forgotten_codes.append(oldest)
+        return code
+
+    def _feed(self) -> None:
+        """Give every worker a chunk before any gets its second."""
+        for depth in range(CHUNKS_UNDER_WAY):
+            for worker in list(self._workers.values()):
+                if worker.ready and len(worker.under_way) <= depth:
+                    self._give(worker)
+
+    def _give(self, worker: Worker) -> bool:
+        """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
+        if worker.backlog:
+            self._send_backward(worker)
+            return True
+        if worker.retiring:
+            self._retire(worker)
+            return False
+        while self._operations:
+            operation = self._operations[0]
+            calls = self._take_calls(worker, operation)
+            if calls:
+                self._send_forward(worker, operation, calls)
+                return True
+            self._operations.popleft()
+        return False
+
+    def _take_calls(self, worker: Worker, operation: Operation) -> list[tuple[int, PackedCall]]:
+        size = self._chunk_size(operation)
+        if self._settings.calls is not None:
+            under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
+            size = min(size, self._settings.calls - worker.calls_done - under_way)
+        calls: list[tuple[int, PackedCall]] = []
+        nbytes = 0
+        while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
+            call = operation.queue.popleft()
+            if call.index >= operation.limit:
+                continue
+            if not operation.starts():
+                operation.deliver(call.index, CancelledError())
+                continue
+            calls.append((next(self._call_numbers), call))
+            nbytes += call.payload_bytes
+        return calls
+
+    def _chunk_size(self, operation: Operation) -> int:
+        """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK."""
+        if operation.chunksize is not None:
+            return operation.chunksize
+        seconds = self._seconds.get(operation.code)
+        if seconds is None:
+            return 1  # never run before: find out what a call costs
+        share = math.ceil(len(operation.queue) / (CHUNKS_UNDER_WAY * self._settings.workers))
+        shortest, longest = (max(1, int(limit / max(seconds, 1e-9))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))
+        return min(max(share, shortest), longest, MOST_CALLS)
+
+    def _send_forward(self, worker: Worker, operation: Operation, calls: list[tuple[int, PackedCall]]) -> None:
+        payload = Payload()
+        messages: list[Message] = []
+        function = operation.function
+        if function.number not in worker.functions:
+            pickled = None if operation.code in worker.codes else function.pickled
+            messages.append(Define(function.number, operation.code, pickled, function.block, function.refs))
+            worker.functions.add(function.number)
+            worker.codes.add(operation.code)
+            if function.slot is not None:
+                self._lend(worker, function.slot.address, function.slot)
+        sent = [
+            ForwardCall(number, call.index, call.structure, [self._pack(worker, each, payload) for each in call.placed])
+            for number, call in calls
+        ]
+        chunk = next(self._chunk_numbers)
+        stop = operation.stop_at_failure
+        messages.append(
+            Forward(chunk, function.number, operation.modes, operation.seed, operation.modes.grad, stop, sent)
+        )
+        worker.under_way[chunk] = Chunk(operation, calls, [], None)
+        self._transmit(worker, messages, payload)
+
+    def _send_backward(self, worker: Worker) -> None:
+        """One chunk of what waits for the worker: backwards under the same modes, or a request for capture gradients."""
+        chunk = next(self._chunk_numbers)
+        first = worker.backlog[0]
+        if isinstance(first, CaptureRequest):
+            worker.backlog.popleft()
+            worker.under_way[chunk] = Chunk(None, [], [], first)
+            self._transmit(worker, [Collect(chunk, first.function, first.task)], Payload())
+            return
+        payload = Payload()
+        sent: list[SentGradients] = []
+        while worker.backlog and len(sent) < MOST_CALLS:
+            item = worker.backlog[0]
+            if isinstance(item, CaptureRequest) or item.modes != first.modes:
+                break
+            worker.backlog.popleft()
+            sent.append(item)
+        calls = [
+            BackwardCall(
+                item.graph.call,
+                item.task,
+                item.keep,
+                item.wanted,
+                item.captures,
+                [None if placed is None else self._pack(worker, placed, payload) for placed in item.grads],
+            )
+            for item in sent
+        ]
+        worker.under_way[chunk] = Chunk(None, [], sent, None)
+        self._transmit(worker, [Backward(chunk, first.modes, calls)], payload)
+
+    def _pack(self, worker: Worker, placed: Placed, payload: Payload) -> TensorRef:
+        if placed.holder is not None:
+            self._lend(worker, placed.ref.place, placed.holder)
+        return payload.add(placed)
+
+    def _lend(self, worker: Worker, address: int, holder: object) -> None:
+        number = slab_of(address)
+        worker.lend(address, holder, self.arena.slabs.get(number) or self.lenders.slabs[number])
+
+    def _transmit(self, worker: Worker, messages: list[Message], payload: Payload) -> None:
+        self._unmap(drained(self.arena.dropped))
+        with contextlib.suppress(ConnectionError):  # it died; the end of its pipe is read next, and says so once
+            worker.transmit(messages, payload)
+        self.watch(worker)
+
+    def tell_news(self) -> None:
+        """Tell the workers what has waited for a message to ride with."""
+        for worker in self._workers.values():
+            if worker.has_news and worker.ready:
+                self._transmit(worker, [], Payload())
+
+    def _unmap(self, numbers: Sequence[int]) -> None:
+        """Slabs that their owner gave up, or that died with it."""
+        for number in numbers:
+            self.lenders.detach(number)
+            for worker in self._workers.values():
+                worker.unmap(number)
+
+    # --- receiving
+
+    def receive(self, worker: Worker, frame: Frame) -> None:
+        for message in frame.messages:
+            match message:
+                case Results():
+                    self._receive_results(worker, message, frame.payload)
+                case Gradients():
+                    chunk = worker.under_way.pop(message.chunk)
+                    for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
+                        self._arrive(sent.reply, found, frame.payload)
+                case Collected():
+                    request = worker.under_way.pop(message.chunk).captures
+                    assert request is not None
+                    self._arrive(request.reply, message.grads, frame.payload)
+                case NewSlab():
+                    self.lenders.attach(message.number, worker.channel.take_descriptor(), message.nbytes)
+                case SlabsGone():
+                    self._unmap(message.numbers)
+                case Returned():
+                    for address, times in message.slots:
+                        worker.take_back(address, times)
+                case Ready():
+                    memory = self.lenders.slabs[slab_of(message.progress)].memory
+                    offset = message.progress & OFFSET_MASK
+                    worker.progress = memory[offset : offset + 16].cast("q")
+                    worker.ready = True
+                    self._failed_starts = 0
+                case StartFailed():
+                    self._break(again(message.failure, None, worker))
+                case _:
+                    raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
+
+    def _receive_results(self, worker: Worker, message: Results, payload: memoryview) -> None:
+        chunk = worker.under_way.pop(message.chunk)
+        operation = chunk.operation
+        assert operation is not None
+        done = len(message.outcomes)
+        worker.calls_done += done
+        mean = message.seconds / done
+        before = self._seconds.get(operation.code, mean)
+        self._seconds[operation.code] = (before + mean) / 2
+        operation.mutated = operation.mutated or message.mutated
+        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
+            if isinstance(outcome, Failure):
+                operation.deliver(call.index, again(outcome, call.index, worker))
+                continue
+            memories = self._borrow(outcome.tensors)
+            graph = None
+            if outcome.has_graph:
+                worker.graphs += 1
+                graph = RemoteGraph(operation.home, worker, number, call.index)
+            call.placed = []  # the worker has it now
+            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call))
+        if operation.finished:
+            self._unfinished.pop(operation, None)
+        if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
+            self._retire(worker)
+
+    def _arrive(self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview) -> None:
+        refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
+        reply.arrive(found, payload, self._borrow(refs))
+
+    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, memoryview]:
+        """Claim memory at once, so that it is given back even where nobody ever looks at the result."""
+        return {ref.place: self.lenders.borrow(ref.place, ref.nbytes) for ref in refs if ref.place >= 0}
+
+
+def again(failure: Failure, index: int | None, worker: Worker) -> BaseException:
+    return raised_again(failure.error, failure.traceback, failure.phase, index, worker.number)

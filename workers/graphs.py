@@ -1,0 +1,95 @@
+"""The graph table: the autograd graph of every call that ran here and whose backward may come.
+
+Autograd keeps a graph alive from its outputs. Here the outputs have gone to the parent as bytes, so the table holds the
+gradient edges instead: where output gradients enter, where input gradients leave. Everything between is PyTorch's own,
+with its own rules: `retain_graph`, and the RuntimeError of a second backward, are not imitated, they happen.
+
+    # 1. [w] made by forward   2. [r] read by each backward   3. [x] dropped when the parent's node dies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["CaptureSums", "Edge", "Graph", "dress", "run_backward"]
+
+Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge, which is cheaper than making one
+
+
+class Graph(NamedTuple):
+    function: int
+    outputs: list[GradientEdge]  # of the outputs that need gradients, in order
+    inputs: list[Edge]  # of the inputs that need gradients, in order
+    captures: list[Edge]
+
+
+class Entry(torch.autograd.Function):
+    """Where gradients of non-leaf inputs leave: the caller's tensor has a history, so in-place writes to it are legal."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors)  # hidden in a list: as arguments they would come back as views, which forbid in-place writes
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+        return None, None
+
+
+ROOT = torch.zeros((), requires_grad=True)
+
+
+def dress(
+    tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool], leaf: Sequence[bool]
+) -> tuple[list[torch.Tensor], list[Edge]]:
+    """`tensors` as `fn` would see them in the caller, and an edge for each one that needs a gradient."""
+    dressed = list(tensors)
+    edges: dict[int, Edge] = {}
+    inner = [k for k, tensor in enumerate(tensors) if needs_grad[k] and not leaf[k] and torch.is_grad_enabled()]
+    if inner:
+        for k, tensor in zip(inner, Entry.apply(ROOT, [tensors[k] for k in inner]), strict=True):
+            dressed[k] = tensor
+            edges[k] = get_gradient_edge(tensor)  # taken now: an in-place write moves the tensor away from it
+    for k, tensor in enumerate(dressed):
+        if needs_grad[k] and k not in edges:
+            edges[k] = tensor.requires_grad_()
+    return dressed, [edges[k] for k in sorted(edges)]
+
+
+def run_backward(
+    graph: Graph, grads: Sequence[torch.Tensor | None], wanted: Sequence[int], captures: bool, keep: bool
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """Gradients of the `wanted` inputs, and of all captures where asked for; None for what was not used."""
+    edges = [graph.inputs[k] for k in wanted]
+    if captures:
+        edges += graph.captures
+    given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
+    if not edges or not given:
+        return [None] * len(wanted), [None] * (len(edges) - len(wanted))
+    outputs, incoming = zip(*given, strict=True)
+    found = torch.autograd.grad(outputs, edges, incoming, retain_graph=keep, allow_unused=True)
+    return list(found[: len(wanted)]), list(found[len(wanted) :])
+
+
+class CaptureSums:
+    """Capture gradients of one function in one backward, added up over the calls of this worker."""
+
+    def __init__(self, count: int) -> None:
+        self.sums: list[torch.Tensor | None] = [None] * count
+        self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for k, grad in enumerate(grads):
+            held = self.sums[k]
+            if grad is None:
+                continue
+            if held is None:
+                self.sums[k] = grad
+            elif self._owned[k]:
+                held.add_(grad)
+            else:
+                self.sums[k] = held + grad
+                self._owned[k] = True

@@ -1,0 +1,86 @@
+"""The main loop of a worker, for each place where a worker can live: its own process, or a thread of the parent.
+
+Assumes: in a process this is the only thread, and it dies with whoever forked it: by the kernel's word on Linux, by the end
+    of the pipe, wherever it reads, elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+
+import torch
+
+from mpgrad.channel import Channel, Pipe
+from mpgrad.messages import Start, StartFailed, Stop
+from mpgrad.workers.worker import Worker, failure
+
+__all__ = ["begin", "serve", "serve_in_process"]
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
+    """Answer frames until `Stop` or the end of the pipe."""
+    channel = Channel(end, blocking=True)
+    try:
+        first = channel.receive()
+        assert first is not None
+        start = first.messages[0]
+        assert isinstance(start, Start)
+        if in_process:
+            settle(start)
+        worker = begin(number, channel, start)
+        while worker is not None and (frame := channel.receive()) is not None:
+            if type(frame.messages[-1]) is Stop:
+                return
+            worker.handle(frame)
+            del frame  # it pins the payload while the worker waits for the next one
+    except (EOFError, ConnectionError):
+        return  # the parent is gone, and nobody is left to tell
+    finally:
+        channel.close()
+
+
+def begin(number: int, link: Pipe, start: Start) -> Worker | None:
+    """Run the initializer and make the worker; says over the link whether that went well."""
+    try:
+        initializer, initargs = pickle.loads(start.initializer)
+        if initializer is not None:
+            initializer(*initargs)
+    except BaseException as error:
+        link.send([StartFailed(failure(error, "initializer"))])
+        return None
+    worker = Worker(number, link)
+    worker.announce(os.getpid())
+    return worker
+
+
+def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) -> None:
+    """`serve` in a process of its own, made by `parent_pid` where that is known."""
+    die_with(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
+    serve(end, number, in_process=True)
+
+
+def settle(start: Start) -> None:
+    """Make this process look like the parent to the code that will run in it."""
+    sys.path[:] = start.path
+    sys.argv[:] = start.argv
+    os.chdir(start.directory)
+    torch.set_num_threads(start.threads)
+
+
+def die_with(parent_pid: int | None) -> None:
+    """Have the kernel kill this process when the one that made it dies, however busy this one is then."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent_pid is not None and os.getppid() != parent_pid:  # it died before we could ask
+        os._exit(1)

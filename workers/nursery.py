@@ -1,0 +1,115 @@
+"""The nursery: a process that imports torch once and then forks workers on request, in milliseconds each.
+
+multiprocessing's fork server does the same, but imports the parent's main module (so that every script needs a guard),
+listens on a named socket and is shared with whatever else uses it. This one has a single pipe, to the parent, and ends with it.
+
+    parent ► nursery    ("fork", number) with the worker's end of a socket pair;  ("kill", number)
+    nursery ► parent    ("exited", number, exit code), once for each worker
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+__all__ = ["main"]
+
+MESSAGE_BYTES = 4096
+
+
+def main(descriptor: int) -> None:
+    parent = os.pidfd_open(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import mpgrad.workers.main  # noqa: F401  # and torch with it: the point of the nursery, paid once and shared by all workers
+
+    gc.collect()
+    gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone
+    Nursery(socket.socket(fileno=descriptor), parent).run()
+
+
+class Nursery:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._parent = parent
+        self._children: dict[int, int] = {}  # pid -> worker number
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # without a handler the wake-up descriptor stays silent
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Obey until the parent closes its end or dies; the kernel kills the workers after us."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            # a process that the parent forked may hold the parent's end of the pipe open, so its end alone is not enough
+            selector.register(self._parent, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._woken:
+                        self._woken.recv(MESSAGE_BYTES)
+                        self._reap()
+                    elif key.fileobj == self._parent or not self._obey():
+                        return
+
+    def _obey(self) -> bool:
+        try:
+            data, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4))
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        order, number = pickle.loads(data)
+        if order == "fork":
+            descriptor = array.array("i", ancillary[0][2][:4])[0]
+            self._fork(socket.socket(fileno=descriptor), number)
+        else:
+            for pid, child in self._children.items():
+                if child == number:
+                    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+        return True
+
+    def _fork(self, end: socket.socket, number: int) -> None:
+        nursery_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(end, number, nursery_pid)
+        end.close()
+        self._children[pid] = number
+
+    def _become_worker(self, end: socket.socket, number: int, nursery_pid: int) -> NoReturn:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (self._control, self._woken, self._waker):
+                inherited.close()
+            from mpgrad.workers.main import serve_in_process
+
+            serve_in_process(end, number, nursery_pid)
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            report = pickle.dumps(("exited", self._children.pop(pid), os.waitstatus_to_exitcode(status)))
+            with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
+                self._control.send(report)

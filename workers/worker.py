@@ -1,0 +1,308 @@
+"""One worker: takes frames, runs calls and their backwards, answers. The same object serves in a process, a thread, or inline.
+
+    Define ─► functions    Forward ─► run ─► Results, graphs kept    Backward ─► Gradients    Collect ─► Collected
+Guarantees: every Forward, Backward and Collect is answered once, whatever the task raises; a task's exception ends the task,
+    not the worker. Assumes: one thread calls `handle`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from mpgrad import structure
+from mpgrad.arena import Arena, Lenders, Slab, Slot
+from mpgrad.carrier import (
+    LEAF,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    Packer,
+    Payload,
+    Placed,
+    TensorRef,
+    check_carriable,
+    flags_of,
+    view,
+)
+from mpgrad.channel import Frame, Pipe
+from mpgrad.errors import RemoteError
+from mpgrad.messages import (
+    Backward,
+    BackwardCall,
+    Collect,
+    Collected,
+    Define,
+    Failure,
+    Forget,
+    Forward,
+    ForwardCall,
+    Gradients,
+    Message,
+    NewSlab,
+    Ready,
+    Release,
+    Result,
+    Results,
+    Returned,
+    SlabsGone,
+    Structure,
+)
+from mpgrad.modes import seed_item, under
+from mpgrad.workers.graphs import CaptureSums, Edge, Graph, dress, run_backward
+
+__all__ = ["Worker"]
+
+
+class Function(NamedTuple):
+    target: Callable[..., Any]
+    captures: list[torch.Tensor]
+    edges: list[Edge]  # of the captures that need gradients
+    versions: list[int]  # of the captures before any call
+
+
+class Worker:
+    def __init__(self, number: int, link: Pipe) -> None:
+        self._link = link
+        self._arena = Arena(number)
+        self._packer = Packer(self._arena)
+        self._returns: deque[tuple[int, int]] = deque()
+        self._lenders = Lenders(lambda address, times: self._returns.append((address, times)))
+        self._lent: dict[int, Slot] = {}
+        self._functions: dict[int, Function | Failure] = {}
+        self._codes: dict[int, bytes] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._sums: dict[tuple[int, int], CaptureSums] = {}
+        self._progress_slot = self._arena.allocate(16)
+        self._progress = self._progress_slot.memory.cast("q")
+        self._payload = Payload()
+        self._handlers: dict[type[Any], Callable[[Any, memoryview], Message | None]] = {
+            Define: self._define,
+            Forget: self._forget,
+            Forward: self._forward,
+            Backward: self._backward,
+            Collect: self._collect,
+            Release: self._release,
+            Returned: self._take_back,
+            NewSlab: self._attach,
+            SlabsGone: self._detach,
+        }
+
+    def announce(self, pid: int) -> None:
+        self._send(Ready(pid, self._progress_slot.address))
+
+    def handle(self, frame: Frame) -> None:
+        before = self._payload  # inline, a task may use the pool again, while the outer answer is being made
+        for message in frame.messages:
+            self._payload = Payload()
+            answer = self._handlers[type(message)](message, frame.payload)
+            if answer is not None:
+                self._send(answer)
+        self._payload = before
+
+    # --- calls
+
+    def _forward(self, message: Forward, payload: memoryview) -> Message:
+        function = self._functions[message.function]
+        outcomes: list[Result | Failure] = []
+        started = time.perf_counter()
+        with under(message.modes):
+            for position, call in enumerate(message.calls):
+                self._progress[0], self._progress[1] = message.chunk, position
+                if message.seed is not None:
+                    seed_item(message.seed, call.index)
+                outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
+                outcomes.append(outcome)
+                if isinstance(outcome, Failure) and message.stop_at_failure:
+                    break
+        seconds = time.perf_counter() - started
+        mutated = isinstance(function, Function) and [c._version for c in function.captures] != function.versions
+        return Results(message.chunk, outcomes, seconds, mutated)
+
+    def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
+        phase = "forward"
+        try:
+            tensors, edges = self._inputs(call.tensors, payload)
+            args, kwargs = arguments(call.structure, tensors)
+            value = function.target(*args, **kwargs)
+            phase = "result"
+            return self._result(message, call, function, value, tensors, edges)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
+            return failure(error, phase)
+
+    def _inputs(
+        self, refs: Sequence[TensorRef], payload: memoryview
+    ) -> tuple[list[torch.Tensor], list[Edge]]:
+        plain = [view(ref, payload, self._borrow) for ref in refs]
+        needs_grad = [bool(ref.flags & REQUIRES_GRAD) for ref in refs]
+        for k, ref in enumerate(refs):
+            if ref.flags & PARAMETER:
+                plain[k] = torch.nn.Parameter(plain[k], requires_grad=False)
+        return dress(plain, needs_grad, [bool(ref.flags & LEAF) for ref in refs])
+
+    def _result(
+        self,
+        message: Forward,
+        call: ForwardCall,
+        function: Function,
+        value: Any,
+        inputs: list[torch.Tensor],
+        edges: list[Edge],
+    ) -> Result:
+        shape, tensors = result_structure(value)
+        ours = {id(tensor) for tensor in (*inputs, *function.captures)}
+        placed, outputs = [], []
+        for tensor in tensors:
+            check_carriable(tensor, "the result")
+            flags = flags_of(tensor)
+            if flags & REQUIRES_GRAD and (not flags & LEAF or id(tensor) in ours):
+                flags &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
+                if message.keep_graphs:
+                    outputs.append(get_gradient_edge(tensor))
+            placed.append(self._packer.place(tensor, flags))
+        if outputs:
+            self._graphs[call.call] = Graph(message.function, outputs, edges, function.edges)
+        return Result(shape, [self._lend(each) for each in placed], bool(outputs))
+
+    def _backward(self, message: Backward, payload: memoryview) -> Message:
+        outcomes: list[list[TensorRef | None] | Failure] = []
+        with under(message.modes):
+            for position, call in enumerate(message.calls):
+                self._progress[0], self._progress[1] = message.chunk, position
+                try:
+                    outcomes.append(self._differentiate(call, payload))
+                except BaseException as error:
+                    outcomes.append(failure(error, "backward"))
+        return Gradients(message.chunk, outcomes)
+
+    def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[TensorRef | None]:
+        graph = self._graphs[call.call]
+        grads = [None if ref is None else view(ref, payload, self._borrow) for ref in call.grads]
+        found, of_captures = run_backward(graph, grads, call.wanted, call.captures, call.keep)
+        if call.captures:
+            key = (graph.function, call.task)
+            self._sums.setdefault(key, CaptureSums(len(of_captures))).add(of_captures)
+        return self._lend_all(found)
+
+    def _collect(self, message: Collect, payload: memoryview) -> Message:
+        sums = self._sums.pop((message.function, message.task))
+        try:
+            return Collected(message.chunk, self._lend_all(sums.sums))
+        except BaseException as error:
+            return Collected(message.chunk, failure(error, "backward"))
+
+    def _release(self, message: Release, payload: memoryview) -> None:
+        for call in message.calls:
+            self._graphs.pop(call, None)
+
+    # --- functions
+
+    def _define(self, message: Define, payload: memoryview) -> None:
+        if message.pickled is not None:
+            self._codes[message.code] = message.pickled
+        try:
+            block = memoryview(b"")
+            if message.block is not None:
+                block = self._lenders.borrow(*message.block, private=True)
+            captures = [capture(ref, block, self._borrow) for ref in message.captures]
+            edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
+            target = structure.loads(self._codes[message.code], captures)
+            function = Function(target, captures, edges, [tensor._version for tensor in captures])
+            self._functions[message.function] = function
+        except BaseException as error:
+            self._functions[message.function] = failure(error, "loading the function")
+
+    def _forget(self, message: Forget, payload: memoryview) -> None:
+        for function in message.functions:
+            self._functions.pop(function, None)
+        for code in message.codes:
+            self._codes.pop(code, None)
+        for key in [key for key in self._sums if key[0] in message.functions]:
+            del self._sums[key]
+
+    # --- memory
+
+    def _lend_all(self, tensors: Sequence[torch.Tensor | None]) -> list[TensorRef | None]:
+        # all are placed before the first is lent: where memory ends half-way, nothing has been given away
+        placed = [None if tensor is None else self._packer.place(tensor, 0) for tensor in tensors]
+        return [None if each is None else self._lend(each) for each in placed]
+
+    def _lend(self, placed: Placed) -> TensorRef:
+        if isinstance(placed.holder, Slot):
+            self._lent[placed.holder.address] = placed.holder
+        return self._payload.add(placed)
+
+    def _borrow(self, ref: TensorRef) -> memoryview:
+        return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
+
+    def _take_back(self, message: Returned, payload: memoryview) -> None:
+        for address, _ in message.slots:  # a result is lent once, so once is all
+            del self._lent[address]
+
+    def _attach(self, message: NewSlab, payload: memoryview) -> None:
+        self._lenders.attach(message.number, self._link.take_descriptor(), message.nbytes)
+
+    def _detach(self, message: SlabsGone, payload: memoryview) -> None:
+        for number in message.numbers:
+            self._lenders.detach(number)
+
+    def _send(self, answer: Message) -> None:
+        """Send the answer, and along with it what the parent has to know about memory."""
+        messages: list[Message] = []
+        made: list[Slab] = drain(self._arena.made)
+        messages.extend(NewSlab(slab.number, slab.nbytes) for slab in made)
+        if returns := drain(self._returns):
+            messages.append(Returned(returns))
+        messages.append(answer)
+        if dropped := drain(self._arena.dropped):
+            messages.append(SlabsGone(dropped))
+        self._link.send(messages, self._payload.parts, [slab.descriptor for slab in made])
+
+
+def drain(queue: deque[Any]) -> list[Any]:
+    """All that is in the queue now; other threads may go on appending."""
+    return [queue.popleft() for _ in range(len(queue))]
+
+
+def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+    tensor = view(ref, block, borrow)
+    needs_grad = bool(ref.flags & REQUIRES_GRAD)
+    if ref.flags & PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=needs_grad)
+    return tensor.requires_grad_(needs_grad)
+
+
+def arguments(shape: Structure, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(shape, bytes):
+        args, kwargs = structure.loads(shape, tensors)
+        return args, kwargs
+    return tensors, {}
+
+
+def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return None, [value]
+    if type(value) is tuple and value and all(isinstance(part, torch.Tensor) for part in value):
+        return len(value), list(value)
+    try:
+        return structure.dumps(value)
+    except Exception as error:
+        raise structure.transported(error, "the result") from error
+
+
+def failure(error: BaseException, phase: str) -> Failure:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        pickled = cloudpickle.dumps(error)
+        pickle.loads(pickled)  # an exception whose __init__ takes other arguments than its args fails only here
+    except Exception:
+        pickled = cloudpickle.dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
+    return Failure(pickled, text, phase)
