@@ -183,9 +183,8 @@ class Pool:
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> AsyncResult:
         """`apply` that returns at once."""
-        operation = self._begin(func)
-        self._add_all(operation, [(tuple(args), kwds or {})], borrow=False)
-        return self._promise(operation, lambda done: done.value(0), callback, error_callback)
+        calls = [(tuple(args), kwds or {})]
+        return self._run_async(func, calls, None, callback, error_callback, lambda operation: operation.value(0))
 
     def imap(self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
@@ -426,20 +425,12 @@ class Pool:
         chunksize: int | None,
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
+        fetch: Callable[[Operation], Any] = Operation.values,
     ) -> AsyncResult:
         operation = self._begin(function, chunksize)
-        result = self._promise(operation, Operation.values, callback, error_callback)
+        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback)
         self._add_all(operation, calls, borrow=False)
         return result
-
-    def _promise(
-        self,
-        operation: Operation,
-        fetch: Callable[[Operation], Any],
-        callback: Callable[[Any], object] | None,
-        error_callback: Callable[[BaseException], object] | None,
-    ) -> AsyncResult:
-        return AsyncResult(self._scheduler, operation, fetch, callback, error_callback)
 
     def _iterate(
         self, function: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None, ordered: bool

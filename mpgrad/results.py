@@ -116,7 +116,8 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
         self._making = threading.Lock()
         self._made = False
         self._value: Any = None
-        operation.starts = self.set_running_or_notify_cancel
+        # a call that a dying worker had not begun starts again elsewhere
+        operation.starts = lambda: self.running() or self.set_running_or_notify_cancel()
         operation.on_outcome = self._finish
 
     def result(self, timeout: float | None = None) -> Any:

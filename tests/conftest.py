@@ -1,0 +1,116 @@
+"""What every test shares: pools, and the guard that nothing is left behind.
+
+A nursery takes about 2 s to import torch, so one pool is kept open for the whole session: further pools then share its
+nursery and start in milliseconds. The guard compares with what was there when a test began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import mpgrad
+
+HANG_SECONDS = 60
+PATIENCE = 5.0  # seconds for the system to take away what has been ended
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(processes=1) as pool:
+        pool.apply(abs, (-1,))
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.Pool]]:
+    """Pools by engine and number of workers, each made once."""
+    with contextlib.ExitStack() as stack:
+        made: dict[tuple[str, int], mpgrad.Pool] = {}
+
+        def get(engine: str, processes: int) -> mpgrad.Pool:
+            if (engine, processes) not in made:
+                made[engine, processes] = stack.enter_context(mpgrad.Pool(processes, engine=engine))
+                made[engine, processes].map(abs, range(4 * processes))
+            return made[engine, processes]
+
+        for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
+            get(engine, processes)
+        yield get
+
+
+ENGINES = [("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)]
+
+
+@pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
+def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
+    """A warm pool of each engine, shared by the whole session; for tests that do not hurt it."""
+    return shared_pools(*request.param)
+
+
+@pytest.fixture
+def pool2(shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
+    """A warm pool of two processes, for what does not depend on the engine."""
+    return shared_pools("process", 2)
+
+
+@pytest.fixture
+def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    """A pool of two processes of the test's own, to be hurt."""
+    with mpgrad.Pool(processes=2) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def hang_dumps_stacks() -> Iterator[None]:
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[None]:
+    """No process, thread, descriptor or name in /dev/shm more than before."""
+    gc.collect()
+    before = footprint()
+    yield
+    deadline = time.monotonic() + PATIENCE
+    left = leftovers(before)
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        left = leftovers(before)
+    assert not left, f"left behind: {left}"
+
+
+def footprint() -> dict[str, set[str]]:
+    children = psutil.Process().children(recursive=True)
+    return {
+        "processes": {f"{child.pid}" for child in children if child.is_running()},
+        "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
+        "descriptors": {f"{name} {target}" for name, target in open_descriptors()},
+        "shared memory": set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set(),
+    }
+
+
+def open_descriptors() -> Iterator[tuple[str, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            # warm pools may keep more shared memory than they had when the test began; its own tests look at that
+            if "memfd:mpgrad" not in target:
+                yield name, target
+
+
+def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
+    now = footprint()
+    return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}

@@ -1,0 +1,211 @@
+"""Gradients to the tensors that a function reaches, however it reaches them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.testing import assert_same_as_serial
+
+GLOBAL = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+MODULE = torch.nn.Linear(3, 3, dtype=torch.float64)
+HOLDER = {"inner": [GLOBAL]}
+
+
+def items(count: int = 7) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    return [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in range(count)]
+
+
+def uses_a_global(x: torch.Tensor) -> torch.Tensor:
+    return x * GLOBAL
+
+
+def uses_it_indirectly(x: torch.Tensor) -> torch.Tensor:
+    return uses_a_global(x).sin()
+
+
+def uses_a_container(x: torch.Tensor) -> torch.Tensor:
+    return x * HOLDER["inner"][0]
+
+
+def uses_a_module(x: torch.Tensor) -> torch.Tensor:
+    return MODULE(x)
+
+
+def uses_a_default(x: torch.Tensor, factor: torch.Tensor = GLOBAL) -> torch.Tensor:
+    return x / factor
+
+
+class Scales:
+    def by_global(self, x: torch.Tensor) -> torch.Tensor:
+        return x * GLOBAL
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [uses_a_global, uses_it_indirectly, uses_a_container, uses_a_module, uses_a_default, Scales().by_global],
+    ids=lambda fn: fn.__name__,
+)
+def test_functions_of_an_importable_module(pool: mpgrad.Pool, fn: object) -> None:
+    assert_same_as_serial(fn, items(), pool)
+    GLOBAL.grad = None
+    sum(r.sum() for r in pool.map(fn, items())).backward()
+    assert GLOBAL.grad is not None or fn is uses_a_module
+
+
+def test_closures_leaf_and_not(pool: mpgrad.Pool) -> None:
+    leaf = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    inner = leaf.exp()
+    assert_same_as_serial(lambda x: x * leaf + inner, items(), pool)
+    assert_same_as_serial(functools.partial(lambda weight, x: x @ weight, inner), items(), pool)
+
+
+def test_a_module_fills_every_parameters_grad(pool: mpgrad.Pool) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    constant = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    tensors = [*net.parameters(), constant]
+
+    def grads(results: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        for tensor in tensors:
+            tensor.grad = None
+        sum((r**2).sum() for r in results).backward()
+        return [tensor.grad for tensor in tensors]
+
+    ours = grads(pool.map(lambda x: net(x) * constant, items(30)))
+    theirs = grads([net(x) * constant for x in items(30)])
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_as_the_function(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(torch.nn.Linear(3, 2).double(), items(), pool)
+
+
+def test_frozen_and_shared_parameters(pool: mpgrad.Pool) -> None:
+    first, second = torch.nn.Linear(3, 3).double(), torch.nn.Linear(3, 3).double()
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    net = torch.nn.Sequential(first, second)
+    ((same, frozen),) = pool.map(lambda x: (net[0].weight is net[1].weight, net[0].bias.requires_grad), [0])
+    assert same and not frozen
+    assert_same_as_serial(lambda x: net(x), items(), pool)
+
+
+def test_a_capture_that_only_some_items_use(pool: mpgrad.Pool) -> None:
+    used, unused = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 100:
+            return x * unused
+        return x * used if x.shape[0] % 2 else x * 1
+
+    assert_same_as_serial(fn, items(), pool)
+    sum(r.sum() for r in pool.map(fn, items())).backward()
+    assert unused.grad is None and used.grad is not None
+
+
+def test_captures_without_items_that_need_gradients(pool: mpgrad.Pool) -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    results = pool.map(lambda k: weight * k, range(10))
+    sum(results).backward()
+    assert weight.grad == 45
+
+
+def test_captures_changed_between_maps(pool: mpgrad.Pool) -> None:
+    weight = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = sum(pool.map(lambda x: ((weight - x) ** 2).sum(), [torch.ones(3), torch.full((3,), 3.0)]))
+        loss.backward()
+        optimizer.step()
+    expected = torch.zeros(3, dtype=torch.float64)
+    for _ in range(5):
+        expected = expected - 0.1 * (2 * (expected - 1) + 2 * (expected - 3))
+    torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_data_written_behind_autograds_back_is_seen(pool2: mpgrad.Pool) -> None:
+    weight = torch.ones(2)
+    fn = lambda x: x * weight  # noqa: E731
+    assert pool2.map(fn, [1])[0].tolist() == [1, 1]
+    weight.data[0] = 5  # leaves the version counter as it was
+    assert pool2.map(fn, [1])[0].tolist() == [5, 1]
+
+
+def test_each_capture_is_placed_once_a_map(pool2: mpgrad.Pool) -> None:
+    weight = torch.randn(1000, 1000, requires_grad=True)
+    scheduler = pool2._scheduler
+    copied, slots = scheduler.packer.bytes_copied, scheduler.arena.slots_made
+    results = pool2.map(lambda k: (weight * k).sum(), range(64))
+    assert scheduler.packer.bytes_copied - copied < 1.01 * weight.nbytes
+    assert scheduler.arena.slots_made - slots == 1
+    sum(results).backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, sum(range(64))))
+
+
+def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
+    weight = torch.randn(200, 200, requires_grad=True)
+    results = pool2.map(lambda k: weight * k, range(50), 5)
+    returned: list[int] = []
+    scheduler = pool2._scheduler
+    receive = scheduler.receive
+
+    def count(worker: object, frame: object) -> None:
+        returned.extend(1 for message in frame.messages if type(message).__name__ == "Collected")
+        receive(worker, frame)
+
+    scheduler.receive = count
+    try:
+        sum(r.sum() for r in results).backward()
+    finally:
+        scheduler.receive = receive
+    assert 1 <= len(returned) <= 2
+
+
+def test_writing_into_a_capture_warns_and_stays_in_the_worker(pool: mpgrad.Pool) -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    before = norm.running_mean.clone()
+    with pytest.warns(UserWarning, match="wrote into a tensor that it captures"):
+        results = pool.map(norm, [torch.randn(5, 3) for _ in range(4)])
+    assert torch.equal(norm.running_mean, before)
+    assert len(results) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool.map(norm.eval(), [torch.randn(5, 3) for _ in range(4)])
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_write_into_a_capture_is_not_seen_by_others(pool: mpgrad.Pool, size: int) -> None:
+    state = torch.zeros(size)
+
+    def fn(k: int) -> float:
+        state[0] += 1
+        return float(state[1])
+
+    with pytest.warns(UserWarning, match="wrote into a tensor"):
+        assert pool.map(fn, range(8)) == [0.0] * 8
+    assert float(state[0]) == 0
+    (fresh,) = pool.map(lambda k: float(state[0]), [0])
+    assert fresh == 0
+
+
+def test_partial_backwards_add_up(pool: mpgrad.Pool) -> None:
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    results = pool.map(lambda x: (x * weight).exp().sum(), items(6))
+    reference = [(x * weight).exp().sum() for x in items(6)]
+    for kind in (results, reference):
+        kind.reverse()
+    ours, theirs = [], []
+    for outputs, grads in ((results, ours), (reference, theirs)):
+        for output in outputs:
+            weight.grad = None
+            output.backward()
+            grads.append(weight.grad)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))

@@ -1,0 +1,306 @@
+"""`map`, `starmap` and `apply` against the serial loop: values and gradients of items, for every engine and number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.testing import assert_same_as_serial
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Body:
+    mass: torch.Tensor
+    name: str
+    path: list[torch.Tensor]
+
+
+def ragged(count: int = 9, requires_grad: bool = True, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(n, 1 + n % 3, dtype=dtype, requires_grad=requires_grad) for n in range(count)]
+
+
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * x.exp()).cumsum(0)
+
+
+def test_ragged_tensors(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(smooth, ragged(40), pool)
+
+
+def test_non_leaf_items(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(smooth, [x * 2 for x in ragged()], pool)
+
+
+@pytest.mark.parametrize("nbytes", [8, 4096, 8192, 8200, 70_000, 300_000, 5_000_000])
+def test_sizes_around_every_border(pool2: mpgrad.Pool, nbytes: int) -> None:
+    items = [torch.randn(nbytes // 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert_same_as_serial(smooth, items, pool2)
+
+
+def test_a_result_may_be_any_structure(pool: mpgrad.Pool) -> None:
+    def fn(x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "several": (x.sin(), [x.cos(), None, 3, "text"]),
+            "fixed": x.detach(),
+            "integer": x.argsort(0),
+            "bool": x > 0,
+            "scalar": x.sum(),
+            "empty": x[:0],
+            "pair": Pair(x * 2, x.shape),
+        }
+
+    assert_same_as_serial(fn, ragged(), pool)
+
+
+def test_a_tuple_of_tensors(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(lambda x: (x * 2, x.detach(), x.sum()), ragged(), pool)
+
+
+def test_items_may_be_any_structure(pool: mpgrad.Pool) -> None:
+    a, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    items = [{"a": a, "rest": (b, [a, 2.0], None)}, {"a": b, "rest": (a, [b, -1.0], None)}]
+    assert_same_as_serial(lambda item: item["a"] * item["rest"][1][1] + item["rest"][0].exp(), items, pool)
+
+
+def test_dataclasses_go_and_come(pool: mpgrad.Pool) -> None:
+    mass = torch.ones(3, requires_grad=True)
+
+    def fn(body: Body) -> Body:
+        return Body(body.mass * 2, body.name.upper(), [step + body.mass for step in body.path])
+
+    (body,) = pool.map(fn, [Body(mass, "moon", [mass * 3])])
+    assert isinstance(body, Body) and body.name == "MOON"
+    (body.mass.sum() + body.path[0].sum()).backward()
+    assert torch.equal(mass.grad, torch.full((3,), 6.0))
+
+
+def test_a_tensor_twice_in_an_item_is_one_tensor(pool: mpgrad.Pool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    ((same, product),) = pool.map(lambda item: (item[0] is item[1], item[0] * item[1]), [[x, x]])
+    assert same
+    product.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+
+def test_one_tensor_in_many_items(pool: mpgrad.Pool) -> None:
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    results = pool.map(lambda item: (item[0] * item[1]).sin(), [(x, k) for k in range(7)])
+    expected = [(x * k).sin() for k in range(7)]
+    ours = torch.autograd.grad(sum(r.sum() for r in results), x)
+    assert torch.equal(ours[0], torch.autograd.grad(sum(r.sum() for r in expected), x)[0])
+
+
+def test_the_same_tensor_twice_in_a_result(pool2: mpgrad.Pool) -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x * 2
+        return [y, y]
+
+    x = torch.ones(2, requires_grad=True)
+    ((first, second),) = pool2.map(fn, [x])
+    assert first is second
+
+
+def test_an_output_that_is_the_input(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(lambda x: (x, x.t(), x * 1), ragged(), pool)
+
+
+def test_an_output_that_does_not_depend_on_the_input(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(lambda x: (torch.ones(2), x * 2), ragged(), pool)
+
+
+def test_a_leaf_made_by_the_function(pool2: mpgrad.Pool) -> None:
+    def fn(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = torch.full((2,), float(k), requires_grad=True)
+        return leaf, leaf * 2
+
+    ((leaf, doubled),) = pool2.map(fn, [3])
+    assert leaf.requires_grad and leaf.is_leaf
+    assert doubled.requires_grad and not doubled.is_leaf
+    doubled.sum().backward()  # as in the serial loop, where nobody sees this gradient either
+
+
+def test_starmap(pool: mpgrad.Pool) -> None:
+    items = [(x, x.detach() + 1, k) for k, x in enumerate(ragged())]
+
+    def fn(x: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
+        return x * y * k
+
+    assert_same_as_serial(lambda args: fn(*args), items, pool, run=lambda pool, _, items: pool.starmap(fn, items))
+
+
+def test_apply_with_keywords(pool: mpgrad.Pool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    result = pool.apply(torch.add, (x, x * 2), {"alpha": 3})
+    result.sum().backward()
+    assert torch.equal(result.detach(), torch.full((2,), 7.0))
+    assert torch.equal(x.grad, torch.full((2,), 7.0))
+
+
+def test_items_that_are_no_tensors(pool: mpgrad.Pool) -> None:
+    assert pool.map(lambda x: x + 1, range(100)) == list(range(1, 101))
+    assert pool.map(str.upper, ["a", "b"]) == ["A", "B"]
+    assert pool.map(len, []) == []
+    assert pool.starmap(pow, [(2, 3), (3, 2)]) == [8, 9]
+    assert pool.map(lambda x: x, [None, (), {}]) == [None, (), {}]
+
+
+def test_an_iterable_without_length(pool: mpgrad.Pool) -> None:
+    assert pool.map(lambda x: x * x, (k for k in range(20))) == [k * k for k in range(20)]
+
+
+@pytest.mark.parametrize("chunksize", [1, 3, 1000])
+def test_chunksize_changes_nothing(pool: mpgrad.Pool, chunksize: int) -> None:
+    assert_same_as_serial(
+        smooth, ragged(20), pool, run=lambda pool, fn, items: pool.map(fn, items, chunksize)
+    )
+
+
+def test_a_list_that_can_be_walked_twice(pool2: mpgrad.Pool) -> None:
+    results = pool2.map(smooth, ragged())
+    assert isinstance(results, list)
+    assert [id(r) for r in results] == [id(r) for r in results]
+
+
+def test_a_chain_of_maps(pool: mpgrad.Pool) -> None:
+    def run(pool: mpgrad.Pool, fn: Any, items: list[torch.Tensor]) -> list[torch.Tensor]:
+        for _ in range(3):
+            items = pool.map(fn, items)
+        return items
+
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = smooth(x)
+        return x
+
+    large = [torch.randn(50_000, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    for items in (ragged(), large):
+        assert_same_as_serial(thrice, items, pool, run=lambda pool, _, items: run(pool, smooth, items))
+
+
+def test_former_results_are_read_in_place_and_not_changed(pool2: mpgrad.Pool) -> None:
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+    first = pool2.map(torch.clone, [torch.ones(200_000), torch.ones(20_000)])
+    copied = pool2._scheduler.packer.bytes_copied
+    second = pool2.map(scale, first)
+    assert pool2._scheduler.packer.bytes_copied == copied
+    assert all(bool((x == 1).all()) for x in first)
+    assert all(bool((x == 2).all()) for x in second)
+
+
+@pytest.mark.parametrize("size", [10, 5_000, 200_000])
+def test_in_place_writes_stay_in_the_task(pool: mpgrad.Pool, size: int) -> None:
+    x = torch.ones(size, dtype=torch.float64, requires_grad=True)
+    inner = x * 3
+    results = pool.map(lambda t: t.mul_(2).exp(), [inner, inner])
+    assert bool((inner == 3).all())
+    sum(r.sum() for r in results).backward()
+    assert torch.allclose(x.grad, torch.full_like(x, 2 * 6 * torch.e**6))
+
+
+def test_an_in_place_write_to_a_leaf_raises_as_it_does_serially(pool: mpgrad.Pool) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+        pool.map(lambda t: t.mul_(2), [x])
+
+
+def test_results_may_be_written_in_place(pool: mpgrad.Pool) -> None:
+    x = torch.ones(3, requires_grad=True)
+    (y,) = pool.map(lambda t: t * 2, [x])
+    y.mul_(5)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 10.0))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int8, torch.bool],
+)
+def test_dtypes(pool2: mpgrad.Pool, dtype: torch.dtype) -> None:
+    needs_grad = dtype.is_floating_point or dtype.is_complex
+    items = [torch.ones(n, 2, dtype=dtype, requires_grad=needs_grad) for n in (0, 1, 4000)]
+    assert_same_as_serial(lambda x: x * 2 if needs_grad else ~x, items, pool2)
+
+
+def test_strides_survive(pool2: mpgrad.Pool) -> None:
+    base = torch.randn(4, 5, 6)
+    items = [
+        base.transpose(0, 2),
+        base[:, ::2],
+        base[1:3],
+        base[0, 0, 0],
+        torch.randn(3, 1).expand(3, 1000),
+        torch.randn(5).as_strided((3, 3), (1, 1)),
+        torch.randn(200, 300).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(0, 3),
+        torch.tensor(3.0),
+    ]
+    for item, (result, stride) in zip(items, pool2.map(lambda x: (x, x.stride()), items), strict=True):
+        assert torch.equal(result, item)
+        assert result.stride() == stride
+        dense = item.numel() and not (item.storage_offset() and item.dim() == 3) and item.shape != (4, 3, 6)
+        if dense and item.shape != (3, 3):
+            assert stride == item.stride()
+
+
+def test_large_expanded_tensors_stay_small(pool2: mpgrad.Pool) -> None:
+    huge = torch.ones(1).expand(1 << 40)  # 4 TiB, were it written out
+    assert pool2.map(lambda x: (x.shape, float(x[5])), [huge]) == [(torch.Size([1 << 40]), 1.0)]
+
+
+def test_parameters_stay_parameters(pool2: mpgrad.Pool) -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    ((kind, result),) = pool2.map(lambda x: (type(x).__name__, x * 2), [p])
+    assert kind == "Parameter"
+    result.sum().backward()
+    assert torch.equal(p.grad, torch.full((2,), 2.0))
+
+
+def test_partials_methods_and_callables(pool: mpgrad.Pool) -> None:
+    class Scale:
+        def __init__(self, factor: torch.Tensor) -> None:
+            self.factor = factor
+
+        def apply(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+        __call__ = apply
+
+    factor = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    scale = Scale(factor)
+    for fn in (scale, scale.apply, functools.partial(torch.mul, factor), torch.sin):
+        assert_same_as_serial(fn, ragged(), pool)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
+        (torch.ones(3, device="meta"), "device is meta"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "its type is NestedTensor"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, tensor: torch.Tensor, reason: str) -> None:
+    with pytest.raises(TypeError, match=rf"item 1 holds a tensor that cannot be carried.*{reason}"):
+        pool.map(lambda x: x, [torch.ones(1), tensor])
+    with pytest.raises(TypeError, match=f"the function holds a tensor that cannot be carried.*{reason}"):
+        pool.map(lambda x: tensor, [torch.ones(1)])
+    assert pool.map(abs, [-1]) == [1]
+
+
+def test_a_result_that_cannot_be_carried_names_its_item(pool: mpgrad.Pool) -> None:
+    with pytest.raises(TypeError, match="the result holds a tensor that cannot be carried.*sparse_coo") as caught:
+        pool.map(lambda x: x.to_sparse() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
+    assert any("item 1" in note for note in caught.value.__notes__)

@@ -1,0 +1,217 @@
+"""Results asked for later: AsyncResult, iterators and Futures, as in multiprocessing and concurrent.futures."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import itertools
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+
+
+def leaf() -> torch.Tensor:
+    return torch.arange(3.0, dtype=torch.float64).requires_grad_()
+
+
+def fails(x: Any) -> Any:
+    raise LookupError("no")
+
+
+def test_map_async(pool: mpgrad.Pool) -> None:
+    x = leaf()
+    result = pool.map_async(torch.exp, [x, x * 2])
+    values = result.get(30)
+    assert result.ready() and result.successful() and result.get() is values
+    sum(v.sum() for v in values).backward()
+    torch.testing.assert_close(x.grad, x.exp() + 2 * (2 * x).exp())
+
+
+def test_starmap_async_and_apply_async(pool: mpgrad.Pool) -> None:
+    assert pool.starmap_async(pow, [(2, 3), (4, 2)]).get(30) == [8, 16]
+    assert pool.apply_async(int, ("11",), {"base": 2}).get(30) == 3
+
+
+def test_results_fetched_under_other_modes(pool: mpgrad.Pool) -> None:
+    x = leaf()
+    result = pool.apply_async(torch.exp, (x,))
+    with torch.no_grad():
+        value = result.get(30)
+    value.sum().backward()
+    assert torch.equal(x.grad, x.exp().detach())
+    with torch.no_grad():
+        result = pool.apply_async(torch.exp, (x,))
+    assert not result.get(30).requires_grad
+
+
+def test_errors_of_async_results(pool: mpgrad.Pool) -> None:
+    result = pool.map_async(fails, [1, 2])
+    result.wait(30)
+    assert result.ready() and not result.successful()
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no"):
+            result.get()
+
+
+def test_not_ready(fresh_pool: mpgrad.Pool) -> None:
+    result = fresh_pool.apply_async(time.sleep, (0.5,))
+    with pytest.raises(multiprocessing.TimeoutError, match=r"no result within the timeout \(0.01 s\)"):
+        result.get(0.01)
+    with pytest.raises(ValueError, match="the result is not ready"):
+        result.successful()
+    assert not result.ready()
+    result.wait(0.01)
+    assert result.get(30) is None
+
+
+def test_callbacks(pool: mpgrad.Pool) -> None:
+    done = threading.Semaphore(0)
+    seen: list[Any] = []
+
+    def remember(value: Any) -> None:
+        seen.append(value)
+        done.release()
+
+    x = leaf()
+    pool.map_async(torch.exp, [x], callback=remember, error_callback=remember)
+    assert done.acquire(timeout=30)
+    pool.apply_async(fails, (1,), callback=remember, error_callback=remember)
+    assert done.acquire(timeout=30)
+    ((value,), error) = seen
+    assert isinstance(error, LookupError)
+    value.sum().backward()
+    assert torch.equal(x.grad, x.exp().detach())
+
+
+def test_a_callback_that_raises_or_waits_does_no_harm(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, logger="mpgrad"):
+        pool2.apply_async(abs, (-1,), callback=fails).get()
+        pool2.apply_async(abs, (-1,), callback=lambda value: pool2.map(abs, [1])).get()
+        assert pool2.map(abs, [-2]) == [2]
+    assert "a callback of the pool raised" in caplog.text
+    assert "a callback of the pool cannot wait for the pool" in caplog.text
+
+
+def test_imap(pool: mpgrad.Pool) -> None:
+    xs = [torch.full((n,), 2.0, requires_grad=True) for n in range(50)]
+    for count, (result, x) in enumerate(zip(pool.imap(lambda t: t**2, xs), xs, strict=True)):
+        assert result.shape == (count,)
+        result.sum().backward()
+        assert torch.equal(x.grad, 2 * x)
+
+
+@pytest.mark.parametrize("chunksize", [1, 7, None])
+def test_imap_unordered(pool: mpgrad.Pool, chunksize: int | None) -> None:
+    results = pool.imap_unordered(lambda k: k * k, range(100), chunksize)
+    assert sorted(results) == [k * k for k in range(100)]
+
+
+def test_imap_takes_only_what_it_needs(pool2: mpgrad.Pool) -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[int]:
+        for k in itertools.count():
+            taken.append(k)
+            yield k
+
+    results = pool2.imap(lambda k: -k, endless())
+    assert [next(results) for _ in range(10)] == [-k for k in range(10)]
+    assert len(taken) < 100
+    del results
+    assert pool2.map(abs, [-1]) == [1]
+
+
+def test_imap_goes_on_after_a_failing_item(pool: mpgrad.Pool) -> None:
+    results = pool.imap(lambda k: 6 // k, [3, 0, 2])
+    assert next(results) == 2
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert list(results) == [3]
+
+
+def test_imap_over_a_source_that_raises(pool: mpgrad.Pool) -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError("the source broke")
+
+    results = pool.imap(abs, source())
+    assert [next(results), next(results)] == [1, 2]
+    with pytest.raises(OSError, match="the source broke"):
+        next(results)
+    assert list(results) == []
+
+
+def test_map_over_a_source_that_raises(pool: mpgrad.Pool) -> None:
+    def source() -> Iterator[int]:
+        yield from range(100)
+        raise OSError("the source broke")
+
+    with pytest.raises(OSError, match="the source broke"):
+        pool.map(abs, source())
+    assert pool.map(abs, [-1]) == [1]
+
+
+def test_submit(pool: mpgrad.Pool) -> None:
+    x = leaf()
+    future = pool.submit(torch.add, x, x, alpha=2)
+    assert isinstance(future, concurrent.futures.Future)
+    assert future.result(30) is future.result()
+    future.result().sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3))
+    failing = pool.submit(fails, 1)
+    assert isinstance(failing.exception(30), LookupError)
+    with pytest.raises(LookupError):
+        failing.result()
+
+
+def test_futures_of_many_submits(pool: mpgrad.Pool) -> None:
+    futures = [pool.submit(pow, k, 2) for k in range(40)]
+    assert [future.result(30) for future in futures] == [k * k for k in range(40)]
+    done, not_done = concurrent.futures.wait([pool.submit(abs, -k) for k in range(10)], timeout=30)
+    assert not not_done and sorted(future.result() for future in done) == list(range(10))
+    assert sorted(f.result() for f in concurrent.futures.as_completed([pool.submit(abs, k) for k in (1, 2)])) == [1, 2]
+
+
+def test_futures_in_asyncio(pool2: mpgrad.Pool) -> None:
+    async def both() -> list[int]:
+        return await asyncio.gather(*(asyncio.wrap_future(pool2.submit(pow, k, 2)) for k in (2, 3)))
+
+    assert asyncio.run(both()) == [4, 9]
+
+
+def test_a_future_cancelled_before_it_began(fresh_pool: mpgrad.Pool) -> None:
+    busy = [fresh_pool.submit(time.sleep, 0.3) for _ in range(8)]
+    last = fresh_pool.submit(abs, -1)
+    assert last.cancel() and last.cancelled()
+    with pytest.raises(concurrent.futures.CancelledError):
+        last.result()
+    assert [future.result(30) for future in busy] == [None] * 8
+    assert not busy[0].cancel()
+    assert fresh_pool.map(abs, [-1]) == [1]
+
+
+def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
+    scheduler = pool2._scheduler
+
+    def borrowed() -> int:
+        gc.collect()
+        return len(scheduler.lenders._views)
+
+    before = borrowed()
+    for _ in range(3):
+        pool2.map_async(torch.ones, [(50_000,)] * 6)
+    pool2.map(abs, range(10))
+    kept = pool2.map(torch.ones, [(50_000,)])
+    assert borrowed() == before + 1
+    del kept
+    assert borrowed() == before
