@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from mpgrad._torch import descriptor_of, shared_storage, storage_from_descriptor
-from mpgrad.errors import SharedMemoryError
+from mpgrad.errors import PoolClosedError, SharedMemoryError
 
 __all__ = ["Arena", "Lenders", "Slab", "Slot", "slab_of"]
 
@@ -99,6 +99,7 @@ class Arena:
         self._used = 0  # bytes cut off the open slab
         self._idle_bytes = 0  # in free single-slot slabs
         self._growing = threading.Lock()
+        self._closed = False
         self.slabs: dict[int, Slab] = {}
         self.made: deque[Slab] = deque()  # slabs that borrowers have not been told of
         self.dropped: deque[int] = deque()  # numbers of slabs that are gone, for borrowers to unmap
@@ -109,7 +110,10 @@ class Arena:
 
         Raises:
             SharedMemoryError: the machine has not that much memory left.
+            PoolClosedError: after `close`.
         """
+        if self._closed:
+            raise PoolClosedError("the pool is closed, and its shared memory is gone")
         capacity = size_class(nbytes)
         self.slots_made += 1
         try:
@@ -122,7 +126,17 @@ class Arena:
         offset = address & OFFSET_MASK
         return Slot(self, address, capacity, self.slabs[slab_of(address)].memory[offset : offset + nbytes])
 
+    def close(self) -> None:
+        """Give all memory back to the system, each slab when its last view has died."""
+        self._closed = True
+        self._free.clear()
+        self._open = None
+        self.slabs.clear()
+        self.made.clear()
+
     def reclaim(self, address: int, capacity: int) -> None:
+        if self._closed:
+            return
         if capacity > SLAB_BYTES // 2:
             if self._idle_bytes + capacity > IDLE_BYTES:
                 del self.slabs[slab_of(address)]  # unmapped with its last view

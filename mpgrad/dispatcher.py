@@ -134,7 +134,7 @@ class Dispatcher(Scheduler):
             if mask & selectors.EVENT_WRITE:
                 channel.flush()
                 self.watch(worker)
-            while (frame := channel.receive()) is not None:
+            while worker.gone is None and (frame := channel.receive()) is not None:
                 self.receive(worker, frame)
         except (EOFError, ConnectionError):
             self.lose(worker)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import importlib
+import itertools
 import multiprocessing
 import multiprocessing.process
 import os
@@ -67,21 +68,21 @@ class NurseryProcess:
         self._lock = threading.Lock()
         self._exit_codes: dict[int, int] = {}
 
-    def fork(self, number: int, end: socket.socket) -> None:
+    def fork(self, name: int, number: int, end: socket.socket) -> None:
         descriptors = array.array("i", [end.fileno()])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         with contextlib.suppress(ConnectionError):  # a dead nursery shows as the end of the worker's pipe
-            self._control.sendmsg([pickle.dumps(("fork", number))], rights)
+            self._control.sendmsg([pickle.dumps(("fork", name, number))], rights)
         end.close()
 
-    def kill(self, number: int) -> None:
+    def kill(self, name: int) -> None:
         with contextlib.suppress(ConnectionError):
-            self._control.send(pickle.dumps(("kill", number)))
+            self._control.send(pickle.dumps(("kill", name, 0)))
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
+    def exit_code(self, name: int, timeout: float) -> int | None:
         deadline = time.monotonic() + timeout
         with self._lock:
-            while number not in self._exit_codes:
+            while name not in self._exit_codes:
                 ready, _, _ = select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))
                 try:
                     data = self._control.recv(4096) if ready else b""
@@ -89,9 +90,9 @@ class NurseryProcess:
                     data = b""
                 if not data:
                     return None
-                _, ended, code = pickle.loads(data)
+                ended, code = pickle.loads(data)
                 self._exit_codes[ended] = code
-            return self._exit_codes.pop(number)
+            return self._exit_codes.pop(name)
 
     @property
     def alive(self) -> bool:
@@ -111,10 +112,10 @@ class NurseryLauncher:
     _shared: NurseryProcess | None = None
     _users = 0
     _owner_pid = 0
-    _numbers = 0
+    _new_names = itertools.count(1)
 
     def __init__(self) -> None:
-        self._names: dict[int, int] = {}  # the pool's number of a worker -> its number in the nursery, unique among pools
+        self._names: dict[int, int] = {}  # number of a worker in its pool -> its name in the nursery, unique among pools
         self._nursery = self._join()
 
     @classmethod
@@ -131,10 +132,8 @@ class NurseryLauncher:
         if not self._nursery.alive:  # killed from outside: its workers died with it, and their successors need a new one
             self._nursery.close()
             self._nursery = self._join()
-        with self._lock:
-            NurseryLauncher._numbers += 1
-            self._names[number] = NurseryLauncher._numbers
-        self._nursery.fork(self._names[number], end)
+        self._names[number] = next(self._new_names)
+        self._nursery.fork(self._names[number], number, end)
 
     def kill(self, number: int) -> None:
         self._nursery.kill(self._names[number])

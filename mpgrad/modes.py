@@ -104,7 +104,10 @@ def split_mix(number: int) -> int:
 
     Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    number = (number * 0x9E3779B97F4A7C15) & MASK
+    return finish_mix((number * 0x9E3779B97F4A7C15) & MASK)
+
+
+def finish_mix(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
     return number ^ (number >> 31)

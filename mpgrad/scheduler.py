@@ -337,6 +337,7 @@ class Scheduler(ABC):
             self._bury(worker, reason)
         for chunk in chunks:
             chunk.fail_replies(reason)
+        self.arena.close()
         self._ended = reason
         self._settle()
 
@@ -391,20 +392,24 @@ class Scheduler(ABC):
         if worker.retiring:
             self._retire(worker)
             return False
-        while self._operations:
+        room = self._room(worker)
+        while self._operations and room > 0:
             operation = self._operations[0]
-            calls = self._take_calls(worker, operation)
+            calls = self._take_calls(operation, min(room, self._chunk_size(operation)))
             if calls:
                 self._send_forward(worker, operation, calls)
                 return True
             self._operations.popleft()
         return False
 
-    def _take_calls(self, worker: Worker, operation: Operation) -> list[tuple[int, PackedCall]]:
-        size = self._chunk_size(operation)
-        if self._settings.calls is not None:
-            under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
-            size = min(size, self._settings.calls - worker.calls_done - under_way)
+    def _room(self, worker: Worker) -> float:
+        """How many calls the worker may still be given before it is replaced."""
+        if self._settings.calls is None:
+            return math.inf
+        under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
+        return self._settings.calls - worker.calls_done - under_way
+
+    def _take_calls(self, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
@@ -494,6 +499,7 @@ class Scheduler(ABC):
 
     def _transmit(self, worker: Worker, messages: list[Message], payload: Payload) -> None:
         self._unmap(drained(self.arena.dropped))
+        self.arena.made.clear()  # each worker is told of a slab when it is first lent something there
         with contextlib.suppress(ConnectionError):  # it died; the end of its pipe is read next, and says so once
             worker.transmit(messages, payload)
         self.watch(worker)

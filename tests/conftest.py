@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import multiprocessing.resource_tracker
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[mpgrad.Pool]:
+    multiprocessing.resource_tracker.ensure_running()  # once for the session, where a context of multiprocessing is used
     with mpgrad.Pool(processes=1) as pool:
         pool.apply(abs, (-1,))
         yield pool
@@ -93,13 +95,20 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
 
 
 def footprint() -> dict[str, set[str]]:
-    children = psutil.Process().children(recursive=True)
     return {
-        "processes": {f"{child.pid}" for child in children if child.is_running()},
+        "processes": set(running_children()),
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "descriptors": {f"{name} {target}" for name, target in open_descriptors()},
         "shared memory": set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set(),
     }
+
+
+def running_children() -> Iterator[str]:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            if not any("multiprocessing.resource_tracker" in part for part in command):
+                yield f"{child.pid} {command}"
 
 
 def open_descriptors() -> Iterator[tuple[str, str]]:

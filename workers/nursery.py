@@ -3,8 +3,9 @@
 multiprocessing's fork server does the same, but imports the parent's main module (so that every script needs a guard),
 listens on a named socket and is shared with whatever else uses it. This one has a single pipe, to the parent, and ends with it.
 
-    parent ► nursery    ("fork", number) with the worker's end of a socket pair;  ("kill", number)
-    nursery ► parent    ("exited", number, exit code), once for each worker
+    parent ► nursery    ("fork", name, number) with the worker's end of a socket pair;  ("kill", name, 0)
+    nursery ► parent    (name, exit code), once for each worker
+A worker's number is its own within its pool; its name is unique among all pools that share the nursery.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ def main(descriptor: int) -> None:
 
     gc.collect()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone
-    Nursery(socket.socket(fileno=descriptor), parent).run()
+    nursery = Nursery(socket.socket(fileno=descriptor), parent)
+    nursery.run()
+    os._exit(0)  # nothing to tidy up, and the workers end when this process does
 
 
 class Nursery:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
         self._parent = parent
-        self._children: dict[int, int] = {}  # pid -> worker number
+        self._children: dict[int, int] = {}  # pid -> name
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -68,23 +71,23 @@ class Nursery:
             return False
         if not data:
             return False
-        order, number = pickle.loads(data)
+        order, name, number = pickle.loads(data)
         if order == "fork":
             descriptor = array.array("i", ancillary[0][2][:4])[0]
-            self._fork(socket.socket(fileno=descriptor), number)
+            self._fork(socket.socket(fileno=descriptor), name, number)
         else:
             for pid, child in self._children.items():
-                if child == number:
+                if child == name:
                     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         return True
 
-    def _fork(self, end: socket.socket, number: int) -> None:
+    def _fork(self, end: socket.socket, name: int, number: int) -> None:
         nursery_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become_worker(end, number, nursery_pid)
         end.close()
-        self._children[pid] = number
+        self._children[pid] = name
 
     def _become_worker(self, end: socket.socket, number: int, nursery_pid: int) -> NoReturn:
         status = 1
@@ -110,6 +113,6 @@ class Nursery:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            report = pickle.dumps(("exited", self._children.pop(pid), os.waitstatus_to_exitcode(status)))
+            report = pickle.dumps((self._children.pop(pid), os.waitstatus_to_exitcode(status)))
             with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
                 self._control.send(report)

@@ -1,0 +1,314 @@
+"""The parts by themselves, without processes: arena, carrier, structure, channel, autograd nodes, CPU counting, seeds."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpgrad import autograd, carrier, cpus, modes, structure
+from mpgrad.arena import PAGE, SLAB_BYTES, Arena, Lenders, size_class
+from mpgrad.channel import Channel
+from mpgrad.messages import NewSlab, Returned
+
+# --- arena
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 9 * PAGE, 1_000_003, 100_000_000])
+def test_size_classes_waste_at_most_a_quarter(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert size >= nbytes and size % PAGE == 0
+    assert size <= max(PAGE, nbytes * 1.25 + PAGE)
+    assert size_class(size) == size
+
+
+def test_slots_are_reused_and_disjoint() -> None:
+    arena = Arena(1)
+    slots = [arena.allocate(10_000) for _ in range(50)]
+    ranges = sorted((slot.address, slot.address + 10_000) for slot in slots)
+    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    addresses = {slot.address for slot in slots}
+    slots.clear()
+    assert {arena.allocate(9_000).address for _ in range(1)} <= addresses
+    assert len(arena.slabs) == 1
+
+
+def test_large_slots_have_slabs_of_their_own_and_go_back_to_the_system() -> None:
+    arena = Arena(1)
+    slots = [arena.allocate(SLAB_BYTES) for _ in range(6)]
+    assert len(arena.slabs) == 6
+    slots.clear()
+    assert len(arena.slabs) == 4  # 256 MiB stay for reuse
+    assert len(arena.dropped) == 2
+    again = arena.allocate(SLAB_BYTES)
+    assert len(arena.slabs) == 4
+    again.memory[0] = 1
+
+
+def borrowed_pair(nbytes: int) -> tuple[Arena, Lenders, list[tuple[int, int]], Any]:
+    arena = Arena(1)
+    returned: list[tuple[int, int]] = []
+    lenders = Lenders(lambda address, times: returned.append((address, times)))
+    slot = arena.allocate(nbytes)
+    for slab in arena.slabs.values():
+        lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
+    return arena, lenders, returned, slot
+
+
+@pytest.mark.parametrize("nbytes", [100, 1_000_000])
+def test_borrowed_memory_is_shared_and_private_memory_is_not(nbytes: int) -> None:
+    _, lenders, returned, slot = borrowed_pair(nbytes)
+    slot.memory[3] = 7
+    shared = lenders.borrow(slot.address, nbytes)
+    private = lenders.borrow(slot.address, nbytes, private=True)
+    assert shared[3] == private[3] == 7
+    private[3] = 9
+    assert slot.memory[3] == 7
+    shared[3] = 8
+    assert slot.memory[3] == 8 and private[3] == 9
+    assert not returned
+    del shared
+    private_again = lenders.borrow(slot.address, nbytes, private=True)
+    del private
+    gc.collect()
+    assert private_again[3] == 8
+    del private_again
+    assert sum(times for _, times in returned) == 3
+
+
+def test_memory_is_returned_when_the_last_tensor_dies_not_before() -> None:
+    _, lenders, returned, slot = borrowed_pair(80_000)
+    tensor = torch.frombuffer(lenders.borrow(slot.address, 80_000), dtype=torch.float64)
+    part = tensor[5:10].view(5)
+    assert lenders.find(part)[0] == slot.address + 40
+    del tensor
+    assert not returned
+    del part
+    assert returned == [(slot.address, 1)]
+
+
+def test_threads_allocate_and_free_at_once() -> None:
+    arena = Arena(1)
+    errors: list[str] = []
+
+    def work(mark: int) -> None:
+        for _ in range(500):
+            slot = arena.allocate(20_000)
+            slot.memory[0] = mark
+            slot.memory[19_999] = mark
+            if slot.memory[0] != mark or slot.memory[19_999] != mark:
+                errors.append("two threads had one slot")
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sum(len(free) for free in arena._free.values()) <= 2 * 4  # each thread had two at a time
+
+
+# --- carrier
+
+
+def round_trip(tensor: torch.Tensor) -> torch.Tensor:
+    arena, lenders, _, _ = borrowed_pair(1)
+    payload = carrier.Payload()
+    placed = carrier.Packer(arena).place(tensor, carrier.flags_of(tensor))
+    for slab in arena.slabs.values():
+        if slab.number not in lenders.slabs:
+            lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
+    ref = payload.add(placed)
+    return carrier.view(ref, memoryview(bytearray(b"".join(payload.parts))), lambda ref: lenders.borrow(ref.place, ref.nbytes))
+
+
+@pytest.mark.parametrize("size", [1, 50])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool])
+def test_every_layout_of_a_tensor_arrives(size: int, dtype: torch.dtype) -> None:
+    base = (torch.randn(4, 5 * size, 6) * 3).to(dtype)
+    views = [base, base.transpose(0, 2), base[1:, ::2], base[:, :0], base[0, 0, 0], base[:1].expand(7, -1, -1), base.mT[2]]
+    if dtype.is_complex:
+        views += [base.conj(), base.conj().imag]
+    for each in views:
+        arrived = round_trip(each)
+        assert torch.equal(arrived, each.resolve_conj().resolve_neg())
+        assert arrived.dtype == dtype or not dtype.is_complex or arrived.dtype == torch.float32
+        assert not arrived._is_view()
+
+
+def test_the_payload_keeps_tensors_aligned() -> None:
+    payload = carrier.Payload()
+    packer = carrier.Packer(Arena(1))
+    refs = [payload.add(packer.place(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
+    assert [(-1 - ref.place) % carrier.ALIGNMENT for ref in refs] == [0, 0, 0]
+
+
+# --- structure
+
+
+def test_pickles_without_tensors() -> None:
+    a, b = torch.ones(1000, requires_grad=True), torch.zeros(2)
+    pickled, tensors = structure.dumps({"x": [a, (b, a)], "n": 3})
+    assert [id(t) for t in tensors] == [id(a), id(b)] and len(pickled) < 100
+    value = structure.loads(pickled, [b, a])
+    assert value["x"][0] is b and value["x"][1][0] is a and value["x"][1][1] is b and value["n"] == 3
+
+
+def test_which_functions_reach_tensors() -> None:
+    assert not structure.reaches_tensor(math.sin, set())
+    assert not structure.reaches_tensor(torch.nn.functional.relu, set())
+    assert not structure.reaches_tensor(test_pickles_without_tensors, set())
+    weight = torch.ones(1)
+    assert structure.reaches_tensor(lambda: weight, set())
+    assert structure.reaches_tensor(lambda: [weight.sum() for _ in range(3)], set())
+
+    def recursive(n: int) -> Any:
+        return recursive(n - 1) if n else None
+
+    assert not structure.reaches_tensor(recursive, set())
+
+
+# --- channel
+
+
+def pair() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair()
+    return Channel(ours, blocking=False), Channel(theirs, blocking=False)
+
+
+def test_frames_arrive_whole_in_any_pieces() -> None:
+    ours, theirs = pair()
+    payloads = [os.urandom(size) for size in (0, 1, 100, 300_000, 5_000_000, 7)]
+    for number, payload in enumerate(payloads):
+        ours.send([Returned([(number, 1)])], [payload])
+    assert ours.has_outgoing  # the pipe does not hold 5 MB, and nobody reads yet
+    received = []
+    while len(received) < len(payloads):
+        ours.flush()
+        while (frame := theirs.receive()) is not None:
+            received.append(frame)
+    assert [bytes(frame.payload) for frame in received] == payloads
+    assert [frame.messages[0].slots[0][0] for frame in received] == list(range(len(payloads)))
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.receive()
+    theirs.close()
+
+
+def test_descriptors_arrive_with_their_frames() -> None:
+    ours, theirs = pair()
+    files = [os.memfd_create(f"file{number}") for number in range(3)]
+    for number, file in enumerate(files):
+        ours.send([NewSlab(number, 1)], [b"x" * 1000], [file])
+        os.close(file)
+    for number in range(3):
+        frame = theirs.receive()
+        assert frame is not None and frame.messages == [NewSlab(number, 1)]
+        descriptor = theirs.take_descriptor()
+        assert f"file{number}" in os.readlink(f"/proc/self/fd/{descriptor}")
+        os.close(descriptor)
+    ours.close()
+    theirs.close()
+
+
+# --- autograd, with a home that is no process
+
+
+class FakeHome:
+    """Answers a backward with the gradient times 10, and records the order of events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def send_gradients(
+        self, graph: autograd.RemoteGraph, task: int, keep: bool, wanted: Any, captures: bool, grads: Any
+    ) -> FakeHome.Reply:
+        self.events.append(("send", graph.index))
+        return self.Reply(self, graph.index, [grad * 10 for grad in grads for _ in wanted])
+
+    def capture_gradients(self, task: int) -> list[torch.Tensor | None]:
+        self.events.append(("captures", -1))
+        return [torch.full((2,), 7.0)]
+
+    def release(self, graph: autograd.RemoteGraph) -> None:
+        self.events.append(("release", graph.index))
+
+    class Reply:
+        def __init__(self, home: FakeHome, index: int, grads: list[torch.Tensor | None]) -> None:
+            self.home, self.index, self.grads = home, index, grads
+
+        def gradients(self) -> list[torch.Tensor | None]:
+            self.home.events.append(("wait", self.index))
+            return self.grads
+
+
+def test_everything_is_sent_before_anything_is_waited_for() -> None:
+    home = FakeHome()
+    xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
+    capture = torch.ones(2, requires_grad=True)
+    token = autograd.capture_gate(home, [capture])
+    results = [
+        autograd.attach(autograd.RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [autograd.gate(x * 2)])[0]
+        for index, x in enumerate(xs)
+    ]
+    sum(result.sum() for result in results).backward()
+    names = [name for name, _ in home.events]
+    assert names == ["send"] * 4 + ["wait"] * 4 + ["captures"]
+    assert [index for name, index in home.events if name == "wait"] == [3, 2, 1, 0]
+    assert all(torch.equal(x.grad, torch.full((3,), 20.0)) for x in xs)
+    assert torch.equal(capture.grad, torch.full((2,), 7.0))
+    home.events.clear()
+    del results
+    gc.collect()
+    assert sorted(home.events) == [("release", index) for index in range(4)]
+
+
+# --- CPUs
+
+
+def test_cgroup_quotas(tmp_path: Path) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
+    membership = tmp_path / "membership"
+    membership.write_text("0::/outer/inner\n")
+    assert cpus.cgroup_quota(tmp_path, membership) == 1.5
+    membership.write_text("0::/elsewhere\n")
+    assert cpus.cgroup_quota(tmp_path, membership) == math.inf
+    (tmp_path / "cpu" / "old").mkdir(parents=True)
+    (tmp_path / "cpu" / "old" / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu" / "old" / "cpu.cfs_period_us").write_text("100000\n")
+    membership.write_text("7:memory:/old\n4:cpu,cpuacct:/old\n")
+    assert cpus.cgroup_quota(tmp_path, membership) == 0.5
+
+
+def test_usable_cpus_follow_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpus, "cgroup_quota", lambda root, membership: math.inf)
+    assert cpus.usable_cpus() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert cpus.usable_cpus() == 16
+    monkeypatch.setattr(cpus, "cgroup_quota", lambda root, membership: 2.5)
+    assert cpus.usable_cpus() == 3
+    monkeypatch.setattr(cpus, "cgroup_quota", lambda root, membership: 0.2)
+    assert cpus.usable_cpus() == 1
+
+
+# --- seeds
+
+
+def test_split_mix_against_the_published_sequence() -> None:
+    # the first outputs of SplitMix64 seeded with 1234567, as printed on rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    golden = 0x9E3779B97F4A7C15
+    state = 1234567
+    outputs = []
+    for _ in range(3):
+        state = (state + golden) & modes.MASK
+        outputs.append(modes.finish_mix(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
