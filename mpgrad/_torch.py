@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
+
+
 def graph_task() -> int:
     """The number of the backward that is running in this thread; -1 outside one."""
     return int(torch._C._current_graph_task_id())
@@ -31,7 +34,7 @@ def graph_task() -> int:
 
 def graph_is_kept() -> bool:
     """Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def will_run(node: Node) -> bool:
@@ -55,7 +58,8 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
     an anonymous memory file has no such limit, and never a name that could stay behind.
     """
     if not hasattr(os, "memfd_create"):
-        return torch.UntypedStorage._new_shared(nbytes, device="cpu")
+        storage: torch.UntypedStorage = SHARED_STORAGE._new_shared(nbytes, device="cpu")
+        return storage
     descriptor = os.memfd_create("mpgrad", os.MFD_CLOEXEC)
     try:
         os.truncate(descriptor, nbytes)
@@ -68,7 +72,8 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
 def storage_from_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
     """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close `descriptor`."""
     try:
-        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)
+        storage: torch.UntypedStorage = SHARED_STORAGE._new_shared_fd_cpu(descriptor, nbytes)
+        return storage
     finally:
         os.close(descriptor)  # torch keeps a duplicate of its own
 

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
@@ -51,7 +52,7 @@ class Slab:
         self.number = number
         self.nbytes = storage.nbytes()
         self.descriptor = descriptor_of(storage)
-        array_type = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
+        array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
         array.storage = storage  # every memoryview made from the array holds the array, and so the mapping
@@ -223,7 +224,7 @@ class Lenders:
         memory = view()
         if memory is None:
             return None
-        return address + core.storage_offset() * core.element_size(), memory
+        return address + int(core.storage_offset()) * core.element_size(), memory
 
     def _give_back(self, address: int, start: int, view: weakref.ref[memoryview]) -> None:
         with self._lock:

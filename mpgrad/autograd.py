@@ -52,7 +52,7 @@ class Home(Protocol):
 
 
 class RemoteGraph:
-    """The parent's handle of one kept graph. The `Call` node and its gates share it; with the last of them it is released."""
+    """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
     __slots__ = ("_replies", "_taken", "call", "home", "index", "inputs_lent", "worker")
 
@@ -110,7 +110,7 @@ class Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.graph = graph
         ctx.has_captures = has_captures
-        ctx.placeholders = [(zero(tensor.dtype), tensor.shape) for tensor in inputs]
+        ctx.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
         return tuple(outputs)
 
     @staticmethod
@@ -125,7 +125,7 @@ class Call(torch.autograd.Function):
         captures = ctx.has_captures and will_run(token_node)
         if wanted or captures:
             ctx.graph.send(graph_task(), graph_is_kept(), wanted, captures, grads)
-        return None, None, None, None, *(scalar.expand(shape) for scalar, shape in ctx.placeholders)
+        return None, None, None, None, *ctx.placeholders
 
 
 class GateHook:
@@ -162,11 +162,8 @@ def attach(
         assert node is not None
         run_last(node, 1 + graph.index)
         node.register_prehook(GateHook(graph, number))
-    if token is None:
-        result = Call.apply(graph, outputs, False, ROOT, *gated)
-    else:
-        result = Call.apply(graph, outputs, True, token, *gated)
-    return tuple(result)
+    has_captures = token is not None
+    return tuple(Call.apply(graph, outputs, has_captures, token if has_captures else ROOT, *gated))  # type: ignore[no-untyped-call]
 
 
 class CaptureGate(torch.autograd.Function):
@@ -185,7 +182,7 @@ class CaptureGate(torch.autograd.Function):
 
 def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:
     """The token of an operation whose function reaches `captures`, all of which need gradients."""
-    token = CaptureGate.apply(home, *captures)
+    token = CaptureGate.apply(home, *captures)  # type: ignore[no-untyped-call]
     assert isinstance(token, torch.Tensor)
     run_last(token.grad_fn, 0)
     return token
@@ -196,7 +193,8 @@ with torch.inference_mode(False):
     ROOT = torch.zeros((), requires_grad=True)
 
 
-@functools.cache
-def zero(dtype: torch.dtype) -> torch.Tensor:
+@functools.lru_cache(maxsize=4096)
+def placeholder(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """A gradient that costs nothing and passes the engine's checks."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype)
+        return torch.zeros((), dtype=dtype).expand(shape)

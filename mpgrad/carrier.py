@@ -22,6 +22,7 @@ __all__ = ["Packer", "Payload", "Placed", "TensorRef", "check_carriable", "flags
 
 RIDE_BYTES = 8192
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
+PADDING = [bytes(count) for count in range(ALIGNMENT)]
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
 
 # Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
@@ -82,7 +83,12 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) 
 class Placed(NamedTuple):
     """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
 
-    ref: TensorRef  # place: the address, or -1 while the offset in the payload is not known yet
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    address: int  # -1 where it rides in the message
+    nbytes: int
+    flags: int
     body: bytes | None
     holder: object | None
 
@@ -102,14 +108,14 @@ class Packer:
         if nbytes <= RIDE_BYTES:
             self.bytes_copied += nbytes
             body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
-            return Placed(TensorRef(number, shape, stride, -1, nbytes, flags), body, None)
+            return Placed(number, shape, stride, -1, nbytes, flags, body, None)
         if self._known is not None and (found := self._known(core)) is not None:
             address, holder = found
-            return Placed(TensorRef(number, shape, stride, address, nbytes, flags | SHARED), None, holder)
+            return Placed(number, shape, stride, address, nbytes, flags | SHARED, None, holder)
         slot = self._arena.allocate(nbytes)
         copy_into(slot.memory, core, nbytes)
         self.bytes_copied += nbytes
-        return Placed(TensorRef(number, shape, stride, slot.address, nbytes, flags), None, slot)
+        return Placed(number, shape, stride, slot.address, nbytes, flags, None, slot)
 
     def place_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], Slot | None]:
         """All `tensors` in one slot, each at its own offset, as if the slot were a message's payload."""
@@ -180,16 +186,16 @@ class Payload:
         self.nbytes = 0
 
     def add(self, placed: Placed) -> TensorRef:
-        ref, body, _ = placed
+        dtype, shape, stride, address, nbytes, flags, body, _ = placed
         if body is None:
-            return ref
+            return TensorRef(dtype, shape, stride, address, nbytes, flags)
         offset = self.nbytes
-        rest = -len(body) % ALIGNMENT
+        rest = -nbytes % ALIGNMENT
         self.parts.append(body)
         if rest:
-            self.parts.append(bytes(rest))
-        self.nbytes = offset + len(body) + rest
-        return TensorRef(ref.dtype, ref.shape, ref.stride, -1 - offset, ref.nbytes, ref.flags)
+            self.parts.append(PADDING[rest])
+        self.nbytes = offset + nbytes + rest
+        return TensorRef(dtype, shape, stride, -1 - offset, nbytes, flags)
 
 
 def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:

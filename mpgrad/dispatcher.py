@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ __all__ = ["Dispatcher"]
 
 GRACE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
 EXIT_PATIENCE = 2.0  # seconds for a worker to end, and for its exit code to arrive
+
+LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 log = logging.getLogger("mpgrad")
 
@@ -47,6 +50,7 @@ class Dispatcher(Scheduler):
         self._woken = False
         self._sleeping = False
         self._sleeping_soundly = False  # without the timer that sends the news
+        self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -61,6 +65,18 @@ class Dispatcher(Scheduler):
             self._sleeping = False  # one byte wakes it, whoever else comes now
             with contextlib.suppress(OSError):  # the pipe is full, so it is being woken, or closed, so it has ended
                 os.write(self._wake_write, b"!")
+
+    def hand_over(self) -> None:
+        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far too late for a worker that
+        # has run dry. Only one of the two can run anyway, so the caller sleeps until the dispatcher does.
+        if threading.current_thread() is self._thread:
+            return
+        turn = threading.Lock()
+        turn.acquire()
+        self._handed_over.append(turn)
+        self.wake()
+        if self._ended is None:
+            turn.acquire(timeout=LONGEST_TURN)
 
     def nudge(self) -> None:
         if self._sleeping_soundly:
@@ -116,6 +132,8 @@ class Dispatcher(Scheduler):
         has_news = any(worker.has_news for worker in self._workers.values())
         self._sleeping_soundly = not has_news
         self._sleeping = True
+        while self._handed_over:
+            self._handed_over.popleft().release()
         events = self._selector.select(0 if self._woken or self._stopping else GRACE if has_news else None)
         self._sleeping = self._sleeping_soundly = False
         if has_news and not events:

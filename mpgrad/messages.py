@@ -96,7 +96,7 @@ class Forget(NamedTuple):
 
 class ForwardCall(NamedTuple):
     call: int
-    index: int
+    item: int  # its index
     structure: Structure
     tensors: list[TensorRef]
 

@@ -11,8 +11,6 @@ and captures it came from, and its backward runs in the worker that made it.
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
@@ -291,7 +289,7 @@ class Pool:
             calls = [((target, items), {}) for target in all_targets]
         else:
             fold = Finish(reduction)
-            blocks = [((block,), {}) for block in blocks_of(items)]
+            blocks: list[Arguments] = [((block,), {}) for block in blocks_of(items)]
             accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress)
             calls = [(([target], accumulators), {}) for target in all_targets]
         folded = self._run(fold, calls, len(calls), 1, progress, shared={})
@@ -330,7 +328,7 @@ class Pool:
             (tensor([14., 14.]), tensor([6., 6.]))
         """
         reduction = reduction_named(reduce_fn)
-        blocks = [((block,), {}) for block in blocks_of(list(items))]
+        blocks: list[Arguments] = [((block,), {}) for block in blocks_of(list(items))]
         if not blocks and init is None:
             raise TypeError("map_reduce of no items needs a first value (init: None)")
         accumulators = self._run(Block(reduction, map_fn), blocks, len(blocks), 1, progress)
@@ -412,11 +410,12 @@ class Pool:
         return operation.values()
 
     def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
-        done = -1
-        while not operation.finished:
-            self._scheduler.wait_until(lambda: operation.finished or operation.delivered > done)
-            done = operation.delivered
+        while True:
+            finished, done = operation.finished, operation.delivered
             move_to(done)
+            if finished:
+                return
+            self._scheduler.wait_until(lambda: operation.finished or operation.delivered > done)
 
     def _run_async(
         self,

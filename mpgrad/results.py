@@ -9,7 +9,6 @@ import concurrent.futures
 import logging
 import multiprocessing
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol

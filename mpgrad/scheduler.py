@@ -48,7 +48,7 @@ from mpgrad.messages import (
     StartFailed,
     Stop,
 )
-from mpgrad.modes import current_modes
+from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Delivered, Operation, PackedCall
 
 __all__ = ["Scheduler", "Settings"]
@@ -59,7 +59,7 @@ LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and 
 MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 MOST_CODES = 128  # pickled functions that the workers keep for the next operation with the same function
-HELD_GRADIENTS = 32  # sent to the workers together, unless somebody waits for one of them
+HELD_GRADIENTS = 64  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 GRAPH_LOST = "the graph that backward needs was lost with it"
 
@@ -92,6 +92,7 @@ class Scheduler(ABC):
         self._seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
         self._inbox: deque[Callable[[], None]] = deque()
         self._held_gradients = 0
+        self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
         self._failed_starts = 0
         self._broken: BaseException | None = None
         self._closing = False
@@ -104,6 +105,10 @@ class Scheduler(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Have the scheduling thread look at the inbox and the backlogs."""
+
+    def hand_over(self) -> None:
+        """`wake`, by a caller who has much work of its own: let the scheduling thread have its turn first."""
+        self.wake()
 
     @abstractmethod
     def nudge(self) -> None:
@@ -160,7 +165,9 @@ class Scheduler(ABC):
 
     def admit(self, operation: Operation) -> None:
         """Have the calls in the operation's queue run; again after more were added."""
-        self._post(lambda: self._admit(operation))
+        self._inbox.append(lambda: self._admit(operation))
+        self.hand_over()
+        self._settle_if_ended()
 
     def cancel(self, operation: Operation) -> None:
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
@@ -174,11 +181,13 @@ class Scheduler(ABC):
         self._check_reachable(worker, graph.index)
         reply = GradientReply(self.wait_until, worker.number, graph.index)
         placed = [None if grad is None else self.copying_packer.place(grad, 0) for grad in grads]
-        worker.backlog.append(SentGradients(graph, task, keep, wanted, captures, placed, current_modes(), reply))
+        if self._task_modes[0] != task:
+            self._task_modes = task, current_modes()
+        worker.backlog.append(SentGradients(graph, task, keep, wanted, captures, placed, self._task_modes[1], reply))
         self._held_gradients += 1
         if self._held_gradients >= HELD_GRADIENTS:
             self._held_gradients = 0
-            self.wake()
+            self.hand_over()
         if worker.gone is not None:  # it died between the check and the append
             reply.fail(worker.gone)
         return reply
@@ -246,6 +255,9 @@ class Scheduler(ABC):
     def _post(self, order: Callable[[], None]) -> None:
         self._inbox.append(order)
         self.wake()
+        self._settle_if_ended()
+
+    def _settle_if_ended(self) -> None:
         if self._ended is not None:
             self._settle()
 
@@ -490,7 +502,7 @@ class Scheduler(ABC):
 
     def _pack(self, worker: Worker, placed: Placed, payload: Payload) -> TensorRef:
         if placed.holder is not None:
-            self._lend(worker, placed.ref.place, placed.holder)
+            self._lend(worker, placed.address, placed.holder)
         return payload.add(placed)
 
     def _lend(self, worker: Worker, address: int, holder: object) -> None:

@@ -55,8 +55,10 @@ def assert_same_as_serial(
         raise AssertionError(f"the pool gave {len(results)} results, the serial loop {len(reference)}")
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
         compare_values(f"item {index}", result, expected)
-    seed = 0
-    gradients = [gradients_of(each, [*differentiable(inputs), *captures], seed) for each, inputs in ((results, ours), (reference, theirs))]
+    gradients = [
+        gradients_of(outputs, [*differentiable(inputs), *captures])
+        for outputs, inputs in ((results, ours), (reference, theirs))
+    ]
     names = [f"gradient of input {number}" for number in range(len(differentiable(ours)))]
     names += [f"gradient of capture {number}" for number in range(len(captures))]
     for number, (name, grad, expected) in enumerate(zip(names, *gradients, strict=True)):
@@ -77,12 +79,12 @@ def differentiable(structures: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(list(structures)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def gradients_of(results: Sequence[Any], inputs: list[torch.Tensor], seed: int) -> list[torch.Tensor | None]:
-    """Gradients of the outputs times random numbers, the same for the same `seed`; None where nothing depends on an input."""
+def gradients_of(results: Sequence[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Gradients of the outputs times random numbers, the same each time; None where nothing depends on an input."""
     outputs = differentiable(results)
     if not outputs or not inputs:
         return [None] * len(inputs)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
     # kept, because captures may share a history with those of the other run
     return list(torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True))
@@ -99,8 +101,14 @@ def compare_values(name: str, result: Any, expected: Any) -> None:
             if mine.requires_grad != other.requires_grad:
                 raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}")
             compare_tensors(f"{name}, value", mine, other, 0.0)
-        elif type(other).__eq__ is not object.__eq__ and mine != other:
+        elif has_equality(other) and mine != other:
             raise AssertionError(f"{name}: the pool gave {mine!r}, the serial loop {other!r}")
+
+
+def has_equality(value: object) -> bool:
+    """Whether two copies of `value` can be told equal: not where equality means identity."""
+    equality: object = type(value).__eq__
+    return equality is not object.__eq__
 
 
 def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tqdm
 
 import mpgrad
 
@@ -27,6 +28,7 @@ PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[mpgrad.Pool]:
+    tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread
     multiprocessing.resource_tracker.ensure_running()  # once for the session, where a context of multiprocessing is used
     with mpgrad.Pool(processes=1) as pool:
         pool.apply(abs, (-1,))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
-import pytest
 import torch
 
 import mpgrad

@@ -50,7 +50,8 @@ def dress(
     edges: dict[int, Edge] = {}
     inner = [k for k, tensor in enumerate(tensors) if needs_grad[k] and not leaf[k] and torch.is_grad_enabled()]
     if inner:
-        for k, tensor in zip(inner, Entry.apply(ROOT, [tensors[k] for k in inner]), strict=True):
+        entered = Entry.apply(ROOT, [tensors[k] for k in inner])  # type: ignore[no-untyped-call]
+        for k, tensor in zip(inner, entered, strict=True):
             dressed[k] = tensor
             edges[k] = get_gradient_edge(tensor)  # taken now: an in-place write moves the tensor away from it
     for k, tensor in enumerate(dressed):
@@ -63,7 +64,7 @@ def run_backward(
     graph: Graph, grads: Sequence[torch.Tensor | None], wanted: Sequence[int], captures: bool, keep: bool
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Gradients of the `wanted` inputs, and of all captures where asked for; None for what was not used."""
-    edges = [graph.inputs[k] for k in wanted]
+    edges: Any = [graph.inputs[k] for k in wanted]  # leaves among edges, which torch takes but does not declare
     if captures:
         edges += graph.captures
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]

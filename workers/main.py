@@ -14,10 +14,10 @@ import socket
 import sys
 
 import torch
+from mpgrad.workers.worker import Worker, failure
 
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
-from mpgrad.workers.worker import Worker, failure
 
 __all__ = ["begin", "serve", "serve_in_process"]
 

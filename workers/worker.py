@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from mpgrad.workers.graphs import CaptureSums, Edge, Graph, dress, run_backward
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
@@ -57,7 +58,6 @@ from mpgrad.messages import (
     Structure,
 )
 from mpgrad.modes import seed_item, under
-from mpgrad.workers.graphs import CaptureSums, Edge, Graph, dress, run_backward
 
 __all__ = ["Worker"]
 
@@ -118,7 +118,7 @@ class Worker:
             for position, call in enumerate(message.calls):
                 self._progress[0], self._progress[1] = message.chunk, position
                 if message.seed is not None:
-                    seed_item(message.seed, call.index)
+                    seed_item(message.seed, call.item)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
                 outcomes.append(outcome)
                 if isinstance(outcome, Failure) and message.stop_at_failure:

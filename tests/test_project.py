@@ -1,0 +1,141 @@
+"""The project around the code: the wheel, the wall between the folders, docstring examples, the progress bar."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+import mpgrad.pool
+import mpgrad.testing
+from mpgrad.testing import assert_same_as_serial
+
+ROOT = Path(__file__).parent.parent
+BOTH_SIDES = {"messages", "channel", "carrier", "arena", "structure", "modes", "errors"}
+
+
+def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("mpgrad-*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {f"mpgrad/{path.relative_to(ROOT / 'mpgrad')}" for path in (ROOT / "mpgrad").rglob("*.py")}
+    expected |= {f"mpgrad/workers/{path.relative_to(ROOT / 'workers')}" for path in (ROOT / "workers").rglob("*.py")}
+    assert names == expected | {"mpgrad/py.typed"}
+
+
+def test_the_workers_folder_refuses_a_second_name() -> None:
+    done = subprocess.run([sys.executable, "-c", "import workers"], cwd=ROOT, capture_output=True, text=True)
+    assert "this package is mpgrad.workers (imported as: 'workers')" in done.stderr
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_wall_between_parent_and_worker() -> None:
+    for file in (ROOT / "mpgrad").glob("*.py"):
+        assert not [name for name in imports_of(file) if name.startswith("mpgrad.workers")], file
+    for file in (ROOT / "workers").glob("*.py"):
+        ours = [name.split(".")[1] for name in imports_of(file) if name.startswith("mpgrad.")]
+        assert set(ours) <= BOTH_SIDES | {"workers"}, file
+
+
+def test_both_sides_import_nothing_of_one_side() -> None:
+    for module in BOTH_SIDES:
+        ours = {name.split(".")[1] for name in imports_of(ROOT / "mpgrad" / f"{module}.py") if name.startswith("mpgrad.")}
+        assert ours <= BOTH_SIDES | {"_torch"}, module
+
+
+def test_the_autograd_layer_knows_no_transport() -> None:
+    ours = {name.split(".")[1] for name in imports_of(ROOT / "mpgrad" / "autograd.py") if name.startswith("mpgrad.")}
+    assert ours == {"_torch"}
+
+
+@pytest.mark.parametrize("module", [mpgrad.pool, mpgrad.testing], ids=lambda module: module.__name__)
+def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert attempted > 0 and failed == 0
+
+
+def test_the_package_root_shows_the_public_names_only() -> None:
+    shown = {name for name in vars(mpgrad) if not name.startswith("_")}
+    submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers"}
+    assert shown - submodules == set(mpgrad.__all__)
+    assert sorted(mpgrad.__all__) == mpgrad.__all__
+
+
+# --- the oracle itself
+
+
+def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
+    items = [torch.ones(2, dtype=torch.float64, requires_grad=True)]
+    captured = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    caller = os.getpid()
+
+    class WrongGradient(torch.autograd.Function):
+        """Right in the caller, wrong in a worker."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2 if os.getpid() == caller else torch.nextafter(grad * 2, grad * 3)
+
+    def wrong_value(x: torch.Tensor) -> torch.Tensor:
+        return x * 1 if os.getpid() == caller else torch.nextafter(x, x + 1)
+
+    def wrong_structure(x: torch.Tensor) -> object:
+        return [x] if os.getpid() == caller else x
+
+    def detached(x: torch.Tensor) -> torch.Tensor:
+        return x * 1 if os.getpid() == caller else (x * 1).detach()
+
+    with mpgrad.Pool(1) as pool:
+        assert_same_as_serial(lambda x: x * captured, items, pool)
+        for fn, message in (
+            (WrongGradient.apply, "gradient of input 0: the pool and the serial loop differ by up to"),
+            (wrong_value, "item 0, value: the pool and the serial loop differ by up to"),
+            (wrong_structure, "item 0: the pool gave a Tensor, the serial loop a list"),
+            (detached, "item 0: requires_grad is False, serially True"),
+        ):
+            with pytest.raises(AssertionError, match=message):
+                assert_same_as_serial(fn, items, pool)
+        with pytest.raises(AssertionError, match="gradient of capture 0: the pool and the serial loop differ"):
+            assert_same_as_serial(lambda x: WrongGradient.apply(captured) * x, items, pool, capture_rtol=0.0)
+
+
+# --- progress
+
+
+@pytest.mark.parametrize("progress", [True, "infants"])
+def test_a_progress_bar(pool: mpgrad.Pool, progress: bool | str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pool.map(abs, range(-7, 0), progress=progress) == [7, 6, 5, 4, 3, 2, 1]
+    assert pool.map_reduce(abs, [torch.tensor(-2), torch.tensor(3)], "sum", progress=progress) == 5
+    bar = capsys.readouterr().err
+    assert "7/7" in bar and "2/2" in bar
+    assert ("infants" in bar) == (progress == "infants")
+
+
+def test_progress_without_tqdm(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match=r"progress needs tqdm, which is not installed; install mpgrad\[progress\]"):
+        pool2.map(abs, [1], progress=True)
+    assert importlib.import_module("tqdm")
