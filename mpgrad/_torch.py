@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import Node
 
 __all__ = [
+    "alias",
     "descriptor_of",
     "graph_is_kept",
     "graph_task",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
 
 
@@ -40,6 +42,12 @@ def graph_is_kept() -> bool:
 def will_run(node: Node) -> bool:
     """Whether the running backward needs `node`: false for what `torch.autograd.grad(inputs=...)` leaves out."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory behind a node of its own, and not a view: an in-place write to `tensor` does not move that node."""
+    same: torch.Tensor = UNSAFE_VIEW(tensor, tensor.shape)
+    return same
 
 
 def run_last(node: Any, order: int) -> None:

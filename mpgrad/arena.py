@@ -9,8 +9,8 @@ is handed over once; from then on a tensor travels as an address, which takes a 
                                                          3. the last tensor dies; its address joins `returns`
     4. [x] slot dropped, reusable    ◄──── returns ───
 Guarantees: a slot is written by its owner only, before it is lent; its memory is not used again before every borrower gave
-    it back, whatever the borrower's code did with the tensor meanwhile; all methods may be called from any thread and
-    from finalizers, because the free lists are deques, whose ends Python makes atomic.
+    it back, whatever the borrower's code did with the tensor meanwhile. Finalizers run anywhere, also in a thread that holds
+    a lock, so they take none: they append to a deque, which `tidy` and `collect` work off.
 Assumes: the fork that makes a worker happens before the worker makes its arena.
 """
 
@@ -19,11 +19,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -31,11 +32,13 @@ import torch
 from mpgrad._torch import descriptor_of, shared_storage, storage_from_descriptor
 from mpgrad.errors import PoolClosedError, SharedMemoryError
 
-__all__ = ["Arena", "Lenders", "Slab", "Slot", "slab_of"]
+__all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot", "slab_of"]
 
+LIBC = ctypes.CDLL(None, use_errno=True)
+PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
-IDLE_BYTES = 256 << 20  # free memory of single-slot slabs that is kept for reuse; first touch is 5 times slower than reuse
+IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
 COPY_BYTES = 256 << 10  # up to here copying is cheaper than a private mapping (64 KiB: 25 against 65 us)
 OFFSET_BITS = 44  # an address is slab << OFFSET_BITS | offset
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
@@ -78,30 +81,43 @@ class PrivateMapping(mmap.mmap):
 class Slot:
     """One allocation in the arena of this process; dropping the last reference makes it reusable."""
 
-    __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory")
+    __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory", "slab")
 
-    def __init__(self, arena: Arena, address: int, capacity: int, memory: memoryview) -> None:
+    def __init__(self, arena: Arena, slab: Slab, offset: int, capacity: int, nbytes: int) -> None:
         self._arena = arena
         self._capacity = capacity
-        self.address = address
-        self.memory = memory
+        self.slab = slab
+        self.address = slab.number << OFFSET_BITS | offset
+        self.memory = slab.memory[offset : offset + nbytes]
 
     def __del__(self) -> None:
-        self._arena.reclaim(self.address, self._capacity)
+        self._arena._dead.append((self.slab, self.address & OFFSET_MASK, self._capacity))
+
+
+class Borrowed(NamedTuple):
+    """Memory of another process as a holder: what has to live while a third process reads there."""
+
+    memory: memoryview
+    slab: Slab
 
 
 class Arena:
-    """The shared memory that this process owns."""
+    """The shared memory that this process owns.
+
+    Slots come from large slabs, and those above half a slab from one of their own. Free memory is kept for reuse up to
+    IDLE_BYTES; what is freed beyond goes back to the system, the address range of a small slot staying as a hollow one.
+    """
 
     def __init__(self, owner: int) -> None:
         self._next_number = owner << 32
-        self._free: dict[int, deque[int]] = {}  # capacity -> addresses
+        self._free: dict[int, deque[tuple[Slab, int]]] = {}  # capacity -> slots, with memory
+        self._hollow: dict[int, deque[tuple[Slab, int]]] = {}  # capacity -> slots, without
+        self._idle_bytes = 0  # in free slots
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
-        self._idle_bytes = 0  # in free single-slot slabs
-        self._growing = threading.Lock()
+        self._dead: deque[tuple[Slab, int, int]] = deque()  # slots whose last reference has gone: slab, offset, capacity
+        self._lock = threading.Lock()
         self._closed = False
-        self.slabs: dict[int, Slab] = {}
         self.made: deque[Slab] = deque()  # slabs that borrowers have not been told of
         self.dropped: deque[int] = deque()  # numbers of slabs that are gone, for borrowers to unmap
         self.slots_made = 0
@@ -113,81 +129,96 @@ class Arena:
             SharedMemoryError: the machine has not that much memory left.
             PoolClosedError: after `close`.
         """
-        if self._closed:
-            raise PoolClosedError("the pool is closed, and its shared memory is gone")
         capacity = size_class(nbytes)
-        self.slots_made += 1
-        try:
-            address = self._free[capacity].pop()
-        except (KeyError, IndexError):
-            address = self._grow(capacity, nbytes)
-        else:
-            if capacity > SLAB_BYTES // 2:
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError("the pool is closed, and its shared memory is gone")
+            self.slots_made += 1
+            self._take_in_the_dead()
+            free = self._free.get(capacity)
+            if free:
+                slab, offset = free.pop()
                 self._idle_bytes -= capacity
-        offset = address & OFFSET_MASK
-        return Slot(self, address, capacity, self.slabs[slab_of(address)].memory[offset : offset + nbytes])
+            else:
+                slab, offset = self._grow(capacity, nbytes)
+            return Slot(self, slab, offset, capacity, nbytes)
+
+    def tidy(self) -> None:
+        """Make freed slots reusable, and give the system what is too much."""
+        if self._dead:
+            with self._lock:
+                self._take_in_the_dead()
+
+    def _take_in_the_dead(self) -> None:
+        while self._dead:
+            slab, offset, capacity = self._dead.popleft()
+            if self._closed:
+                continue
+            if self._idle_bytes + capacity <= IDLE_BYTES:
+                self._idle_bytes += capacity
+                self._free.setdefault(capacity, deque()).append((slab, offset))
+            elif slab.nbytes == capacity:
+                self.dropped.append(slab.number)  # unmapped here with its last view
+            elif hollow_out(slab, offset, capacity):
+                self._hollow.setdefault(capacity, deque()).append((slab, offset))
+            else:  # the system cannot; it stays for reuse
+                self._free.setdefault(capacity, deque()).append((slab, offset))
 
     def close(self) -> None:
         """Give all memory back to the system, each slab when its last view has died."""
-        self._closed = True
-        self._free.clear()
-        self._open = None
-        self.slabs.clear()
-        self.made.clear()
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            self._hollow.clear()
+            self._open = None
+            self.made.clear()
+            self._dead.clear()
 
-    def reclaim(self, address: int, capacity: int) -> None:
-        if self._closed:
-            return
-        if capacity > SLAB_BYTES // 2:
-            if self._idle_bytes + capacity > IDLE_BYTES:
-                del self.slabs[slab_of(address)]  # unmapped with its last view
-                self.dropped.append(slab_of(address))
-                return
-            self._idle_bytes += capacity
-        self._free.setdefault(capacity, deque()).append(address)
-
-    def _grow(self, capacity: int, nbytes: int) -> int:
-        with self._growing:
-            if capacity > SLAB_BYTES // 2:
-                slab = self._new_slab(capacity, nbytes)
-                reserve(slab, 0, capacity, nbytes)
-                return slab.number << OFFSET_BITS
-            if self._open is None or self._used + capacity > self._open.nbytes:
-                self._open = self._new_slab(SLAB_BYTES, nbytes)
-                self._used = 0
-            reserve(self._open, self._used, capacity, nbytes)
-            address = self._open.number << OFFSET_BITS | self._used
-            self._used += capacity
-            return address
-
-    def _new_slab(self, size: int, nbytes: int) -> Slab:
+    def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
         if nbytes > psutil.virtual_memory().available:
             raise no_room(nbytes)
+        if capacity > SLAB_BYTES // 2:
+            slab = self._new_slab(capacity, nbytes)
+            reserve(slab, 0, capacity, nbytes)
+            self.made.append(slab)
+            return slab, 0
+        hollow = self._hollow.get(capacity)
+        if hollow:
+            reserve(*hollow[-1], capacity, nbytes)
+            return hollow.pop()
+        if self._open is None or self._used + capacity > self._open.nbytes:
+            self._open, self._used = self._new_slab(SLAB_BYTES, nbytes), 0
+            self.made.append(self._open)
+        reserve(self._open, self._used, capacity, nbytes)
+        offset = self._used
+        self._used += capacity
+        return self._open, offset
+
+    def _new_slab(self, size: int, nbytes: int) -> Slab:
         try:
             storage = shared_storage(size)
         except (OSError, RuntimeError) as error:
             raise no_room(nbytes) from error
-        slab = Slab(self._next_number, storage)
         self._next_number += 1
-        self.slabs[slab.number] = slab
-        self.made.append(slab)
-        return slab
+        return Slab(self._next_number - 1, storage)
 
 
 class Lenders:
     """The slabs of other processes, and what this process has borrowed of them.
 
-    `returned(address, times)` is called, from whichever thread drops the last tensor, with how often the address was
-    received: the owner counts how often it was sent, so a slot that is on its way once more is not taken for returned.
+    What is given back is told with how often its address was received: the owner counts how often it was sent, so a slot
+    that is on its way once more is not taken for returned.
+    Assumes: one thread borrows and collects; `find` may be called from any.
     """
 
-    def __init__(self, returned: Callable[[int, int], None]) -> None:
+    def __init__(self, notify: Callable[[], None]) -> None:
         self.slabs: dict[int, Slab] = {}
-        self._returned = returned
-        self._views: dict[int, weakref.ref[memoryview]] = {}  # address -> what all borrowers of it here share
-        self._borrowed_at: dict[int, tuple[int, weakref.ref[memoryview]]] = {}  # pointer -> address, view
-        self._received: dict[int, int] = {}
-        self._lock = threading.RLock()  # re-entrant: a finalizer may run while this thread holds it
+        self._notify = notify  # called from finalizers when there is something to collect
+        # by address and size: what all borrowers of it here share, and how often it was received
+        self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}  # of storages -> address, slab, view
+        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview]]] = deque()  # key, pointer, view
 
     def attach(self, number: int, descriptor: int, nbytes: int) -> None:
         self.slabs[number] = Slab.attach(number, descriptor, nbytes)
@@ -197,44 +228,46 @@ class Lenders:
 
     def borrow(self, address: int, nbytes: int, private: bool = False) -> memoryview:
         """The memory at `address`; `private` where others use it too, so that writing to it must not show."""
-        with self._lock:
-            self._received[address] = self._received.get(address, 0) + 1
-            known = self._views.get(address)
-            memory = known() if known is not None else None
-            if memory is None:
-                slab, offset = self.slabs[slab_of(address)], address & OFFSET_MASK
-                memory = slab.memory[offset : offset + nbytes]
-                start = slab.start + offset  # the pointer of every storage on this memory
-                view = weakref.ref(memory, lambda view: self._give_back(address, start, view))
-                self._views[address] = view
-                self._borrowed_at[start] = address, view
+        key = address, nbytes
+        slab, offset = self.slabs[slab_of(address)], address & OFFSET_MASK
+        self._received[key] = self._received.get(key, 0) + 1
+        known = self._views.get(key)
+        memory = known() if known is not None else None
+        if memory is None:
+            memory = slab.memory[offset : offset + nbytes]
+            pointer = slab.start + offset
+            view = weakref.ref(memory, lambda view: self._died(key, pointer, view))
+            self._views[key] = view
+            self._pointers[pointer] = address, slab, view
         if not private:
             return memory
         if nbytes <= COPY_BYTES:
             return memoryview(bytearray(memory))
-        return self.slabs[slab_of(address)].private(address & OFFSET_MASK, memory)
+        return slab.private(offset, memory)
 
-    def find(self, core: torch.Tensor) -> tuple[int, object] | None:
+    def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
         """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here."""
-        start = core.untyped_storage().data_ptr()
-        known = self._borrowed_at.get(start)
-        if known is None:
+        address, slab, view = self._pointers.get(core.untyped_storage().data_ptr(), (0, None, None))
+        memory = view() if view is not None else None
+        if slab is None or memory is None:
             return None
-        address, view = known
-        memory = view()
-        if memory is None:
-            return None
-        return address + int(core.storage_offset()) * core.element_size(), memory
+        return address + int(core.storage_offset()) * core.element_size(), Borrowed(memory, slab)
 
-    def _give_back(self, address: int, start: int, view: weakref.ref[memoryview]) -> None:
-        with self._lock:
-            if self._views.get(address) is not view:
-                return  # borrowed again meanwhile; that view's end will report for both
-            del self._views[address]
-            if self._borrowed_at.get(start, (0, None))[1] is view:
-                del self._borrowed_at[start]
-            times = self._received.pop(address)
-        self._returned(address, times)
+    def _died(self, key: tuple[int, int], pointer: int, view: weakref.ref[memoryview]) -> None:
+        self._dead.append((key, pointer, view))
+        self._notify()
+
+    def collect(self) -> list[tuple[int, int]]:
+        """What is not needed here any more, since the last time: addresses, and how often each was received."""
+        returned = []
+        while self._dead:
+            key, pointer, view = self._dead.popleft()
+            if self._pointers.get(pointer, (0, None, None))[2] is view:
+                del self._pointers[pointer]
+            if self._views.get(key) is view:  # else it was borrowed again; that view's end will tell for both
+                del self._views[key]
+                returned.append((key[0], self._received.pop(key)))
+        return returned
 
 
 def size_class(nbytes: int) -> int:
@@ -251,6 +284,13 @@ def reserve(slab: Slab, offset: int, size: int, nbytes: int) -> None:
             os.posix_fallocate(slab.descriptor, offset, size)
         except OSError as error:
             raise no_room(nbytes) from error
+
+
+def hollow_out(slab: Slab, offset: int, size: int) -> bool:
+    """Give the pages back to the system and keep the addresses; whether the system can do that."""
+    if sys.platform != "linux":
+        return False
+    return bool(LIBC.fallocate(slab.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size)) == 0)
 
 
 def no_room(nbytes: int) -> SharedMemoryError:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpgrad._torch import graph_is_kept, graph_task, run_last, will_run
+from mpgrad._torch import alias, graph_is_kept, graph_task, run_last, will_run
 
 __all__ = ["Grads", "Home", "RemoteGraph", "Reply", "attach", "capture_gate", "gate"]
 
@@ -142,8 +142,11 @@ class GateHook:
 
 
 def gate(tensor: torch.Tensor) -> torch.Tensor:
-    """Let `tensor` into an operation: an identity whose node, a C++ one, gets its hook when the call's graph is known."""
-    return tensor.view_as(tensor)
+    """Let `tensor` into an operation: an identity whose node, a C++ one, gets its hook when the call's graph is known.
+
+    No view: until the result is fetched the caller may write to `tensor` in place, which would move a view to the new history.
+    """
+    return alias(tensor)
 
 
 def attach(

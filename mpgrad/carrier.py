@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from mpgrad._torch import is_functorch_wrapped
-from mpgrad.arena import Arena, Slot
+from mpgrad.arena import Arena, Borrowed, Slot
 
-__all__ = ["Packer", "Payload", "Placed", "TensorRef", "check_carriable", "flags_of", "view"]
+__all__ = ["Packer", "Payload", "Placed", "TensorRef", "are_distinct_tensors", "check_carriable", "flags_of", "view"]
 
 RIDE_BYTES = 8192
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
@@ -44,6 +44,7 @@ REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
 SHARED = 8  # others read this slot too, so the receiver needs its own private view
+SPREAD = 16  # travels dense, and is spread out to its strides by the receiver
 
 
 def flags_of(tensor: torch.Tensor) -> int:
@@ -80,6 +81,11 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) 
         raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")
 
 
+def are_distinct_tensors(values: Sequence[object]) -> bool:
+    """Whether `values` are tensors and no two of them the same one, so that they may travel without a pickle."""
+    return all(isinstance(value, torch.Tensor) for value in values) and len({id(value) for value in values}) == len(values)
+
+
 class Placed(NamedTuple):
     """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
 
@@ -90,19 +96,20 @@ class Placed(NamedTuple):
     nbytes: int
     flags: int
     body: bytes | None
-    holder: object | None
+    holder: Slot | Borrowed | None
 
 
 class Packer:
     """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already."""
 
-    def __init__(self, arena: Arena, known: Callable[[torch.Tensor], tuple[int, object] | None] | None = None) -> None:
+    def __init__(self, arena: Arena, known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None) -> None:
         self._arena = arena
         self._known = known
         self.bytes_copied = 0
 
     def place(self, tensor: torch.Tensor, flags: int) -> Placed:
-        core, stride = dense_core(tensor)
+        core, stride, how = dense_core(tensor)
+        flags |= how
         nbytes = core.numel() * core.element_size()
         number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
         if nbytes <= RIDE_BYTES:
@@ -121,15 +128,15 @@ class Packer:
         """All `tensors` in one slot, each at its own offset, as if the slot were a message's payload."""
         cores = [dense_core(tensor) for tensor in tensors]
         refs, offset = [], 0
-        for tensor, (core, stride) in zip(tensors, cores, strict=True):
+        for tensor, (core, stride, how) in zip(tensors, cores, strict=True):
             nbytes = core.numel() * core.element_size()
             number = NUMBER_OF_DTYPE[tensor.dtype]
-            refs.append(TensorRef(number, tuple(tensor.shape), stride, -1 - offset, nbytes, flags_of(tensor)))
+            refs.append(TensorRef(number, tuple(tensor.shape), stride, -1 - offset, nbytes, flags_of(tensor) | how))
             offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
         if offset == 0:
             return refs, None
         slot = self._arena.allocate(offset)
-        for ref, (core, _) in zip(refs, cores, strict=True):
+        for ref, (core, _, _) in zip(refs, cores, strict=True):
             copy_into(slot.memory[-1 - ref.place :], core, ref.nbytes)
         self.bytes_copied += offset
         return refs, slot
@@ -146,24 +153,26 @@ def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
     target.copy_(source)
 
 
-def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """The part of `tensor` that lies in memory without holes, and the stride that rebuilds the rest from it."""
+def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None, int]:
+    """The part of `tensor` that lies in memory without holes, the stride that rebuilds the rest from it, and SPREAD or 0.
+
+    Strides are kept even where they have holes: sums over other strides add up in another order, and so to other bits.
+    """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor, None
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.numel() == 0:
-        return tensor, tuple(tensor.stride())
-    core = tensor
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.shape[dim] > 1:
+        return tensor, None, 0
+    core = tensor.detach().resolve_conj().resolve_neg()
+    stride = core.stride()
+    if core.numel() == 0:
+        return core, stride, 0
+    for dim, step in enumerate(stride):
+        if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
-    if not is_dense(core):
-        core = core.contiguous()
-    stride = tuple(
-        0 if step == 0 and size > 1 else of_core
-        for step, size, of_core in zip(tensor.stride(), tensor.shape, core.stride(), strict=True)
-    )
-    return core, stride
+    if is_dense(core):
+        return core, stride, 0
+    if not overlaps(core):
+        return core.contiguous(), stride, SPREAD
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole, None, 0
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -176,6 +185,22 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def overlaps(core: torch.Tensor) -> bool:
+    """Whether some elements share memory, so that strides cannot be rebuilt from separate elements."""
+    reach = 0
+    for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += step * (size - 1)
+    return False
+
+
+def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
+    return torch.empty_strided(kept, stride, dtype=core.dtype).copy_(core.view(kept)).as_strided_(shape, stride)
 
 
 class Payload:
@@ -207,6 +232,8 @@ def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memo
         tensor = torch.frombuffer(payload, dtype=dtype, count=ref.nbytes // dtype.itemsize, offset=-1 - ref.place)
     else:
         tensor = torch.frombuffer(borrow(ref), dtype=dtype, count=ref.nbytes // dtype.itemsize)
+    if ref.flags & SPREAD and ref.stride is not None:
+        return spread(tensor, ref.shape, ref.stride)
     if ref.stride is not None:
         return tensor.as_strided_(ref.shape, ref.stride)
     if len(ref.shape) != 1 or ref.nbytes == 0:

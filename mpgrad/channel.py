@@ -18,11 +18,12 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from mpgrad.messages import Message
+from mpgrad.arena import Slab
+from mpgrad.messages import Message, NewSlab
 
-__all__ = ["Channel", "Frame", "Pipe"]
+__all__ = ["Channel", "Frame", "Pipe", "drained", "send_slabs"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
@@ -160,6 +161,19 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that still reads here
         self._socket.close()
+
+
+def send_slabs(pipe: Pipe, slabs: Sequence[Slab]) -> None:
+    """Hand over shared memory, in frames of as many descriptors as one may carry."""
+    for start in range(0, len(slabs), MAX_DESCRIPTORS):
+        some = slabs[start : start + MAX_DESCRIPTORS]
+        messages: list[Message] = [NewSlab(slab.number, slab.nbytes) for slab in some]
+        pipe.send(messages, (), [slab.descriptor for slab in some])
+
+
+def drained(queue: deque[Any]) -> list[Any]:
+    """All that is in the queue now; other threads may go on appending."""
+    return [queue.popleft() for _ in range(len(queue))]
 
 
 def close_all(descriptors: Sequence[int] | deque[int]) -> None:

@@ -6,18 +6,18 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mpgrad.arena import Slab
+from mpgrad.arena import Borrowed, Slab, Slot
 from mpgrad.autograd import RemoteGraph
 from mpgrad.carrier import Payload, Placed
-from mpgrad.channel import Pipe
+from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
-from mpgrad.messages import Forget, Message, NewSlab, Release, Returned, SlabsGone
+from mpgrad.messages import Forget, Message, Release, Returned, SlabsGone
 from mpgrad.modes import Modes
 from mpgrad.operations import Operation, PackedCall
 
-__all__ = ["CaptureRequest", "Chunk", "SentGradients", "Worker", "drained"]
+__all__ = ["CaptureRequest", "Chunk", "SentGradients", "Worker"]
 
 
 class SentGradients(NamedTuple):
@@ -73,9 +73,9 @@ class Worker:
         # news, to be sent along with the next message
         self._new_slabs: list[Slab] = []
         self.gone_slabs: deque[int] = deque()
-        self.returns: deque[tuple[int, int]] = deque()
+        self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
         self.releases: deque[int] = deque()
-        self.forgotten_functions: deque[int] = deque()
+        self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
         self.forgotten_codes: deque[int] = deque()
 
     @property
@@ -87,13 +87,13 @@ class Worker:
         """Nothing under way, nothing waiting, no graph that a backward could still need."""
         return not (self.under_way or self.backlog or self.graphs or self.releases)
 
-    def lend(self, address: int, holder: object, slab: Slab) -> None:
+    def lend(self, address: int, holder: Slot | Borrowed) -> None:
         """Keep `holder` until the worker has given the address back as often as it was sent."""
         _, times = self._lent.get(address, (None, 0))
         self._lent[address] = holder, times + 1
-        if slab.number not in self.slabs:
-            self.slabs.add(slab.number)
-            self._new_slabs.append(slab)
+        if holder.slab.number not in self.slabs:
+            self.slabs.add(holder.slab.number)
+            self._new_slabs.append(holder.slab)
 
     def take_back(self, address: int, times: int) -> None:
         holder, sent = self._lent.pop(address)
@@ -112,7 +112,8 @@ class Worker:
             ConnectionError: the worker is gone.
         """
         new_slabs, self._new_slabs = self._new_slabs, []
-        news: list[Message] = [NewSlab(slab.number, slab.nbytes) for slab in new_slabs]
+        send_slabs(self.channel, new_slabs)
+        news: list[Message] = []
         if self.gone_slabs:
             news.append(SlabsGone(drained(self.gone_slabs)))
         if self.returns:
@@ -122,12 +123,8 @@ class Worker:
             self.graphs -= len(released)
             news.append(Release(released))
         if self.forgotten_functions or self.forgotten_codes:
-            functions = drained(self.forgotten_functions)
+            forgotten = drained(self.forgotten_functions)
+            functions = [number for number, _ in forgotten]
             self.functions.difference_update(functions)
-            news.append(Forget(functions, drained(self.forgotten_codes)))
-        self.channel.send(news + messages, payload.parts, [slab.descriptor for slab in new_slabs])
-
-
-def drained(queue: deque[Any]) -> list[Any]:
-    """All that is in the queue now; other threads may go on appending."""
-    return [queue.popleft() for _ in range(len(queue))]
+            news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+        self.channel.send(news + messages, payload.parts)

@@ -61,8 +61,7 @@ class Dispatcher(Scheduler):
 
     def wake(self) -> None:
         self._woken = True
-        if self._sleeping:
-            self._sleeping = False  # one byte wakes it, whoever else comes now
+        if self._sleeping:  # only the dispatcher itself clears it: a caller could be interrupted, or too late
             with contextlib.suppress(OSError):  # the pipe is full, so it is being woken, or closed, so it has ended
                 os.write(self._wake_write, b"!")
 
@@ -119,17 +118,21 @@ class Dispatcher(Scheduler):
             self._broken = InternalError(f"the dispatcher failed ({type(error).__name__}: {error}); please report it")
             self._broken.__cause__ = error
         finally:
-            self.end()
-            self._launcher.close()
-            self._selector.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            try:
+                self.end()
+            finally:
+                self._launcher.close()
+                self._selector.close()
+                read, write, self._wake_write = self._wake_read, self._wake_write, -1
+                os.close(read)
+                os.close(write)
 
     def _turn(self) -> None:
         """Do what there is to do, then sleep until something happens."""
         self._woken = False
         self.work()
-        has_news = any(worker.has_news for worker in self._workers.values())
+        self._sleeping_soundly = True  # before looking for news: what comes after the look will wake us
+        has_news = self.has_news()
         self._sleeping_soundly = not has_news
         self._sleeping = True
         while self._handed_over:

@@ -92,13 +92,12 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, index: int | None, worker: int) -> BaseException:
+def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int) -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
         error = pickle.loads(pickled)
-    except Exception as reason:  # its class cannot be imported here, and the text is worth more than the class
+    except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
     error.__cause__ = RemoteTraceback(traceback)
-    subject = "" if index is None else f"item {index}, "
     add_note(error, f"raised in {subject}worker {worker}, phase: {phase}")
     return error  # type: ignore[no-any-return]

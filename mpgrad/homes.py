@@ -19,12 +19,12 @@ __all__ = ["Carrier", "GradientReply", "OperationHome"]
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_index", "_outcome", "_wait_until", "_worker")
+    __slots__ = ("_outcome", "_subject", "_wait_until", "_worker")
 
     def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], worker: int, index: int | None) -> None:
         self._wait_until = wait_until
         self._worker = worker
-        self._index = index
+        self._subject = "" if index is None else f"item {index}, "
         self._outcome: tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]] | BaseException | None = None
 
     @property
@@ -35,7 +35,7 @@ class GradientReply:
         self, found: Sequence[TensorRef | None] | Failure, payload: memoryview, memories: dict[int, memoryview]
     ) -> None:
         if isinstance(found, Failure):
-            self._outcome = raised_again(found.error, found.traceback, found.phase, self._index, self._worker)
+            self._outcome = raised_again(found.error, found.traceback, found.phase, self._subject, self._worker)
         else:
             self._outcome = found, payload, memories
 
@@ -47,7 +47,7 @@ class GradientReply:
             self._wait_until(lambda: self.arrived)
         outcome = self._outcome
         if isinstance(outcome, BaseException):
-            raise outcome
+            raise outcome.with_traceback(None)
         assert outcome is not None
         found, payload, memories = outcome
         return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place]) for ref in found]

@@ -104,5 +104,8 @@ class InlineScheduler(Scheduler):
     def kill(self, worker: Worker) -> None:
         """There is no process to kill."""
 
+    def watch(self, worker: Worker) -> None:
+        """A queue in memory takes everything."""
+
     def tell_waiters(self) -> None:
         """Whoever waits is this thread, and looks for itself."""

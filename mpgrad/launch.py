@@ -63,6 +63,7 @@ class NurseryProcess:
                 [sys.executable, *flags, "-c", BOOT, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
             )
         self._control = ours
         self._lock = threading.Lock()
@@ -71,22 +72,24 @@ class NurseryProcess:
     def fork(self, name: int, number: int, end: socket.socket) -> None:
         descriptors = array.array("i", [end.fileno()])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-        with contextlib.suppress(ConnectionError):  # a dead nursery shows as the end of the worker's pipe
+        with contextlib.suppress(OSError):  # a dead nursery shows as the end of the worker's pipe
             self._control.sendmsg([pickle.dumps(("fork", name, number))], rights)
         end.close()
 
     def kill(self, name: int) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # it has ended, and its workers with it
             self._control.send(pickle.dumps(("kill", name, 0)))
 
     def exit_code(self, name: int, timeout: float) -> int | None:
         deadline = time.monotonic() + timeout
         with self._lock:
             while name not in self._exit_codes:
+                if self._control.fileno() < 0:
+                    return None
                 ready, _, _ = select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))
                 try:
                     data = self._control.recv(4096) if ready else b""
-                except ConnectionError:
+                except OSError:
                     data = b""
                 if not data:
                     return None
@@ -115,7 +118,8 @@ class NurseryLauncher:
     _new_names = itertools.count(1)
 
     def __init__(self) -> None:
-        self._names: dict[int, int] = {}  # number of a worker in its pool -> its name in the nursery, unique among pools
+        # number of a worker in its pool -> the nursery that forked it, and its name there, unique among pools
+        self._born: dict[int, tuple[NurseryProcess, int]] = {}
         self._nursery = self._join()
 
     @classmethod
@@ -132,14 +136,20 @@ class NurseryLauncher:
         if not self._nursery.alive:  # killed from outside: its workers died with it, and their successors need a new one
             self._nursery.close()
             self._nursery = self._join()
-        self._names[number] = next(self._new_names)
-        self._nursery.fork(self._names[number], number, end)
+        name = next(self._new_names)
+        self._born[number] = self._nursery, name
+        self._nursery.fork(name, number, end)
 
     def kill(self, number: int) -> None:
-        self._nursery.kill(self._names[number])
+        nursery, name = self._born[number]
+        nursery.kill(name)
 
     def exit_code(self, number: int, timeout: float) -> int | None:
-        return self._nursery.exit_code(self._names[number], timeout)
+        nursery, name = self._born[number]
+        code = nursery.exit_code(name, timeout)
+        if code is not None:
+            del self._born[number]
+        return code
 
     def close(self) -> None:
         nursery = self._nursery

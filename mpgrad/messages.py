@@ -72,7 +72,7 @@ class Start(NamedTuple):
     threads: int
     path: list[str]
     argv: list[str]
-    directory: str
+    directory: str | None
 
 
 class Define(NamedTuple):
@@ -92,6 +92,7 @@ class Define(NamedTuple):
 class Forget(NamedTuple):
     functions: list[int]
     codes: list[int]
+    nbytes: int  # of the functions' captures
 
 
 class ForwardCall(NamedTuple):

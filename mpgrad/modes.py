@@ -17,7 +17,6 @@ import torch
 
 __all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under"]
 
-# numpy is optional for torch as it is for us: its generator is seeded where the task could have imported it
 MASK = (1 << 64) - 1
 
 
@@ -94,7 +93,7 @@ def seed_item(seed: int, index: int) -> None:
     own = split_mix(seed + index)
     torch.default_generator.manual_seed(own)
     random.seed(own)
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
 

@@ -18,13 +18,27 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad import structure
-from mpgrad.arena import Slot
+from mpgrad.arena import Borrowed
 from mpgrad.autograd import Home, RemoteGraph, attach, gate
-from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, SHARED, Packer, Placed, check_carriable, flags_of, view
+from mpgrad.carrier import (
+    LEAF,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    Packer,
+    Placed,
+    are_distinct_tensors,
+    check_carriable,
+    flags_of,
+    view,
+)
 from mpgrad.messages import Result, Structure
 from mpgrad.modes import Modes, current_modes
 
-__all__ = ["Delivered", "Operation", "PackedCall", "SharedFunction", "pack_call"]
+__all__ = ["Delivered", "Operation", "PackedCall", "Shared", "SharedFunction", "pack_call"]
+
+
+Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
 
 
 class SharedFunction:
@@ -32,7 +46,7 @@ class SharedFunction:
 
     numbers = itertools.count(1)
 
-    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int], None]) -> None:
+    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int, int], None]) -> None:
         try:
             self.pickled, captures = structure.dumps(function)
         except Exception as error:
@@ -40,6 +54,7 @@ class SharedFunction:
         for tensor in captures:
             check_carriable(tensor, "the function")
         self.number = next(self.numbers)
+        self.nbytes = sum(tensor.nbytes for tensor in captures)
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.refs, self.slot = packer.place_together(captures)
         self._forget = forget
@@ -50,13 +65,13 @@ class SharedFunction:
 
     def __del__(self) -> None:
         if hasattr(self, "_forget"):
-            self._forget(self.number)
+            self._forget(self.number, self.nbytes)
 
 
 class PackedCall:
     """One call, ready to send."""
 
-    __slots__ = ("gated", "index", "inputs_lent", "placed", "structure")
+    __slots__ = ("deaths", "gated", "index", "inputs_lent", "placed", "structure")
 
     def __init__(self, index: int, shape: Structure, placed: list[Placed]) -> None:
         self.index = index
@@ -64,10 +79,12 @@ class PackedCall:
         self.placed = placed
         self.gated: list[torch.Tensor] = []
         self.inputs_lent: list[tuple[torch.Tensor, int]] = []
+        self.deaths = 0  # of workers that had this call before them, and did not come to it
 
     @property
-    def payload_bytes(self) -> int:
-        return sum(len(each.body) for each in self.placed if each.body is not None)
+    def message_bytes(self) -> int:
+        pickled = len(self.structure) if isinstance(self.structure, bytes) else 0
+        return pickled + sum(len(each.body) for each in self.placed if each.body is not None)
 
 
 def pack_call(
@@ -76,7 +93,7 @@ def pack_call(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     grad: bool,
-    shared: dict[int, Placed] | None = None,
+    shared: Shared | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
@@ -92,22 +109,22 @@ def pack_call(
         check_carriable(tensor, "item", index)
         placed = packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared)
         call.placed.append(placed)
-        if placed.holder is not None and not isinstance(placed.holder, Slot):
+        if isinstance(placed.holder, Borrowed) and not tensor.is_inference():  # those have no version, nor a backward
             call.inputs_lent.append((tensor, tensor._version))
         if grad and tensor.requires_grad:
             call.gated.append(gate(tensor))
     return call
 
 
-def place_once(packer: Packer, tensor: torch.Tensor, shared: dict[int, Placed]) -> Placed:
-    placed = shared.get(id(tensor))
-    if placed is None:
-        placed = shared[id(tensor)] = packer.place(tensor, flags_of(tensor) | SHARED)
-    return placed
+def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared) -> Placed:
+    known = shared.get(id(tensor))
+    if known is None:
+        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED)
+    return known[1]
 
 
 def arguments_structure(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Structure, list[torch.Tensor]]:
-    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+    if not kwargs and are_distinct_tensors(args):
         return len(args), list(args)
     try:
         return structure.dumps((tuple(args), kwargs))
@@ -135,7 +152,9 @@ class Operation:
         *,
         chunksize: int | None = None,
         stop_at_failure: bool = True,
+        noun: str = "item",
     ) -> None:
+        self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
         self.function = function
         self.home = home
         self.token = token
@@ -145,6 +164,7 @@ class Operation:
         self.stop_at_failure = stop_at_failure
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None
+        self.on_finished: Callable[[], None] = lambda: None
         # written by the caller
         self.queue: deque[PackedCall] = deque()
         self.added = 0
@@ -244,6 +264,12 @@ class Operation:
             self.limit = index
             self.delivered = sum(1 for each in self.outcomes if each < index)
         self.on_outcome(index)
+        self.tell_if_finished()
+
+    def tell_if_finished(self) -> None:
+        if self.finished:
+            tell, self.on_finished = self.on_finished, lambda: None  # once; and it may refer to what refers to us
+            tell()
 
     def fail(self, error: BaseException) -> None:
         """Give every call that is still to come the same error."""

@@ -11,8 +11,9 @@ and captures it came from, and its backward runs in the worker that made it.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, NoReturn
@@ -21,14 +22,13 @@ import cloudpickle
 import torch
 
 from mpgrad.autograd import capture_gate
-from mpgrad.carrier import Placed
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
 from mpgrad.homes import OperationHome
 from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
 from mpgrad.modes import draw_seed
-from mpgrad.operations import Operation, SharedFunction, pack_call
+from mpgrad.operations import Operation, Shared, SharedFunction, pack_call
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
@@ -290,9 +290,9 @@ class Pool:
         else:
             fold = Finish(reduction)
             blocks: list[Arguments] = [((block,), {}) for block in blocks_of(items)]
-            accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress)
+            accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress, noun="block")
             calls = [(([target], accumulators), {}) for target in all_targets]
-        folded = self._run(fold, calls, len(calls), 1, progress, shared={})
+        folded = self._run(fold, calls, len(calls), 1, progress, shared={}, noun="target")
         return folded if several else folded[0]
 
     def map_reduce(
@@ -331,14 +331,14 @@ class Pool:
         blocks: list[Arguments] = [((block,), {}) for block in blocks_of(list(items))]
         if not blocks and init is None:
             raise TypeError("map_reduce of no items needs a first value (init: None)")
-        accumulators = self._run(Block(reduction, map_fn), blocks, len(blocks), 1, progress)
+        accumulators = self._run(Block(reduction, map_fn), blocks, len(blocks), 1, progress, noun="block")
         first = [] if init is None else [init]
-        return self._run(Finish(reduction), [((first, accumulators), {})], 1, 1, False)[0]
+        return self._run(Finish(reduction), [((first, accumulators), {})], 1, 1, False, noun="target")[0]
 
     # --- how they all run
 
     def _begin(
-        self, function: Callable[..., Any], chunksize: int | None = None, stop_at_failure: bool = True
+        self, function: Callable[..., Any], chunksize: int | None = None, stop_at_failure: bool = True, noun: str = "item"
     ) -> Operation:
         if not callable(function):
             raise TypeError(f"the function must be callable (given: {function!r})")
@@ -356,6 +356,7 @@ class Pool:
             draw_seed() if self._engine != "thread" else None,
             chunksize=chunksize,
             stop_at_failure=stop_at_failure,
+            noun=noun,
         )
 
     def _add_all(
@@ -364,7 +365,7 @@ class Pool:
         calls: Iterable[Arguments],
         *,
         borrow: bool,
-        shared: dict[int, Placed] | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """Pack the calls, and let the workers begin with the first ones meanwhile.
 
@@ -394,9 +395,10 @@ class Pool:
         total: int | None,
         chunksize: int | None,
         progress: Progress,
-        shared: dict[int, Placed] | None = None,
+        shared: Shared | None = None,
+        noun: str = "item",
     ) -> list[Any]:
-        operation = self._begin(function, chunksize)
+        operation = self._begin(function, chunksize, noun=noun)
         with progress_bar(progress, total) as move_to:
             self._add_all(operation, calls, borrow=True, shared=shared)
             try:
@@ -415,7 +417,7 @@ class Pool:
             move_to(done)
             if finished:
                 return
-            self._scheduler.wait_until(lambda: operation.finished or operation.delivered > done)
+            self._scheduler.wait_until(lambda done=done: operation.finished or operation.delivered > done)  # type: ignore[misc]
 
     def _run_async(
         self,
@@ -437,12 +439,10 @@ class Pool:
         operation = self._begin(function, chunksize, stop_at_failure=False)
         packer = self._scheduler.copying_packer
 
-        def steps() -> Iterator[Callable[[], None]]:
-            for index, item in enumerate(iterable):
-                yield lambda: operation.add(pack_call(packer, index, (item,), {}, operation.modes.grad))
-
         window = WINDOW_PER_WORKER * self._processes * (chunksize or 1)
-        return ResultIterator(self._scheduler, operation, steps(), window, ordered)
+        pack = functools.partial(pack_call, packer, kwargs={}, grad=operation.modes.grad)
+        calls = (functools.partial(pack, index, (item,)) for index, item in enumerate(iterable))
+        return ResultIterator(self._scheduler, operation, calls, window, ordered)
 
 
 def start_scheduler(engine: str, settings: Settings, context: BaseContext | str | None) -> Scheduler:

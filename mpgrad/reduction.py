@@ -7,6 +7,7 @@ number of items only, so the number of workers never changes a result.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -135,7 +136,7 @@ def blocks_of(items: Sequence[Any]) -> list[Sequence[Any]]:
     """Cut `items` into at most MOST_BLOCKS runs, none longer than another by more than 1."""
     count = min(len(items), MOST_BLOCKS)
     ends = [len(items) * number // count for number in range(count + 1)] if count else []
-    return [items[start:end] for start, end in zip(ends, ends[1:])]  # noqa: B905  # one shorter by design
+    return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 class Fold:

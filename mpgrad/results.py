@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from mpgrad.operations import Operation
+from mpgrad.operations import Operation, PackedCall
 
 __all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator"]
 
@@ -51,7 +51,7 @@ class AsyncResult:
         self._error: BaseException | None = None
         self._fetched = False
         if callback is not None or error_callback is not None:
-            operation.on_outcome = self._call_back
+            operation.on_finished = self._call_back
 
     def get(self, timeout: float | None = None) -> Any:
         """The result, the same object at every call.
@@ -91,17 +91,14 @@ class AsyncResult:
             return self._error is None
         return self._operation.first_error() is None
 
-    def _call_back(self, index: int) -> None:
-        if not self.ready():
-            return
-        self._operation.on_outcome = lambda index: None  # it refers to this result, which refers to the operation
+    def _call_back(self) -> None:
         try:
             error = self._operation.first_error()
             if error is None and self._callback is not None:
                 self._callback(self.get())
             elif error is not None and self._error_callback is not None:
                 self._error_callback(error)
-        except Exception:
+        except BaseException:  # it is the caller's code in the pool's thread, which has to go on
             log.exception("a callback of the pool raised")
 
 
@@ -139,10 +136,8 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
     def _finish(self, index: int) -> None:
         outcome = self._operation.outcomes[index]
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
-        if self.cancelled():
-            return
-        if not self.running():
-            self.set_running_or_notify_cancel()
+        if not self.running() and not self.set_running_or_notify_cancel():
+            return  # cancelled
         if isinstance(outcome, BaseException):
             self.set_exception(outcome)
         else:
@@ -152,15 +147,18 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
 class ResultIterator:
     """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
 
-    def __init__(self, desk: Desk, operation: Operation, calls: Iterator[Callable[[], None]], window: int, ordered: bool) -> None:
+    def __init__(
+        self, desk: Desk, operation: Operation, calls: Iterator[Callable[[], PackedCall]], window: int, ordered: bool
+    ) -> None:
         self._desk = desk
         self._operation = operation
-        self._calls = calls  # each step adds one call to the operation
+        self._calls = calls  # each packs one call
         self._window = window
         self._ordered = ordered
         self._arrived: deque[int] = deque()
         self._next = 0
         self._source_error: BaseException | None = None
+        self._turn = threading.Lock()
         arrived = self._arrived  # not self: the operation would keep the iterator alive
         operation.on_outcome = arrived.append
         self._fill()
@@ -179,16 +177,15 @@ class ResultIterator:
             multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked for again.
             Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
         """
-        if self._next == self._operation.added:
-            self._end()
-        index = self._next
-        there = self._is_there if self._ordered else lambda: bool(self._arrived)
-        if not self._desk.wait_until(there, timeout):
-            raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
-        if not self._ordered:
-            index = self._arrived.popleft()
-        self._next += 1
-        self._fill()
+        with self._turn:  # several threads may share the iterator
+            if self._next == self._operation.added:
+                self._end()
+            there = self._is_there if self._ordered else lambda: bool(self._arrived)
+            if not self._desk.wait_until(there, timeout):
+                raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+            index = self._next if self._ordered else self._arrived.popleft()
+            self._next += 1
+            self._fill()
         return self._operation.value(index)
 
     def _is_there(self) -> bool:
@@ -200,16 +197,16 @@ class ResultIterator:
 
     def _fill(self) -> None:
         """Add calls until the window is full or the source is empty."""
-        before = self._operation.added
+        before = self._operation.added, self._operation.sealed
         while not self._operation.sealed and self._operation.added - self._next < self._window:
             try:
-                next(self._calls)()
+                self._operation.add(next(self._calls)())
             except StopIteration:
                 self._operation.sealed = True
             except Exception as error:
                 self._source_error = error
                 self._operation.sealed = True
-        if self._operation.added > before:
+        if (self._operation.added, self._operation.sealed) != before:
             self._desk.admit(self._operation)
 
     def __del__(self) -> None:

@@ -3,7 +3,7 @@
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [one thread] ◄──► pipes ◄──► workers
     callers ◄── Operation.outcomes, GradientReply ◄─────────────────────────┘
 Everything below "the scheduling thread" is called by one thread at a time, so it needs no lock; what comes from other threads
-is appended to deques and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineDispatcher` the caller's.
+is appended to deques and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineScheduler` the caller's.
 Guarantees: each call added to an operation gets one outcome, each backward one reply, a value or an error, also when its
     worker dies or the pool is closed. Values of tasks are not touched: no torch operation runs in the scheduling thread.
 """
@@ -24,8 +24,8 @@ from typing import NamedTuple
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
 from mpgrad.autograd import Grads, RemoteGraph
 from mpgrad.carrier import Packer, Payload, Placed, TensorRef
-from mpgrad.channel import Frame, Pipe
-from mpgrad.crew import CaptureRequest, Chunk, SentGradients, Worker, drained
+from mpgrad.channel import Frame, Pipe, drained
+from mpgrad.crew import CaptureRequest, Chunk, SentGradients, Worker
 from mpgrad.errors import InternalError, PoolClosedError, WorkerDiedError, raised_again
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -61,6 +61,8 @@ MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 MOST_CODES = 128  # pickled functions that the workers keep for the next operation with the same function
 HELD_GRADIENTS = 64  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
+MOST_DEATHS = 3  # of workers that died when a call was next, before it is given up
+MOST_CODE_BYTES = 64 << 20  # of pickled functions, likewise
 GRAPH_LOST = "the graph that backward needs was lost with it"
 
 
@@ -78,7 +80,7 @@ class Scheduler(ABC):
         self._settings = settings
         self._pid = os.getpid()
         self.arena = Arena(0)
-        self.lenders = Lenders(self._returned)
+        self.lenders = Lenders(self.nudge)
         self.packer = Packer(self.arena, self.lenders.find)
         self.copying_packer = Packer(self.arena)
         self._workers: dict[int, Worker] = {}
@@ -137,6 +139,7 @@ class Scheduler(ABC):
     def tell_waiters(self) -> None:
         """Something was delivered."""
 
+    @abstractmethod
     def watch(self, worker: Worker) -> None:
         """The worker's pipe may hold data that it did not take yet."""
 
@@ -149,7 +152,7 @@ class Scheduler(ABC):
         """
         self.check_process()
         if self._broken is not None:
-            raise self._broken
+            raise self._broken.with_traceback(None)
         if self._closing:
             raise PoolClosedError("the pool is closed; make a new one, or keep this one open (with mpgrad.Pool() as pool: ...)")
 
@@ -160,7 +163,8 @@ class Scheduler(ABC):
     def check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; make a new one there"
+                f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; "
+                "make a new one there"
             )
 
     def admit(self, operation: Operation) -> None:
@@ -204,11 +208,11 @@ class Scheduler(ABC):
     def _check_reachable(self, worker: Worker, index: int | None) -> None:
         self.check_process()
         if self._broken is not None:
-            raise self._broken
+            raise self._broken.with_traceback(None)
         if isinstance(worker.gone, WorkerDiedError):
             raise WorkerDiedError(index, "backward", worker.number, worker.gone.exit_code, GRAPH_LOST)
         if worker.gone is not None:
-            raise worker.gone
+            raise worker.gone.with_traceback(None)
 
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
@@ -216,17 +220,12 @@ class Scheduler(ABC):
         worker.releases.append(graph.call)
         self.nudge()
 
-    def forget_function(self, number: int) -> None:
+    def forget_function(self, number: int, nbytes: int) -> None:
+        """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""
         for worker in list(self._workers.values()):
             if number in worker.functions:
-                worker.forgotten_functions.append(number)
+                worker.forgotten_functions.append((number, nbytes))
         self.nudge()
-
-    def _returned(self, address: int, times: int) -> None:
-        worker = self._workers.get(slab_of(address) >> 32)
-        if worker is not None:
-            worker.returns.append((address, times))
-            self.nudge()
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -267,6 +266,7 @@ class Scheduler(ABC):
         """Do all that can be done without waiting."""
         while self._inbox:
             self._inbox.popleft()()
+        self.arena.tidy()
         self._feed()
         if self._draining and self._is_idle():
             self._stopping = True
@@ -277,7 +277,7 @@ class Scheduler(ABC):
         self._workers[number] = worker
         self.watch(worker)
         settings = self._settings
-        start = Start(settings.initializer, settings.threads, list(sys.path), list(sys.argv), os.getcwd())
+        start = Start(settings.initializer, settings.threads, list(sys.path), list(sys.argv), working_directory())
         self._transmit(worker, [start], Payload())
 
     def _retire(self, worker: Worker) -> None:
@@ -304,12 +304,16 @@ class Scheduler(ABC):
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = code = self._bury(worker, died)
         begun, position = (-1, -1) if worker.progress is None else (worker.progress[0], worker.progress[1])
-        for number, chunk in worker.under_way.items():
+        running = next(iter(worker.under_way), None)
+        for number, chunk in reversed(worker.under_way.items()):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
                 self._recover(chunk.operation, chunk.calls, position if number == begun else -1, worker.number, code)
-            chunk.fail_replies(WorkerDiedError(None, "backward", worker.number, code, GRAPH_LOST))
+                if number == running != begun and chunk.calls:
+                    self._count_death(chunk.operation, chunk.calls[0][1], worker.number, code)
             for sent in chunk.gradients:
                 sent.reply.fail(WorkerDiedError(sent.graph.index, "backward", worker.number, code, GRAPH_LOST))
+            if chunk.captures is not None:
+                chunk.captures.reply.fail(WorkerDiedError(None, "backward", worker.number, code, GRAPH_LOST))
         worker.under_way.clear()
         self._failed_starts = 0 if worker.ready else self._failed_starts + 1
         if self._failed_starts == FAILED_STARTS:
@@ -321,11 +325,20 @@ class Scheduler(ABC):
         self, operation: Operation, calls: list[tuple[int, PackedCall]], position: int, worker: int, code: int | None
     ) -> None:
         """A chunk was lost with its worker, which had begun its calls up to `position`."""
-        for place, (_, call) in enumerate(calls[: position + 1]):
-            detail = "" if place == position else "its result was lost before it was sent"
-            operation.deliver(call.index, WorkerDiedError(call.index, "forward", worker, code, detail))
+        if position >= 0:
+            culprit = calls[position][1].index
+            died = WorkerDiedError(culprit, "forward", worker, code)
+            for _, call in calls[: position + 1]:  # those before it ran too, and their results went with it
+                operation.deliver(call.index, died)
         operation.queue.extendleft(call for _, call in reversed(calls[position + 1 :]))
         self._admit(operation)
+
+    def _count_death(self, operation: Operation, call: PackedCall, worker: int, code: int | None) -> None:
+        """A worker died between receiving a chunk and its first call, and loading that may be what killed it."""
+        call.deaths += 1
+        if call.deaths == MOST_DEATHS and operation.queue and operation.queue[0] is call:
+            operation.queue.popleft()
+            operation.deliver(call.index, WorkerDiedError(call.index, "loading the function", worker, code))
 
     def _break(self, error: BaseException) -> None:
         """The pool cannot go on: all that is under way, and all that comes later, gets `error`."""
@@ -366,6 +379,9 @@ class Scheduler(ABC):
 
     def _admit(self, operation: Operation) -> None:
         if operation.finished:
+            self._unfinished.pop(operation, None)
+            operation.tell_if_finished()
+            self.tell_waiters()
             return
         self._unfinished[operation] = None
         if operation.queue and operation not in self._operations:
@@ -375,12 +391,13 @@ class Scheduler(ABC):
     def _cancel(self, operation: Operation) -> None:
         operation.cancel()
         self._unfinished.pop(operation, None)
+        self.tell_waiters()
 
     def _code_of(self, pickled: bytes) -> int:
         """The number under which workers keep a pickled function, so that it is sent to each of them once."""
         code = self._codes.pop(pickled, None) or next(self._code_numbers)
         self._codes[pickled] = code
-        if len(self._codes) > MOST_CODES:
+        while len(self._codes) > 1 and (len(self._codes) > MOST_CODES or sum(map(len, self._codes)) > MOST_CODE_BYTES):
             oldest = self._codes.pop(next(iter(self._codes)))
             self._seconds.pop(oldest, None)
             for worker in self._workers.values():
@@ -432,7 +449,7 @@ class Scheduler(ABC):
                 operation.deliver(call.index, CancelledError())
                 continue
             calls.append((next(self._call_numbers), call))
-            nbytes += call.payload_bytes
+            nbytes += call.message_bytes
         return calls
 
     def _chunk_size(self, operation: Operation) -> int:
@@ -456,7 +473,7 @@ class Scheduler(ABC):
             worker.functions.add(function.number)
             worker.codes.add(operation.code)
             if function.slot is not None:
-                self._lend(worker, function.slot.address, function.slot)
+                worker.lend(function.slot.address, function.slot)
         sent = [
             ForwardCall(number, call.index, call.structure, [self._pack(worker, each, payload) for each in call.placed])
             for number, call in calls
@@ -502,19 +519,27 @@ class Scheduler(ABC):
 
     def _pack(self, worker: Worker, placed: Placed, payload: Payload) -> TensorRef:
         if placed.holder is not None:
-            self._lend(worker, placed.address, placed.holder)
+            worker.lend(placed.address, placed.holder)
         return payload.add(placed)
 
-    def _lend(self, worker: Worker, address: int, holder: object) -> None:
-        number = slab_of(address)
-        worker.lend(address, holder, self.arena.slabs.get(number) or self.lenders.slabs[number])
-
     def _transmit(self, worker: Worker, messages: list[Message], payload: Payload) -> None:
+        self.collect_returns()
         self._unmap(drained(self.arena.dropped))
         self.arena.made.clear()  # each worker is told of a slab when it is first lent something there
         with contextlib.suppress(ConnectionError):  # it died; the end of its pipe is read next, and says so once
             worker.transmit(messages, payload)
         self.watch(worker)
+
+    def collect_returns(self) -> None:
+        for address, times in self.lenders.collect():
+            worker = self._workers.get(slab_of(address) >> 32)
+            if worker is not None:
+                worker.returns.append((address, times))
+
+    def has_news(self) -> bool:
+        """Whether there is something to tell the workers, apart from work."""
+        self.collect_returns()
+        return any(worker.has_news for worker in self._workers.values())
 
     def tell_news(self) -> None:
         """Tell the workers what has waited for a message to ride with."""
@@ -558,7 +583,7 @@ class Scheduler(ABC):
                     worker.ready = True
                     self._failed_starts = 0
                 case StartFailed():
-                    self._break(again(message.failure, None, worker))
+                    self._break(again(message.failure, "", worker))
                 case _:
                     raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
 
@@ -574,7 +599,7 @@ class Scheduler(ABC):
         operation.mutated = operation.mutated or message.mutated
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
-                operation.deliver(call.index, again(outcome, call.index, worker))
+                operation.deliver(call.index, again(outcome, f"{operation.noun} {call.index}, ", worker))
                 continue
             memories = self._borrow(outcome.tensors)
             graph = None
@@ -597,5 +622,12 @@ class Scheduler(ABC):
         return {ref.place: self.lenders.borrow(ref.place, ref.nbytes) for ref in refs if ref.place >= 0}
 
 
-def again(failure: Failure, index: int | None, worker: Worker) -> BaseException:
-    return raised_again(failure.error, failure.traceback, failure.phase, index, worker.number)
+def again(failure: Failure, subject: str, worker: Worker) -> BaseException:
+    return raised_again(failure.error, failure.traceback, failure.phase, subject, worker.number)
+
+
+def working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted, and a worker can do without one as well as we can
+        return None

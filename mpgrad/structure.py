@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import pickle
 import sys
 import sysconfig
@@ -19,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 
 __all__ = ["dumps", "loads", "transported"]
 
@@ -57,9 +57,11 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
         return number
 
     def reducer_override(self, value: object) -> Any:
-        # A function of an importable module goes by its name, and the worker would import tensors of its own instead of ours.
-        if isinstance(value, types.FunctionType) and reaches_tensor(value, set()):
+        # Functions and classes of an importable module go by name, and the worker would import tensors of its own, not ours.
+        if isinstance(value, types.FunctionType) and reaches_tensor(value):
             return self._dynamic_function_reduce(value)
+        if isinstance(value, type) and reaches_tensor(value):
+            return dynamic_class_reduce(value)
         return super().reducer_override(value)
 
 
@@ -72,30 +74,47 @@ class TensorUnpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def reaches_tensor(value: object, seen: set[int]) -> bool:
-    """Whether calling or using `value` can reach a tensor through globals, closures, defaults, attributes or containers."""
+def reaches_tensor(value: object) -> bool:
+    """Whether using `value` can reach a tensor through globals, closures, defaults, attributes, containers or methods.
+
+    Raises:
+        TypeError: it reaches one that needs gradients through a module, of which the worker would import its own copy.
+    """
+    return bool(tensors_reached(value, set()))
+
+
+def tensors_reached(value: object, seen: set[int]) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return True
-    if id(value) in seen or isinstance(value, (type, types.ModuleType, str, bytes, int, float)):
-        return False
+        return [value]
+    if id(value) in seen or isinstance(value, (types.ModuleType, str, bytes, int, float)):
+        return []
     seen.add(id(value))
-    if isinstance(value, torch.nn.Module):
-        return next(itertools.chain(value.parameters(), value.buffers()), None) is not None
-    return any(reaches_tensor(part, seen) for part in parts_of(value))
+    found = [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else []
+    for part in parts_of(value):
+        found += tensors_reached(part, seen)
+    return found
 
 
 def parts_of(value: object) -> list[object]:
+    """What `value` may lead to; nothing for what belongs to a library."""
     if isinstance(value, types.FunctionType):
         return [] if is_library(value.__module__) else reach_of(value)
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (types.MethodType, functools.partial)):
+        parts = [value.__func__, value.__self__] if isinstance(value, types.MethodType) else [value.func, *value.args]
+        return [*parts, *getattr(value, "keywords", {}).values()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     if isinstance(value, dict):
         return list(value.values())
-    return [] if is_library(type(value).__module__) else list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, type):
+        return [part for each in value.__mro__ if not is_library(each.__module__) for part in vars(each).values()]
+    if is_library(type(value).__module__):
+        return []
+    return [type(value), *getattr(value, "__dict__", {}).values()]
 
 
 def reach_of(function: types.FunctionType) -> list[object]:
@@ -105,9 +124,21 @@ def reach_of(function: types.FunctionType) -> list[object]:
             parts.append(cell.cell_contents)
         except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
             continue
-    names = function.__globals__
-    parts.extend(names[name] for name in names_in(function.__code__) if name in names)
+    names = names_in(function.__code__)
+    parts += [function.__globals__[name] for name in names if name in function.__globals__]
+    for module in parts:
+        if isinstance(module, types.ModuleType) and not is_library(module.__name__):
+            for name in names & vars(module).keys():
+                refuse_if_lost(f"{module.__name__}.{name}", vars(module)[name])
     return parts
+
+
+def refuse_if_lost(path: str, value: object) -> None:
+    if any(tensor.requires_grad for tensor in tensors_reached(value, set())):
+        raise TypeError(
+            f"the function reaches a tensor that needs gradients through a module ({path}), of which a worker imports its own "
+            "copy, so that gradients would be lost; import the name itself (from module import name), or pass it as an argument"
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,9 +150,9 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module: str | None) -> bool:
-    """Whether `module` is installed rather than the user's own: its functions are not searched for tensors."""
+    """Whether `module` is installed (or this package) rather than the user's own: it is not searched for tensors."""
     root = (module or "").partition(".")[0]
-    if root in sys.stdlib_module_names and root != "__main__":
+    if (root in sys.stdlib_module_names or root == "mpgrad") and root != "__main__":
         return True
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return file.startswith(tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))

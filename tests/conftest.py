@@ -7,7 +7,6 @@ nursery and start in milliseconds. The guard compares with what was there when a
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import multiprocessing.resource_tracker
 import os
@@ -22,7 +21,6 @@ import tqdm
 
 import mpgrad
 
-HANG_SECONDS = 60
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 
@@ -72,13 +70,6 @@ def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool of two processes of the test's own, to be hurt."""
     with mpgrad.Pool(processes=2) as pool:
         yield pool
-
-
-@pytest.fixture(autouse=True)
-def hang_dumps_stacks() -> Iterator[None]:
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ def test_a_map_inside_a_custom_function(pool: mpgrad.Pool) -> None:
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             (x,) = ctx.saved_tensors
-            return pool.map(lambda t: t * 2, [grad])[0]
+            return pool.map(lambda t: t * 2 + 0 * x, [grad])[0]
 
     x = leaves()[0]
     Outer.apply(x).sum().backward()

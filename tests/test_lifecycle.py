@@ -128,7 +128,11 @@ def test_an_interpreter_that_ends_with_an_open_pool(ending: str) -> None:
     assert gone([int(pid) for pid in done.stdout.split()], within=1)
 
 
-@pytest.mark.parametrize("work", ["while True: pass", "__import__('time').sleep(1000)", "pool.map_async(spin, [1] * 4); __import__('time').sleep(1000)"])
+@pytest.mark.parametrize(
+    "work",
+    ["while True: pass", "__import__('time').sleep(1000)", "pool.map_async(spin, [1] * 4); __import__('time').sleep(1000)"],
+    ids=["computing", "asleep", "workers computing"],
+)
 def test_the_parent_is_killed(work: str) -> None:
     code = UNCLOSED + "def spin(k):\n    while True: pass\n" + work
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
@@ -187,7 +191,8 @@ def test_after_an_exception_in_the_with_block(nursery: mpgrad.Pool) -> None:
 def test_many_pools_leave_no_descriptors_and_no_memory(nursery: mpgrad.Pool) -> None:
     def memory_files() -> int:
         gc.collect()
-        return sum("memfd:mpgrad" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
+        names = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return sum("memfd:mpgrad" in os.readlink(name) for name in names if os.path.lexists(name))
 
     before = memory_files()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""`map`, `starmap` and `apply` against the serial loop: values and gradients of items, for every engine and number of workers."""
+"""`map`, `starmap` and `apply` against the serial loop, for every engine and number of workers."""
 
 from __future__ import annotations
 
@@ -301,6 +301,6 @@ def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, tensor: to
 
 
 def test_a_result_that_cannot_be_carried_names_its_item(pool: mpgrad.Pool) -> None:
-    with pytest.raises(TypeError, match="the result holds a tensor that cannot be carried.*sparse_coo") as caught:
+    with pytest.raises(TypeError, match=r"the result holds a tensor that cannot be carried.*sparse_coo") as caught:
         pool.map(lambda x: x.to_sparse() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
     assert any("item 1" in note for note in caught.value.__notes__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import socket
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from mpgrad import autograd, carrier, cpus, modes, structure
-from mpgrad.arena import PAGE, SLAB_BYTES, Arena, Lenders, size_class
+from mpgrad.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
 from mpgrad.channel import Channel
 from mpgrad.messages import NewSlab, Returned
 
@@ -33,38 +34,64 @@ def test_slots_are_reused_and_disjoint() -> None:
     arena = Arena(1)
     slots = [arena.allocate(10_000) for _ in range(50)]
     ranges = sorted((slot.address, slot.address + 10_000) for slot in slots)
-    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
     addresses = {slot.address for slot in slots}
     slots.clear()
-    assert {arena.allocate(9_000).address for _ in range(1)} <= addresses
-    assert len(arena.slabs) == 1
+    assert arena.allocate(9_000).address in addresses
+    assert len({slot.slab.number for slot in slots}) <= 1
 
 
 def test_large_slots_have_slabs_of_their_own_and_go_back_to_the_system() -> None:
     arena = Arena(1)
     slots = [arena.allocate(SLAB_BYTES) for _ in range(6)]
-    assert len(arena.slabs) == 6
+    assert len({slot.slab.number for slot in slots}) == 6
+    arena.made.clear()  # as when borrowers have been told
+    before = memory_files()
     slots.clear()
-    assert len(arena.slabs) == 4  # 256 MiB stay for reuse
-    assert len(arena.dropped) == 2
-    again = arena.allocate(SLAB_BYTES)
-    assert len(arena.slabs) == 4
-    again.memory[0] = 1
+    arena.tidy()
+    assert len(arena.dropped) == 2 and memory_files() == before - 2  # 256 MiB stay for reuse
+    arena.allocate(SLAB_BYTES).memory[0] = 1
+    assert memory_files() == before - 2
 
 
-def borrowed_pair(nbytes: int) -> tuple[Arena, Lenders, list[tuple[int, int]], Any]:
+def memory_files() -> int:
+    gc.collect()
+    names = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum("memfd:mpgrad" in os.readlink(name) for name in names if os.path.lexists(name))
+
+
+def test_small_slots_beyond_what_is_kept_lose_their_memory_and_get_it_back() -> None:
     arena = Arena(1)
-    returned: list[tuple[int, int]] = []
-    lenders = Lenders(lambda address, times: returned.append((address, times)))
+    slots = [arena.allocate(SLAB_BYTES // 4) for _ in range(24)]
+    for slot in slots:
+        slot.memory[:3] = b"abc"
+    files = {slot.slab.descriptor for slot in slots}
+
+    def used() -> int:
+        return sum(os.fstat(file).st_blocks * 512 for file in files)
+
+    assert used() == 24 * (SLAB_BYTES // 4)
+    del slot
+    slots.clear()
+    arena.tidy()
+    assert used() == IDLE_BYTES
+    slots = [arena.allocate(SLAB_BYTES // 4) for _ in range(24)]
+    assert {slot.slab.descriptor for slot in slots} == files and used() == 24 * (SLAB_BYTES // 4)
+    for slot in slots:
+        slot.memory[:3] = b"xyz"
+
+
+def borrowed_pair(nbytes: int) -> tuple[Lenders, Slot]:
+    arena = Arena(1)
+    lenders = Lenders(lambda: None)
     slot = arena.allocate(nbytes)
-    for slab in arena.slabs.values():
-        lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
-    return arena, lenders, returned, slot
+    lenders.attach(slot.slab.number, os.dup(slot.slab.descriptor), slot.slab.nbytes)
+    return lenders, slot
 
 
 @pytest.mark.parametrize("nbytes", [100, 1_000_000])
 def test_borrowed_memory_is_shared_and_private_memory_is_not(nbytes: int) -> None:
-    _, lenders, returned, slot = borrowed_pair(nbytes)
+    lenders, slot = borrowed_pair(nbytes)
     slot.memory[3] = 7
     shared = lenders.borrow(slot.address, nbytes)
     private = lenders.borrow(slot.address, nbytes, private=True)
@@ -73,25 +100,36 @@ def test_borrowed_memory_is_shared_and_private_memory_is_not(nbytes: int) -> Non
     assert slot.memory[3] == 7
     shared[3] = 8
     assert slot.memory[3] == 8 and private[3] == 9
-    assert not returned
+    assert not lenders.collect()
     del shared
     private_again = lenders.borrow(slot.address, nbytes, private=True)
     del private
     gc.collect()
     assert private_again[3] == 8
     del private_again
-    assert sum(times for _, times in returned) == 3
+    assert sum(times for _, times in lenders.collect()) == 3
 
 
 def test_memory_is_returned_when_the_last_tensor_dies_not_before() -> None:
-    _, lenders, returned, slot = borrowed_pair(80_000)
+    lenders, slot = borrowed_pair(80_000)
     tensor = torch.frombuffer(lenders.borrow(slot.address, 80_000), dtype=torch.float64)
     part = tensor[5:10].view(5)
     assert lenders.find(part)[0] == slot.address + 40
     del tensor
-    assert not returned
+    assert not lenders.collect()
     del part
-    assert returned == [(slot.address, 1)]
+    assert lenders.collect() == [(slot.address, 1)]
+    assert lenders.find(torch.ones(3)) is None
+
+
+def test_memory_borrowed_again_is_returned_once_for_both() -> None:
+    lenders, slot = borrowed_pair(80_000)
+    first = lenders.borrow(slot.address, 80_000)
+    del first
+    second = lenders.borrow(slot.address, 80_000)  # before the end of the first was told
+    assert not lenders.collect()
+    del second
+    assert lenders.collect() == [(slot.address, 2)]
 
 
 def test_threads_allocate_and_free_at_once() -> None:
@@ -112,6 +150,7 @@ def test_threads_allocate_and_free_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+    arena.tidy()
     assert sum(len(free) for free in arena._free.values()) <= 2 * 4  # each thread had two at a time
 
 
@@ -119,12 +158,11 @@ def test_threads_allocate_and_free_at_once() -> None:
 
 
 def round_trip(tensor: torch.Tensor) -> torch.Tensor:
-    arena, lenders, _, _ = borrowed_pair(1)
+    arena, lenders = Arena(1), Lenders(lambda: None)
     payload = carrier.Payload()
     placed = carrier.Packer(arena).place(tensor, carrier.flags_of(tensor))
-    for slab in arena.slabs.values():
-        if slab.number not in lenders.slabs:
-            lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
+    for slab in arena.made:
+        lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     ref = payload.add(placed)
     return carrier.view(ref, memoryview(bytearray(b"".join(payload.parts))), lambda ref: lenders.borrow(ref.place, ref.nbytes))
 
@@ -162,17 +200,17 @@ def test_pickles_without_tensors() -> None:
 
 
 def test_which_functions_reach_tensors() -> None:
-    assert not structure.reaches_tensor(math.sin, set())
-    assert not structure.reaches_tensor(torch.nn.functional.relu, set())
-    assert not structure.reaches_tensor(test_pickles_without_tensors, set())
+    assert not structure.reaches_tensor(math.sin)
+    assert not structure.reaches_tensor(torch.nn.functional.relu)
+    assert not structure.reaches_tensor(test_pickles_without_tensors)
     weight = torch.ones(1)
-    assert structure.reaches_tensor(lambda: weight, set())
-    assert structure.reaches_tensor(lambda: [weight.sum() for _ in range(3)], set())
+    assert structure.reaches_tensor(lambda: weight)
+    assert structure.reaches_tensor(lambda: [weight.sum() for _ in range(3)])
 
     def recursive(n: int) -> Any:
         return recursive(n - 1) if n else None
 
-    assert not structure.reaches_tensor(recursive, set())
+    assert not structure.reaches_tensor(recursive)
 
 
 # --- channel

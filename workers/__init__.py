@@ -4,4 +4,4 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
 """
 
 if __name__ != "mpgrad.workers":
-    raise ImportError(f"this package is mpgrad.workers (imported as: {__name__!r}); import it by that name, not from its folder")
+    raise ImportError(f"this package is mpgrad.workers (imported as: {__name__!r}); import it by that name")

@@ -6,6 +6,7 @@ Assumes: in a process this is the only thread, and it dies with whoever forked i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -71,7 +72,9 @@ def settle(start: Start) -> None:
     """Make this process look like the parent to the code that will run in it."""
     sys.path[:] = start.path
     sys.argv[:] = start.argv
-    os.chdir(start.directory)
+    if start.directory is not None:
+        with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
+            os.chdir(start.directory)
     torch.set_num_threads(start.threads)
 
 

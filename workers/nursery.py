@@ -29,7 +29,7 @@ MESSAGE_BYTES = 4096
 def main(descriptor: int) -> None:
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import mpgrad.workers.main  # noqa: F401  # and torch with it: the point of the nursery, paid once and shared by all workers
+    import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
 
     gc.collect()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone

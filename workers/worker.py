@@ -7,6 +7,7 @@ Guarantees: every Forward, Backward and Collect is answered once, whatever the t
 
 from __future__ import annotations
 
+import gc
 import pickle
 import time
 import traceback
@@ -20,7 +21,7 @@ from mpgrad.workers.graphs import CaptureSums, Edge, Graph, dress, run_backward
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
-from mpgrad.arena import Arena, Lenders, Slab, Slot
+from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.carrier import (
     LEAF,
     PARAMETER,
@@ -30,12 +31,13 @@ from mpgrad.carrier import (
     Payload,
     Placed,
     TensorRef,
+    are_distinct_tensors,
     check_carriable,
     flags_of,
     view,
 )
-from mpgrad.channel import Frame, Pipe
-from mpgrad.errors import RemoteError
+from mpgrad.channel import Frame, Pipe, drained, send_slabs
+from mpgrad.errors import InternalError, RemoteError
 from mpgrad.messages import (
     Backward,
     BackwardCall,
@@ -61,6 +63,8 @@ from mpgrad.modes import seed_item, under
 
 __all__ = ["Worker"]
 
+GARBAGE_BYTES = 64 << 20
+
 
 class Function(NamedTuple):
     target: Callable[..., Any]
@@ -74,13 +78,14 @@ class Worker:
         self._link = link
         self._arena = Arena(number)
         self._packer = Packer(self._arena)
-        self._returns: deque[tuple[int, int]] = deque()
-        self._lenders = Lenders(lambda address, times: self._returns.append((address, times)))
+        self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
+        self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
         self._lent: dict[int, Slot] = {}
         self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, bytes] = {}
         self._graphs: dict[int, Graph] = {}
         self._sums: dict[tuple[int, int], CaptureSums] = {}
+        self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._progress_slot = self._arena.allocate(16)
         self._progress = self._progress_slot.memory.cast("q")
         self._payload = Payload()
@@ -121,8 +126,12 @@ class Worker:
                     seed_item(message.seed, call.item)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
                 outcomes.append(outcome)
+                if isinstance(function, Failure):
+                    self._give_back_unread(call)
                 if isinstance(outcome, Failure) and message.stop_at_failure:
                     break
+        for call in message.calls[len(outcomes) :]:
+            self._give_back_unread(call)
         seconds = time.perf_counter() - started
         mutated = isinstance(function, Function) and [c._version for c in function.captures] != function.versions
         return Results(message.chunk, outcomes, seconds, mutated)
@@ -171,6 +180,9 @@ class Worker:
         if outputs:
             self._graphs[call.call] = Graph(message.function, outputs, edges, function.edges)
         return Result(shape, [self._lend(each) for each in placed], bool(outputs))
+
+    def _give_back_unread(self, call: ForwardCall) -> None:
+        self._unread.extend((ref.place, 1) for ref in call.tensors if ref.place >= 0)
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
         outcomes: list[list[TensorRef | None] | Failure] = []
@@ -227,6 +239,10 @@ class Worker:
             self._codes.pop(code, None)
         for key in [key for key in self._sums if key[0] in message.functions]:
             del self._sums[key]
+        self._forgotten_bytes += message.nbytes
+        if self._forgotten_bytes > GARBAGE_BYTES:  # a recursive function is a cycle, which would keep its captures for long
+            self._forgotten_bytes = 0
+            gc.collect()
 
     # --- memory
 
@@ -256,20 +272,15 @@ class Worker:
 
     def _send(self, answer: Message) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
+        self._arena.tidy()
+        send_slabs(self._link, drained(self._arena.made))
         messages: list[Message] = []
-        made: list[Slab] = drain(self._arena.made)
-        messages.extend(NewSlab(slab.number, slab.nbytes) for slab in made)
-        if returns := drain(self._returns):
+        if returns := self._lenders.collect() + drained(self._unread):
             messages.append(Returned(returns))
         messages.append(answer)
-        if dropped := drain(self._arena.dropped):
+        if dropped := drained(self._arena.dropped):
             messages.append(SlabsGone(dropped))
-        self._link.send(messages, self._payload.parts, [slab.descriptor for slab in made])
-
-
-def drain(queue: deque[Any]) -> list[Any]:
-    """All that is in the queue now; other threads may go on appending."""
-    return [queue.popleft() for _ in range(len(queue))]
+        self._link.send(messages, self._payload.parts)
 
 
 def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
@@ -290,7 +301,7 @@ def arguments(shape: Structure, tensors: list[torch.Tensor]) -> tuple[Sequence[A
 def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return None, [value]
-    if type(value) is tuple and value and all(isinstance(part, torch.Tensor) for part in value):
+    if type(value) is tuple and value and are_distinct_tensors(value):
         return len(value), list(value)
     try:
         return structure.dumps(value)
@@ -300,9 +311,28 @@ def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
 
 def failure(error: BaseException, phase: str) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        pickled = cloudpickle.dumps(error)
-        pickle.loads(pickled)  # an exception whose __init__ takes other arguments than its args fails only here
-    except Exception:
-        pickled = cloudpickle.dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
-    return Failure(pickled, text, phase)
+    for carried in (error, Rebuilt(error), RemoteError(f"{type(error).__qualname__}: {error}")):
+        try:
+            pickled = cloudpickle.dumps(carried)
+            pickle.loads(pickled)
+        except BaseException:  # its own code runs here, and may do anything; the next form has less of it
+            continue
+        return Failure(pickled, text, phase)
+    raise InternalError("a RemoteError could not be pickled")
+
+
+class Rebuilt:
+    """Pickles as an exception made without its __init__, which may take other arguments than its `args`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (type(self._error), self._error.args, vars(self._error))
+
+
+def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error

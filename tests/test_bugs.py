@@ -1,0 +1,274 @@
+"""Bugs that were, each with its symptom and its cause."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.testing import assert_same_as_serial
+
+
+def test_an_input_changed_in_place_before_the_result_is_fetched(pool: mpgrad.Pool) -> None:
+    # symptom: a gradient of 6 instead of 3. cause: the gate was a view, and a write to its base moved it to the new history.
+    a = torch.ones(2, requires_grad=True)
+    x = a * 1
+    future = pool.submit(lambda t: t * 3, x)
+    x.mul_(2)
+    future.result().sum().backward()
+    assert a.grad.tolist() == [3, 3]
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "own_parameters.py").write_text(
+        "import torch\n"
+        "W = torch.ones(2, requires_grad=True)\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * W\n"
+        "class Plain:\n"
+        "    def run(self, x):\n"
+        "        return self.inner(x)\n"
+        "    def inner(self, x):\n"
+        "        return x * W\n"
+        "def function(x):\n"
+        "    return x * W\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_parameters")
+    del sys.modules["own_parameters"]
+
+
+def test_captures_reached_through_the_code_of_a_class(nursery: mpgrad.Pool, own_module: Any) -> None:
+    # symptom: values with the W of the import, and no gradient. cause: a class went by its name, only functions were searched.
+    with torch.no_grad():
+        own_module.W.fill_(5)
+    Net, function = own_module.Net, own_module.function
+    net, plain = Net(), own_module.Plain()
+    with mpgrad.Pool(2) as pool:
+        for fn in (net, plain.run, lambda x: net(x), lambda x: Net()(x), function, lambda x: function(x)):
+            own_module.W.grad = None
+            (result,) = pool.map(fn, [torch.ones(2)])
+            assert result.tolist() == [5, 5]
+            result.sum().backward()
+            assert own_module.W.grad.tolist() == [1, 1]
+        for name, fn in {
+            "W": lambda x: x * own_module.W,
+            "Net": lambda x: own_module.Net()(x),
+            "function": lambda x: own_module.function(x),
+        }.items():
+            message = rf"reaches a tensor that needs gradients through a module \(own_parameters.{name}\)"
+            with pytest.raises(TypeError, match=message):
+                pool.map(fn, [torch.ones(2)])
+
+
+def test_a_former_result_of_a_worker_that_has_died(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: InternalError(KeyError). cause: the memory was forgotten with the worker, although a result still lay in it.
+    (pid,) = {fresh_pool.apply(os.getpid) for _ in range(5)}
+    ones = fresh_pool.map(torch.ones, [(20_000,)] * 4, 1)
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(3):
+        assert [float(r.sum()) for r in fresh_pool.map(lambda t: t * 2, ones)] == [40_000.0] * 4
+
+
+def test_calls_go_back_to_the_queue_in_their_order(nursery: mpgrad.Pool) -> None:
+    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a failure in the later one
+    # then dropped calls of the earlier one that were still wanted.
+    def fn(k: int) -> int:
+        if k == 4:
+            raise LookupError(k)
+        return k
+
+    with mpgrad.Pool(1) as pool:
+        pid = pool.apply(os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        result = pool.map_async(fn, range(6), 4)
+        time.sleep(0.3)  # both chunks are in the pipe of the stopped worker
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LookupError):
+            result.get(20)
+
+
+class KillsItsLoader:
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+    def __call__(self, x: int) -> int:
+        return x
+
+
+def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without counting.
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"exited with status 3 \(phase: loading the function, item 0\)"):
+        fresh_pool.map(KillsItsLoader(), [1])
+    assert fresh_pool.map(abs, [-1]) == [1]
+
+
+def test_more_new_slabs_than_a_frame_has_descriptors(nursery: mpgrad.Pool) -> None:
+    # symptom: the worker died of an empty deque. cause: descriptors beyond the 64th were cut off.
+    tensors = [torch.empty(1).expand(2).clone().resize_(33 << 18) for _ in range(70)]
+    with mpgrad.Pool(1) as pool:
+        assert pool.apply(len, (tensors,)) == 70
+
+
+def test_two_views_of_one_former_result(pool2: mpgrad.Pool) -> None:
+    # symptom: ValueError in the worker. cause: borrowed memory was known by its address alone, without its size.
+    (y,) = pool2.map(lambda n: torch.arange(n, dtype=torch.float64), [200_000])
+    ((short, whole),) = pool2.starmap(lambda a, b: (a.sum(), b.sum()), [(y[:100_000], y)])
+    assert float(short) == float(y[:100_000].sum()) and float(whole) == float(y.sum())
+
+
+def test_a_chain_under_inference_mode(pool2: mpgrad.Pool) -> None:
+    # symptom: "Inference tensors do not track version counter". cause: the version of every former result was read.
+    with torch.inference_mode():
+        results = pool2.map(torch.neg, pool2.map(torch.ones, [(50_000,)] * 2))
+    assert [float(r[0]) for r in results] == [-1.0, -1.0]
+
+
+def test_a_working_directory_that_was_deleted(tmp_path: Path, nursery: mpgrad.Pool) -> None:
+    # symptom: InternalError(FileNotFoundError). cause: os.getcwd where workers are hired.
+    before = os.getcwd()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        with mpgrad.Pool(1) as pool:
+            assert pool.map(abs, [-1]) == [1]
+    finally:
+        os.chdir(before)
+
+
+def test_inputs_of_calls_that_were_left_out_are_given_back(pool2: mpgrad.Pool) -> None:
+    # symptom: shared memory grew with every failing map. cause: a worker returned only what it had looked at.
+    def fails(x: torch.Tensor) -> None:
+        raise LookupError
+
+    slots = []
+    for _ in range(20):
+        with pytest.raises(LookupError):
+            pool2.map(fails, [torch.ones(10_000) for _ in range(20)], 10)
+        pool2.map(abs, range(8), 1)
+        slots.append(sum(len(worker._lent) for worker in pool2._scheduler._workers.values()))
+    assert max(slots[10:]) <= 40
+
+
+def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
+    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed after its last outcome was
+    # not looked at again.
+    done = threading.Event()
+
+    def slow_source() -> Iterator[int]:
+        yield from range(3)
+        time.sleep(0.2)  # all outcomes are there before the end is known
+
+    result = pool.map_async(abs, slow_source(), callback=lambda values: done.set())
+    assert done.wait(10) and result.get() == [0, 1, 2]
+    for _ in range(10):
+        assert len(list(pool.imap(abs, range(17)))) == 17
+        assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
+    assert pool._scheduler.wait_until(lambda: not pool._scheduler._unfinished, timeout=5)
+
+
+def slow_source_of(count: int) -> Iterator[int]:
+    for k in range(count):
+        time.sleep(0.001)
+        yield k
+
+
+def test_recursive_functions_give_their_captures_back(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: 1 MB a map stayed in the worker. cause: the function is a cycle, which waits for the garbage collector.
+    weight = torch.ones(1 << 20)
+
+    def recursive(n: int) -> float:
+        return recursive(n - 1) if n else float(weight[0])
+
+    for _ in range(60):
+        assert fresh_pool.map(recursive, [2]) == [1.0]
+        gc.collect()
+    lent = sum(len(worker._lent) for worker in fresh_pool._scheduler._workers.values())
+    assert lent < 40  # 64 MiB before a worker collects, 4 MiB a map, two workers
+
+
+def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
+    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as multiprocessing's is.
+    results = pool2.imap(abs, range(600))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = [value for part in threads.map(lambda _: list(results), range(4)) for value in part]
+    assert sorted(found) == list(range(600))
+
+
+def test_strides_with_holes(pool: mpgrad.Pool) -> None:
+    # symptom: last bits differed. cause: a strided item came densely packed, and torch adds it up in another order.
+    torch.manual_seed(0)
+    items = [torch.randn(63, 130, dtype=torch.float64)[:, ::2].requires_grad_() for _ in range(6)]
+    items += [torch.randn(40, 50, 6, dtype=torch.float64).transpose(0, 2)[1:5, ::3] for _ in range(6)]
+    for item, result in zip(items, pool.map(lambda x: (x.sum(), x.norm(), x.mean(0), x.stride()), items), strict=True):
+        serial = item.sum(), item.norm(), item.mean(0)
+        assert all(torch.equal(mine, other) for mine, other in zip(result, serial, strict=False))
+        assert result[3] == item.stride()
+    assert_same_as_serial(lambda x: x[:, ::2], [torch.randn(5, 7, requires_grad=True)], pool)
+
+
+def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an error of its own.
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: forward, item 3\)"):
+        fresh_pool.map(lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10)
+
+
+def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
+    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of items, or targets.
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool2.map_reduce(lambda k: 1 / (k - 100), range(640), "sum")
+    assert any("raised in block 10, worker" in note for note in caught.value.__notes__)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool2.reduce(lambda target, k: target / k, [1, 0], [1.0, 2.0])
+    assert any("raised in target 0, worker" in note for note in caught.value.__notes__)
+
+
+def test_one_tensor_as_two_arguments_or_results_stays_one(pool: mpgrad.Pool) -> None:
+    # symptom: x.mul_(2) did not show in y, although both were one tensor. cause: the fast path copied each by itself.
+    x = torch.ones(2)
+    assert pool.starmap(lambda a, b: a.mul_(2) + b, [(x, x)])[0].tolist() == [4, 4]
+    ((a, b),) = pool.map(lambda t: (t, t), [x])
+    assert a is b
+
+
+def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    # symptom: a broken pool. cause: only Exception was caught.
+    pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
+    assert pool2.map(abs, [-1]) == [1]
+    assert "a callback of the pool raised" in caplog.text
+
+
+def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: the waiter woke up more than a second later. cause: it was told with the next frame only.
+    for _ in range(4):
+        fresh_pool.submit(time.sleep, 1.5)
+    future = fresh_pool.submit(abs, -1)
+    threading.Timer(0.1, future.cancel).start()
+    begin = time.monotonic()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert time.monotonic() - begin < 1
+
+
+def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
+    results = pool2.imap(torch.ones, [(50_000,)] * 100)
+    next(results)
+    del results
+    gc.collect()
+    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler._unfinished, timeout=5)
