@@ -7,14 +7,16 @@ first whose `torch.autograd.grad` takes `GradientEdge`s on both sides.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 __all__ = [
     "alias",
     "descriptor_of",
+    "gradients",
     "graph_is_kept",
     "graph_task",
     "is_functorch_wrapped",
@@ -25,7 +27,8 @@ __all__ = [
 ]
 
 
-UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
+UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default._op  # without the Python frame around it, half of its cost
+ENGINE: Any = torch.autograd.Variable._execution_engine
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
 
 
@@ -48,6 +51,22 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory behind a node of its own, and not a view: an in-place write to `tensor` does not move that node."""
     same: torch.Tensor = UNSAFE_VIEW(tensor, tensor.shape)
     return same
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    grads: Sequence[torch.Tensor],
+    keep: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad(outputs, inputs, grads, retain_graph=keep, allow_unused=True)` without its checks.
+
+    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh worker half a second.
+    """
+    found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
+        tuple(outputs), tuple(grads), keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def run_last(node: Any, order: int) -> None:

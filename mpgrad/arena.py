@@ -91,7 +91,7 @@ class Slot:
         self.memory = slab.memory[offset : offset + nbytes]
 
     def __del__(self) -> None:
-        self._arena._dead.append((self.slab, self.address & OFFSET_MASK, self._capacity))
+        self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
 
 
 class Borrowed(NamedTuple):
@@ -143,6 +143,11 @@ class Arena:
                 slab, offset = self._grow(capacity, nbytes)
             return Slot(self, slab, offset, capacity, nbytes)
 
+    def bury(self, slab: Slab, offset: int, capacity: int) -> None:
+        """A slot has died. Called from finalizers."""
+        if not self._closed:
+            self._dead.append((slab, offset, capacity))
+
     def tidy(self) -> None:
         """Make freed slots reusable, and give the system what is too much."""
         if self._dead:
@@ -152,8 +157,6 @@ class Arena:
     def _take_in_the_dead(self) -> None:
         while self._dead:
             slab, offset, capacity = self._dead.popleft()
-            if self._closed:
-                continue
             if self._idle_bytes + capacity <= IDLE_BYTES:
                 self._idle_bytes += capacity
                 self._free.setdefault(capacity, deque()).append((slab, offset))
@@ -213,6 +216,7 @@ class Lenders:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.slabs: dict[int, Slab] = {}
+        self._closed = False
         self._notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
@@ -254,8 +258,15 @@ class Lenders:
         return address + int(core.storage_offset()) * core.element_size(), Borrowed(memory, slab)
 
     def _died(self, key: tuple[int, int], pointer: int, view: weakref.ref[memoryview]) -> None:
-        self._dead.append((key, pointer, view))
-        self._notify()
+        if not self._closed:
+            self._dead.append((key, pointer, view))
+            self._notify()
+
+    def close(self) -> None:
+        """Nobody is left to give anything back to; each slab goes when its last view dies."""
+        self._closed = True
+        for table in (self.slabs, self._views, self._received, self._pointers, self._dead):
+            table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
         """What is not needed here any more, since the last time: addresses, and how often each was received."""

@@ -52,7 +52,7 @@ def flags_of(tensor: torch.Tensor) -> int:
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
-    if isinstance(tensor, torch.nn.Parameter):
+    if type(tensor) is torch.nn.Parameter:  # isinstance would ask torch's metaclass, in Python
         flags |= PARAMETER
     return flags
 

@@ -18,6 +18,7 @@ import torch
 __all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under"]
 
 MASK = (1 << 64) - 1
+SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
 
 
 class Modes(NamedTuple):
@@ -92,7 +93,8 @@ def seed_item(seed: int, index: int) -> None:
     """Give torch, random and numpy the stream of item `index`."""
     own = split_mix(seed + index)
     torch.default_generator.manual_seed(own)
-    random.seed(own)
+    SEED_RANDOM(own)
+    random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
     numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)

@@ -66,6 +66,20 @@ MOST_CODE_BYTES = 64 << 20  # of pickled functions, likewise
 GRAPH_LOST = "the graph that backward needs was lost with it"
 
 
+class Forks:
+    """Counts how often this process is a forked child of another: cheaper to ask than the system for the pid."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.count += 1
+
+
+FORKS = Forks()
+
+
 class Settings(NamedTuple):
     """What every worker of a pool starts with."""
 
@@ -79,6 +93,7 @@ class Scheduler(ABC):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._pid = os.getpid()
+        self._forks = FORKS.count
         self.arena = Arena(0)
         self.lenders = Lenders(self.nudge)
         self.packer = Packer(self.arena, self.lenders.find)
@@ -161,7 +176,7 @@ class Scheduler(ABC):
         return "broken" if self._broken is not None else "closed" if self._closing else "open"
 
     def check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if FORKS.count != self._forks:
             raise RuntimeError(
                 f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; "
                 "make a new one there"
@@ -245,7 +260,7 @@ class Scheduler(ABC):
 
     def terminate(self) -> None:
         """End the workers now; what is under way fails with `PoolClosedError`."""
-        if os.getpid() != self._pid:
+        if FORKS.count != self._forks:
             return
         self._closing = self._stopping = True
         self.wake()
@@ -363,6 +378,7 @@ class Scheduler(ABC):
         for chunk in chunks:
             chunk.fail_replies(reason)
         self.arena.close()
+        self.lenders.close()
         self._ended = reason
         self._settle()
 

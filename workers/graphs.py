@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mpgrad._torch import gradients
+
 __all__ = ["CaptureSums", "Edge", "Graph", "dress", "run_backward"]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge, which is cheaper than making one
@@ -64,14 +66,14 @@ def run_backward(
     graph: Graph, grads: Sequence[torch.Tensor | None], wanted: Sequence[int], captures: bool, keep: bool
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Gradients of the `wanted` inputs, and of all captures where asked for; None for what was not used."""
-    edges: Any = [graph.inputs[k] for k in wanted]  # leaves among edges, which torch takes but does not declare
+    edges = [graph.inputs[k] for k in wanted]
     if captures:
         edges += graph.captures
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
     if not edges or not given:
         return [None] * len(wanted), [None] * (len(edges) - len(wanted))
     outputs, incoming = zip(*given, strict=True)
-    found = torch.autograd.grad(outputs, edges, incoming, retain_graph=keep, allow_unused=True)
+    found = gradients(outputs, edges, incoming, keep)
     return list(found[: len(wanted)]), list(found[len(wanted) :])
 
 
