@@ -110,8 +110,8 @@ class Arena:
 
     def __init__(self, owner: int) -> None:
         self._next_number = owner << 32
-        self._free: dict[int, deque[tuple[Slab, int]]] = {}  # capacity -> slots, with memory
-        self._hollow: dict[int, deque[tuple[Slab, int]]] = {}  # capacity -> slots, without
+        self._free: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, with memory; never empty
+        self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
         self._idle_bytes = 0  # in free slots
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
@@ -135,10 +135,8 @@ class Arena:
                 raise PoolClosedError("the pool is closed, and its shared memory is gone")
             self.slots_made += 1
             self._take_in_the_dead()
-            free = self._free.get(capacity)
-            if free:
-                slab, offset = free.pop()
-                self._idle_bytes -= capacity
+            if capacity in self._free:
+                slab, offset = self._take_free(capacity)
             else:
                 slab, offset = self._grow(capacity, nbytes)
             return Slot(self, slab, offset, capacity, nbytes)
@@ -157,15 +155,28 @@ class Arena:
     def _take_in_the_dead(self) -> None:
         while self._dead:
             slab, offset, capacity = self._dead.popleft()
-            if self._idle_bytes + capacity <= IDLE_BYTES:
-                self._idle_bytes += capacity
-                self._free.setdefault(capacity, deque()).append((slab, offset))
-            elif slab.nbytes == capacity:
-                self.dropped.append(slab.number)  # unmapped here with its last view
-            elif hollow_out(slab, offset, capacity):
-                self._hollow.setdefault(capacity, deque()).append((slab, offset))
-            else:  # the system cannot; it stays for reuse
-                self._free.setdefault(capacity, deque()).append((slab, offset))
+            self._idle_bytes += capacity
+            free = self._free.pop(capacity, [])
+            free.append((slab, offset))
+            self._free[capacity] = free  # the size used last stands last, and memory of the first is given up first
+            while self._idle_bytes > IDLE_BYTES:
+                self._give_up(next(iter(self._free)))
+
+    def _take_free(self, capacity: int) -> tuple[Slab, int]:
+        free = self._free.pop(capacity)
+        slot = free.pop()
+        if free:
+            self._free[capacity] = free
+        self._idle_bytes -= capacity
+        return slot
+
+    def _give_up(self, capacity: int) -> None:
+        """Give the memory of one free slot of this size back to the system."""
+        slab, offset = self._take_free(capacity)
+        if slab.nbytes == capacity:
+            self.dropped.append(slab.number)  # unmapped here with its last view
+        elif hollow_out(slab, offset, capacity):
+            self._hollow.setdefault(capacity, []).append((slab, offset))
 
     def close(self) -> None:
         """Give all memory back to the system, each slab when its last view has died."""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpgrad._torch import alias, graph_is_kept, graph_task, run_last, will_run
+from mpgrad._torch import alias, apply, graph_is_kept, graph_task, run_last, will_run
 
 __all__ = ["Grads", "Home", "RemoteGraph", "Reply", "attach", "capture_gate", "gate"]
 
@@ -61,7 +61,7 @@ class RemoteGraph:
         self.worker = worker
         self.call = call
         self.index = index
-        self.inputs_lent: list[tuple[torch.Tensor, int]] = []  # read in place by the worker, with their versions then
+        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
         self._replies: dict[int, tuple[tuple[int, ...], Reply]] = {}  # by backward: not waited for yet
         self._taken: dict[int, dict[int, torch.Tensor | None]] = {}  # by backward and input: waited for, not taken yet
 
@@ -103,13 +103,12 @@ class Call(torch.autograd.Function):
         ctx: Any,
         graph: RemoteGraph,
         outputs: list[torch.Tensor],
-        has_captures: bool,
-        token: torch.Tensor,
+        token: torch.Tensor | None,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graph = graph
-        ctx.has_captures = has_captures
+        ctx.has_token = token is not None
         ctx.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
         return tuple(outputs)
 
@@ -120,12 +119,13 @@ class Call(torch.autograd.Function):
                 "create_graph=True does not reach through a pool call yet, and its gradients would silently be constants; "
                 "take the inner derivative inside the function that the pool runs"
             )
-        (token_node, _), *gates = ctx.next_functions
-        wanted = tuple(number for number, (node, _) in enumerate(gates) if will_run(node))
-        captures = ctx.has_captures and will_run(token_node)
+        edges: Sequence[tuple[Any, int]] = ctx.next_functions
+        gates = edges[1:] if ctx.has_token else edges
+        wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
+        captures = ctx.has_token and isinstance(edges[0][0], CAPTURE_GATE_NODE) and will_run(edges[0][0])
         if wanted or captures:
             ctx.graph.send(graph_task(), graph_is_kept(), wanted, captures, grads)
-        return None, None, None, None, *ctx.placeholders
+        return None, None, None, *ctx.placeholders
 
 
 class GateHook:
@@ -165,8 +165,9 @@ def attach(
         assert node is not None
         run_last(node, 1 + graph.index)
         node.register_prehook(GateHook(graph, number))
-    has_captures = token is not None
-    return tuple(Call.apply(graph, outputs, has_captures, token if has_captures else ROOT, *gated))  # type: ignore[no-untyped-call]
+    if token is None and not gated:
+        token = ROOT
+    return tuple(apply(Call, graph, outputs, token, *gated))
 
 
 class CaptureGate(torch.autograd.Function):
@@ -185,11 +186,13 @@ class CaptureGate(torch.autograd.Function):
 
 def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:
     """The token of an operation whose function reaches `captures`, all of which need gradients."""
-    token = CaptureGate.apply(home, *captures)  # type: ignore[no-untyped-call]
+    token = apply(CaptureGate, home, *captures)
     assert isinstance(token, torch.Tensor)
     run_last(token.grad_fn, 0)
     return token
 
+
+CAPTURE_GATE_NODE = CaptureGate._backward_cls
 
 with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too

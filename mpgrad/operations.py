@@ -77,8 +77,8 @@ class PackedCall:
         self.index = index
         self.structure = shape
         self.placed = placed
-        self.gated: list[torch.Tensor] = []
-        self.inputs_lent: list[tuple[torch.Tensor, int]] = []
+        self.gated: Sequence[torch.Tensor] = ()
+        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         self.deaths = 0  # of workers that had this call before them, and did not come to it
 
     @property
@@ -104,15 +104,15 @@ def pack_call(
         SharedMemoryError: no room for a tensor.
     """
     shape, tensors = arguments_structure(index, args, kwargs)
-    call = PackedCall(index, shape, [])
+    placed = []
     for tensor in tensors:
         check_carriable(tensor, "item", index)
-        placed = packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared)
-        call.placed.append(placed)
-        if isinstance(placed.holder, Borrowed) and not tensor.is_inference():  # those have no version, nor a backward
-            call.inputs_lent.append((tensor, tensor._version))
-        if grad and tensor.requires_grad:
-            call.gated.append(gate(tensor))
+        placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
+    call = PackedCall(index, shape, placed)
+    if grad:
+        call.gated = [gate(tensor) for tensor in tensors if tensor.requires_grad]
+        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
     return call
 
 
@@ -124,7 +124,7 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared) -> Placed:
 
 
 def arguments_structure(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Structure, list[torch.Tensor]]:
-    if not kwargs and are_distinct_tensors(args):
+    if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
         return len(args), list(args)
     try:
         return structure.dumps((tuple(args), kwargs))

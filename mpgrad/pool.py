@@ -38,8 +38,9 @@ from mpgrad.structure import transported
 __all__ = ["Pool"]
 
 ENGINES = ("process", "thread", "inline")
-FIRST_BATCH = 4  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
-LARGEST_BATCH = 64
+FIRST_BATCH = 16  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
+LARGEST_BATCH = 256
+BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
@@ -373,15 +374,14 @@ class Pool:
         could change them in place before they are read.
         """
         packer = self._scheduler.packer if borrow else self._scheduler.copying_packer
-        batch = FIRST_BATCH
-        packed = 0
+        batch, packed, copied = FIRST_BATCH, 0, packer.bytes_copied
         try:
             for index, (args, kwargs) in enumerate(calls):
                 operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared))
                 packed += 1
-                if packed == batch:
+                if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation)
-                    packed, batch = 0, min(2 * batch, LARGEST_BATCH)
+                    batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
             operation.sealed = True
             self._scheduler.admit(operation)
         except BaseException:

@@ -59,7 +59,7 @@ LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and 
 MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 MOST_CODES = 128  # pickled functions that the workers keep for the next operation with the same function
-HELD_GRADIENTS = 64  # sent to the workers together, unless somebody waits for one of them
+HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 MOST_DEATHS = 3  # of workers that died when a call was next, before it is given up
 MOST_CODE_BYTES = 64 << 20  # of pickled functions, likewise
@@ -303,6 +303,7 @@ class Scheduler(ABC):
         if worker.is_done:
             self._transmit(worker, [Stop()], Payload())
             self._bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+            self.tell_waiters()
 
     def _bury(self, worker: Worker, reason: BaseException) -> int | None:
         """Forget a worker; its graphs and backwards answer with `reason` from here on. Its memory stays while it is viewed."""

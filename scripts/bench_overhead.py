@@ -309,7 +309,7 @@ class Plan:
     seconds: int = 600  # the whole run is stopped then
 
 
-QUICK = Plan(1, 20, (1.0,), 0.02, (1, 4), 4, ("mpgrad",), 120)
+QUICK = Plan(1, 20, (1.0,), 0.02, (1,), 2, ("mpgrad",), 120)
 
 
 def bench_tiny(pools: Pools, plan: Plan) -> list[Record]:

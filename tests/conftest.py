@@ -24,6 +24,11 @@ import mpgrad
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported by now stays anyway; the guard's collections need not walk through it in every test
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[mpgrad.Pool]:
     tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread

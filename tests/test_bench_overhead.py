@@ -51,9 +51,7 @@ def test_every_contender_is_measured_in_every_pass(quick: tuple[str, dict[str, A
     for row in (backward, *record["work"]):
         assert names(row) == ["serial", "serial, at once", "mpgrad", *BY_HAND]
     assert [row["contender"] for row in record["start_up"]] == ["mpgrad"]
-    assert {(row["pass"], row["megabytes"]) for row in record["transfer"]} == {
-        (name, size) for name in ("forward", "forward and backward") for size in (1, 4)
-    }
+    assert [row["pass"] for row in record["transfer"]] == ["forward", "forward and backward"]
 
 
 def test_figures_are_seconds_of_every_round(quick: tuple[str, dict[str, Any]]) -> None:
