@@ -111,11 +111,11 @@ class Worker:
         Raises:
             ConnectionError: the worker is gone.
         """
+        if self.gone_slabs:  # first: one that its owner's death took away may be lent again, for a result that lies there
+            self.channel.send([SlabsGone(drained(self.gone_slabs))])
         new_slabs, self._new_slabs = self._new_slabs, []
         send_slabs(self.channel, new_slabs)
         news: list[Message] = []
-        if self.gone_slabs:
-            news.append(SlabsGone(drained(self.gone_slabs)))
         if self.returns:
             news.append(Returned(drained(self.returns)))
         if self.releases:

@@ -138,10 +138,13 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
         if not self.running() and not self.set_running_or_notify_cancel():
             return  # cancelled
-        if isinstance(outcome, BaseException):
-            self.set_exception(outcome)
-        else:
-            self.set_result(None)  # the value is made by `result`
+        try:
+            if isinstance(outcome, BaseException):
+                self.set_exception(outcome)
+            else:
+                self.set_result(None)  # the value is made by `result`
+        except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
+            log.exception("a callback of a future raised")
 
 
 class ResultIterator:

@@ -384,9 +384,13 @@ class Scheduler(ABC):
         self._settle()
 
     def _settle(self) -> None:
-        """After the end: answer what came too late. Runs in whichever thread finds it."""
-        while self._inbox:
-            self._inbox.popleft()()
+        """After the end: answer what came too late. Runs in whichever thread finds it, perhaps in several."""
+        while True:
+            try:
+                order = self._inbox.popleft()
+            except IndexError:
+                break
+            order()
         for operation in list(self._unfinished):
             operation.fail(self._ended or InternalError("settled before the end"))
             self._unfinished.pop(operation, None)

@@ -84,6 +84,18 @@ def test_a_former_result_of_a_worker_that_has_died(fresh_pool: mpgrad.Pool) -> N
         assert [float(r.sum()) for r in fresh_pool.map(lambda t: t * 2, ones)] == [40_000.0] * 4
 
 
+def test_memory_of_a_dead_worker_that_another_has_seen_before(nursery: mpgrad.Pool) -> None:
+    # symptom: KeyError in the task. cause: the other was told that the memory is new again, and then that it is gone.
+    with mpgrad.Pool(2) as pool:
+        made = pool.map(lambda k: (os.getpid(), torch.ones(20_000)), range(20), 1)
+        results = [tensor for _, tensor in made]
+        for _ in range(3):
+            assert [float(r.sum()) for r in pool.map(lambda t: t * 2, results)] == [40_000.0] * 20
+        os.kill(made[0][0], signal.SIGKILL)
+        for _ in range(3):
+            assert [float(r.sum()) for r in pool.map(lambda t: t * 2, results)] == [40_000.0] * 20
+
+
 def test_calls_go_back_to_the_queue_in_their_order(nursery: mpgrad.Pool) -> None:
     # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a failure in the later one
     # then dropped calls of the earlier one that were still wanted.
@@ -252,6 +264,9 @@ def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.Log
     pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
     assert pool2.map(abs, [-1]) == [1]
     assert "a callback of the pool raised" in caplog.text
+    pool2.submit(time.sleep, 0.1).add_done_callback(lambda future: sys.exit(3))
+    assert pool2.map(abs, [-1] * 8) == [1] * 8
+    assert pool2._scheduler.wait_until(lambda: "a callback of a future raised" in caplog.text, timeout=5)
 
 
 def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:
