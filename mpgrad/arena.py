@@ -175,7 +175,8 @@ class Arena:
         slab, offset = self._take_free(capacity)
         if slab.nbytes == capacity:
             self.dropped.append(slab.number)  # unmapped here with its last view
-        elif hollow_out(slab, offset, capacity):
+        else:
+            hollow_out(slab, offset, capacity)
             self._hollow.setdefault(capacity, []).append((slab, offset))
 
     def close(self) -> None:
@@ -308,11 +309,10 @@ def reserve(slab: Slab, offset: int, size: int, nbytes: int) -> None:
             raise no_room(nbytes) from error
 
 
-def hollow_out(slab: Slab, offset: int, size: int) -> bool:
-    """Give the pages back to the system and keep the addresses; whether the system can do that."""
-    if sys.platform != "linux":
-        return False
-    return bool(LIBC.fallocate(slab.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size)) == 0)
+def hollow_out(slab: Slab, offset: int, size: int) -> None:
+    """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
+    if sys.platform == "linux":
+        LIBC.fallocate(slab.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
 
 def no_room(nbytes: int) -> SharedMemoryError:

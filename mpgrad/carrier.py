@@ -29,6 +29,7 @@ BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
 DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
+
 class TensorRef(NamedTuple):
     """A tensor on its way."""
 

@@ -434,23 +434,22 @@ class Scheduler(ABC):
                 if worker.ready and len(worker.under_way) <= depth:
                     self._give(worker)
 
-    def _give(self, worker: Worker) -> bool:
+    def _give(self, worker: Worker) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
         if worker.backlog:
             self._send_backward(worker)
-            return True
+            return
         if worker.retiring:
             self._retire(worker)
-            return False
+            return
         room = self._room(worker)
         while self._operations and room > 0:
             operation = self._operations[0]
             calls = self._take_calls(operation, min(room, self._chunk_size(operation)))
             if calls:
                 self._send_forward(worker, operation, calls)
-                return True
+                return
             self._operations.popleft()
-        return False
 
     def _room(self, worker: Worker) -> float:
         """How many calls the worker may still be given before it is replaced."""

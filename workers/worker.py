@@ -167,12 +167,11 @@ class Worker:
         edges: list[Edge],
     ) -> Result:
         shape, tensors = result_structure(value)
-        ours = {id(tensor) for tensor in (*inputs, *function.captures)}
         placed, outputs = [], []
         for tensor in tensors:
             check_carriable(tensor, "the result")
             flags = flags_of(tensor)
-            if flags & REQUIRES_GRAD and (not flags & LEAF or id(tensor) in ours):
+            if flags & REQUIRES_GRAD and (not flags & LEAF or any(tensor is each for each in (*inputs, *function.captures))):
                 flags &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
                 if message.keep_graphs:
                     outputs.append(get_gradient_edge(tensor))
