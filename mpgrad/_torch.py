@@ -6,8 +6,9 @@ first whose `torch.autograd.grad` takes `GradientEdge`s on both sides.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,24 @@ from torch.autograd.graph import GradientEdge
 __all__ = [
     "alias",
     "apply",
+    "batched",
     "descriptor_of",
     "gradients",
     "graph_is_kept",
     "graph_task",
+    "is_batched",
+    "is_batched_the_older_way",
     "is_functorch_wrapped",
+    "level_of",
+    "older_levels",
+    "outside_transforms",
     "run_last",
     "shared_storage",
     "storage_from_descriptor",
+    "transforms_are_active",
+    "unbatched",
+    "unbatched_the_older_way",
+    "vmap_the_older_way",
     "will_run",
 ]
 
@@ -59,13 +70,14 @@ def gradients(
     inputs: Sequence[torch.Tensor | GradientEdge],
     grads: Sequence[torch.Tensor],
     keep: bool,
+    create: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad(outputs, inputs, grads, retain_graph=keep, allow_unused=True)` without its checks.
+    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its checks.
 
     Those cost as much as a small backward, and their first use imports sympy, which takes a fresh worker half a second.
     """
     found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
-        tuple(outputs), tuple(grads), keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(grads), keep, create, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
 
@@ -120,3 +132,71 @@ def descriptor_of(storage: torch.UntypedStorage) -> int:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a stand-in inside `torch.func.grad`, `vmap` and their like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+# --- torch.func: tensors that stand for a batch, or for one that a transform follows
+
+
+def transforms_are_active() -> bool:
+    """Whether a `torch.func` transform is running in this thread."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run the body as if no `torch.func` transform were running; only plain tensors may be used in it."""
+    if not transforms_are_active():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def level_of(tensor: torch.Tensor) -> int:
+    return int(torch._C._functorch.maybe_get_level(tensor))
+
+
+def unbatched(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+    """The batch that `tensor` stands for at this level, and the batch dimension; None where it is not batched there."""
+    value, dim = torch._C._functorch._unwrap_batched(tensor, level)
+    return value, dim
+
+
+def batched(tensor: torch.Tensor, level: int, older: bool) -> torch.Tensor:
+    """Let `tensor` stand for one element of its leading dimension."""
+    add: Any = torch._add_batch_dim if older else torch._C._functorch._add_batch_dim
+    stand_in: torch.Tensor = add(tensor, 0, level)
+    return stand_in
+
+
+# The vmap before torch.func; `torch.autograd.grad(is_grads_batched=True)` is what still uses it.
+
+
+def is_batched_the_older_way(tensor: torch.Tensor) -> bool:
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
+def older_levels() -> int:
+    """How many such vmaps are running in this thread."""
+    count = int(torch._C._vmapmode_increment_nesting()) - 1
+    torch._C._vmapmode_decrement_nesting()
+    return count
+
+
+def unbatched_the_older_way(tensor: torch.Tensor, level: int) -> torch.Tensor:
+    """The batch in front; a batch of one where `tensor` is not batched at this level."""
+    batch: torch.Tensor = torch._remove_batch_dim(tensor, level, 1, 0)
+    return batch
+
+
+def vmap_the_older_way(fn: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    from torch._vmap_internals import _vmap
+
+    mapped: Callable[..., tuple[torch.Tensor, ...]] = _vmap(fn)
+    return mapped

@@ -7,6 +7,10 @@ one call is split over two kinds of node, and the engine's own priorities put al
     captures ──► CaptureGate (runs last of all) ────┴─► Call ──► outputs                         forward, left to right
     real gradients ◄── wait, take ◄─────────────────── send the outputs' gradients, return at once   backward, right to left
 
+With `create_graph=True` the worker keeps a graph of that backward too, and the gradients that the gates take are the outputs
+of another `Call`, whose inputs are the outputs' gradients, the item's tensors and the captures. Nothing is special about it,
+so there are derivatives of every order.
+
 Guarantees: every item has gates of its own, so a backward for one item leaves the history of the others alone; gradients are
     the worker's, whatever placeholders travelled between the nodes.
 Assumes: a `Home` that delivers. Nothing here knows processes or memory.
@@ -15,35 +19,54 @@ Assumes: a `Home` that delivers. Nothing here knows processes or memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad._torch import alias, apply, graph_is_kept, graph_task, run_last, will_run
+from mpgrad._torch import alias, apply, graph_is_kept, graph_task, outside_transforms, run_last, will_run
+from mpgrad.batching import Level, levels_of, within, without
 
-__all__ = ["Grads", "Home", "RemoteGraph", "Reply", "attach", "capture_gate", "gate"]
+__all__ = ["Derivative", "Home", "Order", "RemoteGraph", "Reply", "attach", "capture_gate", "differentiate", "gate"]
 
-Grads = Sequence[torch.Tensor | None]
+
+class Order(NamedTuple):
+    """What a backward of one call has to compute."""
+
+    task: int  # the number of the backward
+    keep: bool  # the graph, for another backward
+    create: bool  # a graph of the gradients
+    wanted: tuple[int, ...]  # inputs whose gradients are needed
+    captures: bool  # gradients of the captures are needed
+    apart: bool  # those of this call by themselves, rather than added up in the worker
+    levels: tuple[Level, ...]  # gradients are batches with these dimensions in front
+    grads: Sequence[torch.Tensor | None]  # of the outputs
 
 
 class Reply(Protocol):
+    graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
+
     def gradients(self) -> list[torch.Tensor | None]:
-        """Wait for the gradients of the wanted inputs, in their order; raises what the backward raised."""
+        """Wait for the gradients of the wanted inputs, then those of the captures where they come apart; raises what the
+        backward raised."""
+        ...
+
+    def connected(self) -> list[int]:
+        """Which of these gradients are outputs of `graph`."""
         ...
 
 
 class Home(Protocol):
     """Where the graphs of one operation live, as the nodes see it."""
 
-    def send_gradients(
-        self, graph: RemoteGraph, task: int, keep: bool, wanted: tuple[int, ...], captures: bool, grads: Grads
-    ) -> Reply:
+    deterministic: bool  # captures' gradients are added in the order of the items
+
+    def send_gradients(self, graph: RemoteGraph, order: Order) -> Reply:
         """Start the backward of one call; returns at once."""
         ...
 
-    def capture_gradients(self, task: int) -> Grads:
-        """Wait for the captures' gradients, summed over all calls that were sent with `captures` in this backward."""
+    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        """Wait for the captures' gradients, summed over all calls that were to be added up in this backward."""
         ...
 
     def release(self, graph: RemoteGraph) -> None:
@@ -54,7 +77,7 @@ class Home(Protocol):
 class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
-    __slots__ = ("_replies", "_taken", "call", "home", "index", "inputs_lent", "worker")
+    __slots__ = ("_derivatives", "call", "has_further", "home", "index", "inputs_lent", "placeholders", "worker")
 
     def __init__(self, home: Home, worker: object, call: int, index: int) -> None:
         self.home = home
@@ -62,29 +85,84 @@ class RemoteGraph:
         self.call = call
         self.index = index
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
-        self._replies: dict[int, tuple[tuple[int, ...], Reply]] = {}  # by backward: not waited for yet
-        self._taken: dict[int, dict[int, torch.Tensor | None]] = {}  # by backward and input: waited for, not taken yet
+        self.placeholders: list[torch.Tensor] = []  # for the gradients of the inputs
+        self.has_further = False  # a derivative of this graph enters through the same gates
+        self._derivatives: dict[int, Derivative] = {}  # by backward: with gradients that no gate has taken yet
 
-    def send(self, task: int, keep: bool, wanted: tuple[int, ...], captures: bool, grads: Grads) -> None:
+    def send(self, order: Order, further: Further | None) -> Derivative:
         for tensor, version in self.inputs_lent:
             if tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
-        reply = self.home.send_gradients(self, task, keep, wanted, captures, grads)
-        self._replies[task] = wanted, reply
+        self.has_further = self.has_further or further is not None
+        return Derivative(self, order, self.home.send_gradients(self, order), further)
+
+    def expect(self, derivative: Derivative) -> None:
+        self._derivatives[derivative.order.task] = derivative
 
     def take(self, task: int, number: int) -> torch.Tensor | None:
         """The gradient of input `number`; the first gate of a call to ask waits for all of them."""
-        if task in self._replies:
-            wanted, reply = self._replies.pop(task)
-            self._taken[task] = dict(zip(wanted, reply.gradients(), strict=True))
-        taken = self._taken[task]
-        grad = taken.pop(number)
-        if not taken:
-            del self._taken[task]
+        derivative = self._derivatives[task]
+        grad = derivative.take(number)
+        if derivative.is_taken:
+            del self._derivatives[task]
         return grad
+
+    def is_expected(self, task: int) -> bool:
+        return task in self._derivatives
 
     def __del__(self) -> None:
         self.home.release(self)
+
+
+class Further(NamedTuple):
+    """What the gradients of a call depend on, where they are to be differentiated again."""
+
+    token: torch.Tensor | None
+    grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
+    inputs: Sequence[torch.Tensor]  # of the call, as they came out of its gates
+
+
+class Derivative:
+    """One backward of one call: sent, and taken piece by piece by its gates."""
+
+    def __init__(self, graph: RemoteGraph, order: Order, reply: Reply, further: Further | None) -> None:
+        self.order = order
+        self.index = graph.index
+        self._reply = reply
+        self._further = further
+        self._found: dict[int, torch.Tensor | None] | None = None  # by input; those of the captures under None
+        self._of_captures: list[torch.Tensor | None] = []
+
+    def take(self, number: int) -> torch.Tensor | None:
+        return self._results().pop(number)
+
+    def take_captures(self) -> list[torch.Tensor | None]:
+        self._results()
+        found, self._of_captures = self._of_captures, []
+        return found
+
+    @property
+    def is_taken(self) -> bool:
+        return self._found is not None and not self._found
+
+    def _results(self) -> dict[int, torch.Tensor | None]:
+        if self._found is None:
+            with outside_transforms():
+                found = self._reply.gradients()
+                graph, further, self._further = self._reply.graph, self._further, None
+                if graph is not None and further is not None:
+                    places = self._reply.connected()
+                    outputs = [found[place] for place in places]
+                    gated = [*further.grads, *map(gate, further.inputs)]
+                    attached = attach(graph, [each for each in outputs if each is not None], further.token, gated)
+                    for place, output in zip(places, attached, strict=True):
+                        found[place] = output
+            levels, count = self.order.levels, len(self.order.wanted)
+            if levels:
+                found = [None if each is None else within(each, levels) for each in found]
+            self._found = dict(zip(self.order.wanted, found[:count], strict=True))
+            self._of_captures = found[count:]
+        return self._found
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
@@ -108,24 +186,59 @@ class Call(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graph = graph
+        ctx.token = token
         ctx.has_token = token is not None
-        ctx.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
+        ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
+        graph.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "create_graph=True does not reach through a pool call yet, and its gradients would silently be constants; "
-                "take the inner derivative inside the function that the pool runs"
-            )
-        edges: Sequence[tuple[Any, int]] = ctx.next_functions
-        gates = edges[1:] if ctx.has_token else edges
+        gates, capture_node = edges_of(ctx)
         wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
-        captures = ctx.has_token and isinstance(edges[0][0], CAPTURE_GATE_NODE) and will_run(edges[0][0])
+        captures = capture_node is not None and will_run(capture_node)
         if wanted or captures:
-            ctx.graph.send(graph_task(), graph_is_kept(), wanted, captures, grads)
-        return None, None, None, *ctx.placeholders
+            derivative = differentiate(ctx, grads, wanted, captures, graph_task(), graph_is_kept(), torch.is_grad_enabled())
+            if wanted:
+                ctx.graph.expect(derivative)
+            if derivative.order.apart:
+                capture_node.apart.setdefault(derivative.order.task, []).append(derivative)
+        return None, None, None, *ctx.graph.placeholders
+
+
+def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
+    """Of a `Call`: the edges to its gates, and the node of its captures, or None."""
+    edges: Sequence[tuple[Any, int]] = node.next_functions
+    if not node.has_token:
+        return edges, None
+    return edges[1:], edges[0][0] if isinstance(edges[0][0], CAPTURE_GATE_NODE) else None
+
+
+def differentiate(
+    node: Any,
+    grads: Sequence[torch.Tensor | None],
+    wanted: tuple[int, ...],
+    captures: bool,
+    task: int,
+    keep: bool,
+    create: bool,
+    apart: bool = False,
+) -> Derivative:
+    """Send the backward of the call whose `Call` is `node` to its worker; returns at once."""
+    levels = levels_of(grads)
+    if levels:
+        plain = iter(without([grad for grad in grads if grad is not None], levels))
+        grads = [None if grad is None else next(plain) for grad in grads]
+    graph: RemoteGraph = node.graph
+    apart = captures and (apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled())
+    further = None
+    with outside_transforms():
+        if create and node.inputs is not None:
+            gated = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+            further = Further(node.token, gated, node.inputs)
+        if not keep:
+            node.inputs = None  # the worker refuses another backward
+        return graph.send(Order(task, keep, create, wanted, captures, apart, levels, grads), further)
 
 
 class GateHook:
@@ -137,8 +250,16 @@ class GateHook:
         self._graph = graph
         self._number = number
 
-    def __call__(self, placeholders: object) -> tuple[torch.Tensor | None]:
-        return (self._graph.take(graph_task(), self._number),)
+    def __call__(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None]:
+        graph, task = self._graph, graph_task()
+        if not graph.has_further:
+            return (graph.take(task, self._number),)
+        # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
+        (others,) = grads
+        if others is graph.placeholders[self._number]:
+            others = None
+        grad = graph.take(task, self._number) if graph.is_expected(task) else None
+        return (others if grad is None else grad if others is None else grad + others,)
 
 
 def gate(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,11 +298,25 @@ class CaptureGate(torch.autograd.Function):
     def forward(ctx: Any, home: Home, *captures: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
+        ctx.apart = {}  # by backward: derivatives whose captures' gradients come one call at a time
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.home.capture_gradients(graph_task())
+        task = graph_task()
+        total: list[torch.Tensor | None] = [None] * len(ctx.next_functions)
+        # the last item first: the order in which the engine adds up what the serial loop's items contribute
+        derivatives: list[Derivative] = ctx.apart.pop(task, [])
+        for derivative in sorted(derivatives, key=lambda derivative: -derivative.index):
+            total = added(total, derivative.take_captures())
+        for levels, grads in ctx.home.capture_gradients(task):
+            total = added(total, [None if each is None else within(each, levels) for each in grads])
+        return None, *total
+
+
+def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    pairs = zip(total, grads, strict=True)
+    return [grad if held is None else held if grad is None else held + grad for held, grad in pairs]
 
 
 def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,8 @@ from collections import deque
 from typing import NamedTuple
 
 from mpgrad.arena import Borrowed, Slab, Slot
-from mpgrad.autograd import RemoteGraph
+from mpgrad.autograd import Order, RemoteGraph
+from mpgrad.batching import Level
 from mpgrad.carrier import Payload, Placed
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
@@ -24,10 +25,8 @@ class SentGradients(NamedTuple):
     """A backward on its way to the worker that keeps the graph."""
 
     graph: RemoteGraph
-    task: int
-    keep: bool
-    wanted: tuple[int, ...]
-    captures: bool
+    order: Order
+    number: int | None  # of the graph of the gradients, where there is to be one
     grads: list[Placed | None]
     modes: Modes
     reply: GradientReply
@@ -36,6 +35,7 @@ class SentGradients(NamedTuple):
 class CaptureRequest(NamedTuple):
     function: int
     task: int
+    levels: tuple[Level, ...]
     reply: GradientReply
 
 

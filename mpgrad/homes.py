@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from mpgrad.autograd import Grads, RemoteGraph
-from mpgrad.carrier import TensorRef, view
+from mpgrad.autograd import Order, RemoteGraph
+from mpgrad.batching import Level
+from mpgrad.carrier import REQUIRES_GRAD, TensorRef, view
 from mpgrad.errors import raised_again
 from mpgrad.messages import Failure
 from mpgrad.operations import SharedFunction
@@ -19,13 +20,14 @@ __all__ = ["Carrier", "GradientReply", "OperationHome"]
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_outcome", "_subject", "_wait_until", "_worker")
+    __slots__ = ("_outcome", "_subject", "_wait_until", "_worker", "graph")
 
     def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], worker: int, index: int | None) -> None:
         self._wait_until = wait_until
         self._worker = worker
         self._subject = "" if index is None else f"item {index}, "
         self._outcome: tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]] | BaseException | None = None
+        self.graph: RemoteGraph | None = None
 
     @property
     def arrived(self) -> bool:
@@ -43,24 +45,29 @@ class GradientReply:
         self._outcome = error
 
     def gradients(self) -> list[torch.Tensor | None]:
+        found, payload, memories = self._wait()
+        return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place]) for ref in found]
+
+    def connected(self) -> list[int]:
+        found, _, _ = self._wait()
+        return [place for place, ref in enumerate(found) if ref is not None and ref.flags & REQUIRES_GRAD]
+
+    def _wait(self) -> tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]:
         if self._outcome is None:
             self._wait_until(lambda: self.arrived)
         outcome = self._outcome
         if isinstance(outcome, BaseException):
             raise outcome.with_traceback(None)
         assert outcome is not None
-        found, payload, memories = outcome
-        return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place]) for ref in found]
+        return outcome
 
 
 class Carrier(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
-    def send_gradients(
-        self, graph: RemoteGraph, task: int, keep: bool, wanted: tuple[int, ...], captures: bool, grads: Grads
-    ) -> GradientReply: ...
+    def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply: ...
 
-    def request_captures(self, worker: Any, function: int, task: int) -> GradientReply: ...
+    def request_captures(self, worker: Any, function: int, task: int, levels: tuple[Level, ...]) -> GradientReply: ...
 
     def release(self, graph: RemoteGraph) -> None: ...
 
@@ -68,27 +75,25 @@ class Carrier(Protocol):
 class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
-    def __init__(self, carrier: Carrier, function: SharedFunction) -> None:
+    def __init__(self, carrier: Carrier, function: SharedFunction, deterministic: bool) -> None:
         self._carrier = carrier
         self._function = function
-        self._contributors: dict[int, dict[object, None]] = {}  # backward -> workers, in the order they were first asked
+        self.deterministic = deterministic
+        # backward -> who adds up what, in the order they were first asked
+        self._contributors: dict[int, dict[tuple[object, tuple[Level, ...]], None]] = {}
 
-    def send_gradients(
-        self, graph: RemoteGraph, task: int, keep: bool, wanted: tuple[int, ...], captures: bool, grads: Grads
-    ) -> GradientReply:
-        if captures:
-            self._contributors.setdefault(task, {})[graph.worker] = None
-        return self._carrier.send_gradients(graph, task, keep, wanted, captures, grads)
+    def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply:
+        if order.captures and not order.apart:
+            self._contributors.setdefault(order.task, {})[graph.worker, order.levels] = None
+        return self._carrier.send_gradients(graph, order)
 
-    def capture_gradients(self, task: int) -> Grads:
-        workers = self._contributors.pop(task, {})
-        replies = [self._carrier.request_captures(worker, self._function.number, task) for worker in workers]
-        total: list[torch.Tensor | None] = [None] * len(self._function.differentiable)
-        for reply in replies:
-            for number, grad in enumerate(reply.gradients()):
-                held = total[number]
-                total[number] = grad if held is None else held if grad is None else held + grad
-        return total
+    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        asked = [
+            (levels, self._carrier.request_captures(worker, self._function.number, task, levels))
+            for worker, levels in self._contributors.pop(task, {})
+        ]
+        for levels, reply in asked:
+            yield levels, reply.gradients()
 
     def release(self, graph: RemoteGraph) -> None:
         self._carrier.release(graph)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mpgrad.batching import Level
 from mpgrad.carrier import TensorRef
 from mpgrad.modes import Modes
 
@@ -115,13 +116,20 @@ class Forward(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed."""
+    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed.
+
+    Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
+    a graph of all these gradients is kept under it. Gradients are batches over `levels`, which are in front.
+    """
 
     call: int
     task: int
     keep: bool
     wanted: tuple[int, ...]
     captures: bool
+    apart: bool
+    levels: tuple[Level, ...]
+    graph: int | None
     grads: list[TensorRef | None]
 
 
@@ -137,6 +145,7 @@ class Collect(NamedTuple):
     chunk: int
     function: int
     task: int
+    levels: tuple[Level, ...]
 
 
 class Release(NamedTuple):

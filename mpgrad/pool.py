@@ -59,6 +59,9 @@ class Pool:
         threads_per_worker: intra-op threads of each worker process.
         engine: "process"; "thread" for functions that release the GIL (there they share the process's random generators,
             so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's thread.
+        deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
+            (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
+            sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -83,6 +86,7 @@ class Pool:
         *,
         threads_per_worker: int = 1,
         engine: str = "process",
+        deterministic: bool = False,
     ) -> None:
         if engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)} (engine: {engine!r})")
@@ -95,6 +99,7 @@ class Pool:
             calls=None if maxtasksperchild is None else positive("maxtasksperchild", maxtasksperchild),
         )
         self._engine = engine
+        self._deterministic = deterministic
         self._processes = settings.workers
         self._scheduler = start_scheduler(engine, settings, context)
         # not a method of the pool: a finalizer that refers to it would keep it alive
@@ -348,7 +353,7 @@ class Pool:
         scheduler = self._scheduler
         scheduler.check_open()
         shared = SharedFunction(function, scheduler.packer, scheduler.forget_function)
-        home = OperationHome(scheduler, shared)
+        home = OperationHome(scheduler, shared, self._deterministic)
         reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
         return Operation(
             shared,

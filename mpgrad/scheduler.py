@@ -22,8 +22,9 @@ from concurrent.futures import CancelledError
 from typing import NamedTuple
 
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
-from mpgrad.autograd import Grads, RemoteGraph
-from mpgrad.carrier import Packer, Payload, Placed, TensorRef
+from mpgrad.autograd import Home, Order, RemoteGraph
+from mpgrad.batching import Level
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, TensorRef
 from mpgrad.channel import Frame, Pipe, drained
 from mpgrad.crew import CaptureRequest, Chunk, SentGradients, Worker
 from mpgrad.errors import InternalError, PoolClosedError, WorkerDiedError, raised_again
@@ -192,17 +193,17 @@ class Scheduler(ABC):
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
         self._post(lambda: self._cancel(operation))
 
-    def send_gradients(
-        self, graph: RemoteGraph, task: int, keep: bool, wanted: tuple[int, ...], captures: bool, grads: Grads
-    ) -> GradientReply:
+    def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply:
         worker = graph.worker
         assert isinstance(worker, Worker)
         self._check_reachable(worker, graph.index)
         reply = GradientReply(self.wait_until, worker.number, graph.index)
-        placed = [None if grad is None else self.copying_packer.place(grad, 0) for grad in grads]
-        if self._task_modes[0] != task:
-            self._task_modes = task, current_modes()
-        worker.backlog.append(SentGradients(graph, task, keep, wanted, captures, placed, self._task_modes[1], reply))
+        place = self.copying_packer.place
+        placed = [None if grad is None else place(grad, REQUIRES_GRAD if grad.requires_grad else 0) for grad in order.grads]
+        number = next(self._call_numbers) if order.create else None
+        if self._task_modes[0] != order.task:
+            self._task_modes = order.task, current_modes()
+        worker.backlog.append(SentGradients(graph, order, number, placed, self._task_modes[1], reply))
         self._held_gradients += 1
         if self._held_gradients >= HELD_GRADIENTS:
             self._held_gradients = 0
@@ -211,10 +212,10 @@ class Scheduler(ABC):
             reply.fail(worker.gone)
         return reply
 
-    def request_captures(self, worker: Worker, function: int, task: int) -> GradientReply:
+    def request_captures(self, worker: Worker, function: int, task: int, levels: tuple[Level, ...]) -> GradientReply:
         self._check_reachable(worker, None)
         reply = GradientReply(self.wait_until, worker.number, None)
-        worker.backlog.append(CaptureRequest(function, task, reply))
+        worker.backlog.append(CaptureRequest(function, task, levels, reply))
         self.wake()
         if worker.gone is not None:
             reply.fail(worker.gone)
@@ -513,7 +514,7 @@ class Scheduler(ABC):
         if isinstance(first, CaptureRequest):
             worker.backlog.popleft()
             worker.under_way[chunk] = Chunk(None, [], [], first)
-            self._transmit(worker, [Collect(chunk, first.function, first.task)], Payload())
+            self._transmit(worker, [Collect(chunk, first.function, first.task, first.levels)], Payload())
             return
         payload = Payload()
         sent: list[SentGradients] = []
@@ -526,10 +527,13 @@ class Scheduler(ABC):
         calls = [
             BackwardCall(
                 item.graph.call,
-                item.task,
-                item.keep,
-                item.wanted,
-                item.captures,
+                item.order.task,
+                item.order.keep,
+                item.order.wanted,
+                item.order.captures,
+                item.order.apart,
+                item.order.levels,
+                item.number,
                 [None if placed is None else self._pack(worker, placed, payload) for placed in item.grads],
             )
             for item in sent
@@ -584,6 +588,8 @@ class Scheduler(ABC):
                 case Gradients():
                     chunk = worker.under_way.pop(message.chunk)
                     for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
+                        if sent.number is not None and not isinstance(found, Failure) and any_connected(found):
+                            sent.reply.graph = self._graph_kept(worker, sent.graph.home, sent.number, sent.graph.index)
                         self._arrive(sent.reply, found, frame.payload)
                 case Collected():
                     request = worker.under_way.pop(message.chunk).captures
@@ -624,14 +630,17 @@ class Scheduler(ABC):
             memories = self._borrow(outcome.tensors)
             graph = None
             if outcome.has_graph:
-                worker.graphs += 1
-                graph = RemoteGraph(operation.home, worker, number, call.index)
+                graph = self._graph_kept(worker, operation.home, number, call.index)
             call.placed = []  # the worker has it now
             operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call))
         if operation.finished:
             self._unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
             self._retire(worker)
+
+    def _graph_kept(self, worker: Worker, home: Home, number: int, index: int) -> RemoteGraph:
+        worker.graphs += 1
+        return RemoteGraph(home, worker, number, index)
 
     def _arrive(self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview) -> None:
         refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
@@ -640,6 +649,10 @@ class Scheduler(ABC):
     def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, memoryview]:
         """Claim memory at once, so that it is given back even where nobody ever looks at the result."""
         return {ref.place: self.lenders.borrow(ref.place, ref.nbytes) for ref in refs if ref.place >= 0}
+
+
+def any_connected(found: Sequence[TensorRef | None]) -> bool:
+    return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
 
 
 def again(failure: Failure, subject: str, worker: Worker) -> BaseException:

@@ -129,15 +129,6 @@ def test_anomaly_mode_holds_in_the_worker(pool: mpgrad.Pool) -> None:
             result.sum().backward()
 
 
-def test_create_graph_is_refused_rather_than_wrong(pool: mpgrad.Pool) -> None:
-    x = leaves()[0]
-    (result,) = pool.map(fn, [x])
-    with pytest.raises(NotImplementedError, match="create_graph=True does not reach through a pool call yet"):
-        torch.autograd.grad(result.sum(), x, create_graph=True)
-    result.sum().backward()
-    assert x.grad is not None
-
-
 def test_an_error_in_backward(pool: mpgrad.Pool) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod

@@ -22,7 +22,7 @@ import mpgrad.testing
 from mpgrad.testing import assert_same_as_serial
 
 ROOT = Path(__file__).parent.parent
-BOTH_SIDES = {"messages", "channel", "carrier", "arena", "structure", "modes", "errors"}
+BOTH_SIDES = {"messages", "channel", "carrier", "batching", "arena", "structure", "modes", "errors"}
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_both_sides_import_nothing_of_one_side() -> None:
 
 def test_the_autograd_layer_knows_no_transport() -> None:
     ours = {name.split(".")[1] for name in imports_of(ROOT / "mpgrad" / "autograd.py") if name.startswith("mpgrad.")}
-    assert ours == {"_torch"}
+    assert ours == {"_torch", "batching"}
 
 
 @pytest.mark.parametrize("module", [mpgrad.pool, mpgrad.testing], ids=lambda module: module.__name__)

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpgrad._torch import gradients
+from mpgrad.batching import Level, over
 
 __all__ = ["CaptureSums", "Edge", "Graph", "dress", "run_backward"]
 
@@ -63,18 +64,23 @@ def dress(
 
 
 def run_backward(
-    graph: Graph, grads: Sequence[torch.Tensor | None], wanted: Sequence[int], captures: bool, keep: bool
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """Gradients of the `wanted` inputs, and of all captures where asked for; None for what was not used."""
+    graph: Graph,
+    grads: Sequence[torch.Tensor | None],
+    wanted: Sequence[int],
+    captures: bool,
+    keep: bool,
+    create: bool,
+    levels: tuple[Level, ...],
+) -> list[torch.Tensor | None]:
+    """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
     edges = [graph.inputs[k] for k in wanted]
     if captures:
         edges += graph.captures
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
     if not edges or not given:
-        return [None] * len(wanted), [None] * (len(edges) - len(wanted))
+        return [None] * len(edges)
     outputs, incoming = zip(*given, strict=True)
-    found = gradients(outputs, edges, incoming, keep)
-    return list(found[: len(wanted)]), list(found[len(wanted) :])
+    return over(levels, lambda incoming: gradients(outputs, edges, incoming, keep, create), incoming)
 
 
 class CaptureSums:

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
 from mpgrad.arena import Arena, Lenders, Slot
+from mpgrad.batching import Level
 from mpgrad.carrier import (
     LEAF,
     PARAMETER,
@@ -84,7 +85,7 @@ class Worker:
         self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, bytes] = {}
         self._graphs: dict[int, Graph] = {}
-        self._sums: dict[tuple[int, int], CaptureSums] = {}
+        self._sums: dict[tuple[int, int, tuple[Level, ...]], CaptureSums] = {}
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._progress_slot = self._arena.allocate(16)
         self._progress = self._progress_slot.memory.cast("q")
@@ -196,15 +197,25 @@ class Worker:
 
     def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[TensorRef | None]:
         graph = self._graphs[call.call]
-        grads = [None if ref is None else view(ref, payload, self._borrow) for ref in call.grads]
-        found, of_captures = run_backward(graph, grads, call.wanted, call.captures, call.keep)
-        if call.captures:
-            key = (graph.function, call.task)
+        create = call.graph is not None
+        refs = [ref for ref in call.grads if ref is not None]
+        incoming, edges = self._inputs(refs, payload) if create else ([view(ref, payload, self._borrow) for ref in refs], [])
+        rest = iter(incoming)
+        grads = [None if ref is None else next(rest) for ref in call.grads]
+        found = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
+        if call.captures and not call.apart:
+            found, of_captures = found[: len(call.wanted)], found[len(call.wanted) :]
+            key = (graph.function, call.task, call.levels)
             self._sums.setdefault(key, CaptureSums(len(of_captures))).add(of_captures)
-        return self._lend_all(found)
+        placed = self._lend_all(found)
+        if call.graph is not None:
+            outputs = [get_gradient_edge(grad) for grad in found if grad is not None and grad.requires_grad]
+            if outputs:
+                self._graphs[call.graph] = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
+        return placed
 
     def _collect(self, message: Collect, payload: memoryview) -> Message:
-        sums = self._sums.pop((message.function, message.task))
+        sums = self._sums.pop((message.function, message.task, message.levels))
         try:
             return Collected(message.chunk, self._lend_all(sums.sums))
         except BaseException as error:
@@ -247,7 +258,8 @@ class Worker:
 
     def _lend_all(self, tensors: Sequence[torch.Tensor | None]) -> list[TensorRef | None]:
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
-        placed = [None if tensor is None else self._packer.place(tensor, 0) for tensor in tensors]
+        place = self._packer.place
+        placed = [None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0) for each in tensors]
         return [None if each is None else self._lend(each) for each in placed]
 
     def _lend(self, placed: Placed) -> TensorRef:

@@ -1,0 +1,309 @@
+"""Derivatives of any order through a pool, in any way that autograd offers, against the serial loop."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import mpgrad
+
+Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
+
+
+def serial(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    return [fn(item) for item in items]
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def ragged() -> list[torch.Tensor]:
+    return [leaf(n, seed=n) for n in (1, 3, 2, 5)]
+
+
+def assert_equal(ours: Sequence[Any], theirs: Sequence[Any], exact: bool = True) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            assert mine.shape == other.shape
+            assert mine.requires_grad == other.requires_grad
+            assert torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
+
+
+# --- each case returns tensors to compare; `loop` is the pool's map or the serial loop
+
+
+def gradient_penalty(loop: Loop) -> list[torch.Tensor]:
+    items = ragged()
+    results = loop(lambda x: (x**3).sum() * x, items)
+    gradients = torch.autograd.grad([r.sum() for r in results], items, create_graph=True)
+    penalty = sum((g**2).sum() for g in gradients)
+    penalty.backward()
+    return [*gradients, *[x.grad for x in items]]
+
+
+def of_captures(loop: Loop) -> list[torch.Tensor]:
+    items, weight = ragged(), leaf(1, seed=9)
+    results = loop(lambda x: (x * weight).sin() * weight, items)
+    total = sum(r.sum() for r in results)
+    *gradients, of_weight = torch.autograd.grad(total, [*items, weight], create_graph=True)
+    second = torch.autograd.grad(sum((g**2).sum() for g in gradients) * of_weight.sum(), [*items, weight])
+    return [*gradients, of_weight, *second]
+
+
+def fourth_order(loop: Loop) -> list[torch.Tensor]:
+    x, c = leaf(3), leaf(3, seed=1)
+    (y,) = loop(lambda x: (x * c).exp() * x, [x])
+    found = []
+    for _ in range(4):
+        y, of_c = torch.autograd.grad(y.sum(), [x, c], create_graph=True)
+        found += [y, of_c]
+    return found
+
+
+def hessian_vector_product(loop: Loop) -> list[torch.Tensor]:
+    items = ragged()
+    results = loop(lambda x: x.prod() + (x**4).sum(), items)
+    gradients = torch.autograd.grad(results, items, create_graph=True)
+    return list(torch.autograd.grad(gradients, items, [torch.ones_like(x) for x in items]))
+
+
+def inner_step(loop: Loop) -> list[torch.Tensor]:
+    """An inner gradient step differentiated by an outer one, as in MAML."""
+    weight, tasks = leaf(2), [leaf(2, seed=k) for k in range(1, 4)]
+    losses = loop(lambda x: ((weight * x).tanh() ** 2).sum(), tasks)
+    found = []
+    for loss, task in zip(losses, tasks, strict=True):
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        faster = weight - 0.1 * gradient
+        (outer,) = loop(lambda x: (faster * x).sum() ** 2, [task])
+        found += torch.autograd.grad(outer, [weight, task], retain_graph=True)
+    return found
+
+
+def some_inputs(loop: Loop) -> list[torch.Tensor]:
+    items = ragged()
+    results = loop(lambda x: x**4, items)
+    first = torch.autograd.grad(results[1].sum(), items[1], create_graph=True)
+    second = torch.autograd.grad(first[0].sum(), items[1], create_graph=True)
+    third = torch.autograd.grad(second[0].sum(), items[1])
+    other = torch.autograd.grad(results[2].sum(), items[2])
+    return [*first, *second, *third, *other]
+
+
+def shared_item(loop: Loop) -> list[torch.Tensor]:
+    x = leaf(3)
+    results = loop(lambda t: (t[0] * t[1]).exp(), [(x, x), (x, 2 * x)])
+    (gradient,) = torch.autograd.grad([r.sum() for r in results], x, create_graph=True)
+    gradient.sum().backward()
+    return [gradient, x.grad]
+
+
+def chain(loop: Loop) -> list[torch.Tensor]:
+    items = ragged()
+    middle = loop(lambda x: x * x, items)
+    results = loop(lambda x: x.sin() * x, middle)
+    gradients = torch.autograd.grad([r.sum() for r in results], items, create_graph=True)
+    sum((g * g).sum() for g in gradients).backward()
+    return [*gradients, *[x.grad for x in items]]
+
+
+def linear(loop: Loop) -> list[torch.Tensor]:
+    """The gradient does not depend on the input; only on the gradient that comes in."""
+    items = ragged()
+    cotangents = [torch.ones_like(x).requires_grad_() for x in items]
+    results = loop(lambda x: x * 3, items)
+    gradients = torch.autograd.grad(results, items, cotangents, create_graph=True)
+    back = torch.autograd.grad([g.sum() for g in gradients], cotangents)
+    return [*gradients, *back]
+
+
+def backward_creates(loop: Loop) -> list[torch.Tensor]:
+    items = ragged()
+    sum((r**2).sum() for r in loop(lambda x: x**2, items)).backward(create_graph=True)
+    gradients = [x.grad for x in items]
+    second = torch.autograd.grad([g.sum() for g in gradients], items)
+    for x in items:
+        x.grad = None  # else x and its gradient keep each other alive
+    return [*gradients, *second]
+
+
+def zero_gradients(loop: Loop) -> list[Any]:
+    x, y = leaf(2), leaf(2, seed=1)
+    ((a, _),) = loop(lambda t: (t[0] ** 2, t[1] ** 2), [(x, y)])
+    first = torch.autograd.grad(a.sum(), [x, y], create_graph=True, allow_unused=True)
+    second = torch.autograd.grad(first[0].sum(), [x, y], allow_unused=True, materialize_grads=True)
+    return [*first, *second]
+
+
+CASES = [
+    gradient_penalty,
+    of_captures,
+    fourth_order,
+    hessian_vector_product,
+    inner_step,
+    some_inputs,
+    shared_item,
+    chain,
+    linear,
+    backward_creates,
+    zero_gradients,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # the case is about just that
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_the_serial_loop(pool: mpgrad.Pool, case: Callable[[Loop], list[Any]]) -> None:
+    ours, theirs = case(pool.map), case(serial)
+    assert_equal(ours, theirs, exact=case in (gradient_penalty, hessian_vector_product, some_inputs, linear))
+
+
+def functions() -> list[tuple[str, Callable[[mpgrad.Pool], Callable[..., Any]]]]:
+    c = torch.tensor([0.5, -1.5], dtype=torch.float64)
+    return [
+        ("map", lambda pool: lambda x, w: sum(pool.map(lambda t: (t * w).exp() * t, [x, x * 2]))),
+        ("starmap", lambda pool: lambda x, w: tuple(pool.starmap(lambda a, b: (a * b * c).sin(), [(x, w), (w, x**2)]))),
+        ("imap", lambda pool: lambda x, w: tuple(pool.imap(lambda t: (t * w) ** 3, [x, w]))),
+        ("submit", lambda pool: lambda x, w: pool.submit(lambda t: t * w.exp() * t, x).result()),
+        ("reduce", lambda pool: lambda x, w: pool.reduce(lambda t, i: t * i + w, [x, x * w], w)),
+        ("in-place", lambda pool: lambda x, w: pool.reduce(lambda t, i: t.add_(i * i * w), [x, x * w], [w * 1, x * 1])[0]),
+        ("map_reduce", lambda pool: lambda x, w: pool.map_reduce(lambda t: t**2 * w, [x, w, x * w], "sum")),
+        ("named", lambda pool: lambda x, w: pool.reduce("logsumexp", [x, x * w], w**2)),
+        ("map_async", lambda pool: lambda x, w: tuple(pool.map_async(lambda t: t.tanh() * w, [x, w]).get())),
+    ]
+
+
+@pytest.mark.parametrize("engine", [("process", 2), ("inline", 1)], ids=lambda engine: engine[0])
+@pytest.mark.parametrize(("name", "function"), functions(), ids=[name for name, _ in functions()])
+def test_gradcheck_of_every_operation(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+    name: str,
+    function: Callable[[mpgrad.Pool], Callable[..., Any]],
+    engine: tuple[str, int],
+) -> None:
+    fn = function(shared_pools(*engine))
+    inputs = leaf(2), leaf(2, seed=1)
+    assert gradcheck(fn, inputs, check_batched_grad=True)
+    assert gradgradcheck(fn, inputs)
+
+
+# --- batched gradients
+
+
+def batched(loop: Loop) -> list[torch.Tensor]:
+    items, weight = ragged(), leaf(1, seed=9)
+    results = loop(lambda x: (x * weight).sin() * x.sum(), items)
+    cotangents = [torch.randn(4, *r.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for r in results]
+    kept = torch.autograd.grad(results, [*items, weight], cotangents, is_grads_batched=True, retain_graph=True)
+    one = torch.autograd.grad(results[1], [items[1], weight], cotangents[1], is_grads_batched=True, create_graph=True)
+    second = torch.autograd.grad([g.sum() for g in one], [items[1], weight], retain_graph=True)
+    again = torch.autograd.grad(one[0], items[1], cotangents[1].expand(2, *one[0].shape), is_grads_batched=True)
+    return [*kept, *one, *second, *again]
+
+
+def under_vmap(loop: Loop) -> list[torch.Tensor]:
+    items, weight = ragged(), leaf(1, seed=9)
+    results = loop(lambda x: (x * weight).sin() * x.sum(), items)
+
+    def gradients(row: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(results[1:3], [*items[1:3], weight], [row, other], retain_graph=True)
+
+    rows, others = torch.eye(3, dtype=torch.float64), leaf(4, 2).detach()
+    single = torch.func.vmap(gradients, (0, None))(rows, others[0])
+    double = torch.func.vmap(torch.func.vmap(gradients, (None, 0)), (0, None))(rows, others)
+    return [*single, *double]
+
+
+def some_batched(loop: Loop) -> list[Any]:
+    """Two outputs, of which one gets no gradient at all."""
+    x, y = leaf(2), leaf(3, seed=1)
+    ((_, b),) = loop(lambda t: (t[0] * t[1].sum(), t[1] ** 2), [(x, y)])
+    rows = torch.eye(3, dtype=torch.float64)
+    return list(torch.autograd.grad(b, [x, y], rows, is_grads_batched=True, allow_unused=True))
+
+
+@pytest.mark.parametrize("case", [batched, under_vmap, some_batched], ids=lambda case: case.__name__)
+def test_batches_of_gradients(pool: mpgrad.Pool, case: Callable[[Loop], list[Any]]) -> None:
+    assert_equal(case(pool.map), case(serial), exact=False)
+
+
+def test_vectorized_jacobians(pool2: mpgrad.Pool) -> None:
+    def fn(loop: Loop) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.stack(loop(lambda t: (t * x).prod() * t, [x, x * 2]))
+
+    x = leaf(3)
+    for vectorize in (False, True):
+        ours, theirs = (
+            torch.autograd.functional.hessian(lambda x, loop=loop: fn(loop)(x).sum(), x, vectorize=vectorize)
+            for loop in (pool2.map, serial)
+        )
+        assert_equal([ours], [theirs], exact=False)
+        ours, theirs = (torch.autograd.functional.jacobian(fn(loop), x, vectorize=vectorize) for loop in (pool2.map, serial))
+        assert_equal([ours], [theirs], exact=False)
+
+
+# --- order of sums
+
+
+def sums_of_captures(loop: Loop) -> torch.Tensor:
+    weight = leaf(50)
+    items = [leaf(50, seed=n).detach() * 10.0 ** (n % 7) for n in range(40)]
+    sum(r.sum() for r in loop(lambda x: (x * weight).sin(), items)).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_deterministic_sums_are_the_serial_ones(nursery: mpgrad.Pool) -> None:
+    expected = sums_of_captures(serial)
+    for processes in (1, 2, 3):
+        with mpgrad.Pool(processes, deterministic=True) as pool:
+            assert torch.equal(sums_of_captures(pool.map), expected)
+            assert torch.equal(sums_of_captures(lambda fn, items, pool=pool: pool.map(fn, items, chunksize=7)), expected)
+
+
+def test_deterministic_algorithms_order_the_sums_too(pool: mpgrad.Pool) -> None:
+    expected = sums_of_captures(serial)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(sums_of_captures(pool.map), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- memory
+
+
+def test_graphs_of_derivatives_are_released(fresh_pool: mpgrad.Pool) -> None:
+    """One graph per call and order; each is gone from its worker's table when the parent's node is."""
+
+    def count() -> int:
+        return len(fresh_pool.map(abs, range(8), chunksize=1)) and sum(  # releases ride with the next message
+            worker.graphs for worker in fresh_pool._scheduler._workers.values()
+        )
+
+    def settles_at(number: int) -> bool:
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while count() != number and time.monotonic() < deadline:
+            pass
+        return count() == number
+
+    items = ragged()
+    results = fresh_pool.map(lambda x: x**4, items)
+    gradients = torch.autograd.grad([r.sum() for r in results], items, create_graph=True)
+    assert settles_at(8)
+    second = torch.autograd.grad([g.sum() for g in gradients], items, create_graph=True)
+    assert settles_at(12)
+    del gradients, second
+    assert settles_at(4)
+    del results
+    assert settles_at(0)
