@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "apply",
     "batched",
     "descriptor_of",
+    "dual_level_is_active",
     "gradients",
     "graph_is_kept",
     "graph_task",
+    "has_tangent",
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
@@ -36,6 +39,7 @@ __all__ = [
     "unbatched_the_older_way",
     "vmap_the_older_way",
     "will_run",
+    "within_dual_level",
 ]
 
 
@@ -140,6 +144,27 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
 def transforms_are_active() -> bool:
     """Whether a `torch.func` transform is running in this thread."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def dual_level_is_active() -> bool:
+    """Whether forward-mode differentiation is on in this process (`torch.autograd.forward_ad.dual_level`)."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a dual tensor of the level that is active."""
+    return dual_level_is_active() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def within_dual_level() -> Iterator[None]:
+    """Forward-mode differentiation is on in the body. There is one level for all threads of a process."""
+    with forward_ad._set_fwd_grad_enabled(True):  # a function's own `jvp` runs with it off
+        if dual_level_is_active():
+            yield
+        else:
+            with forward_ad.dual_level():
+                yield
 
 
 @contextlib.contextmanager

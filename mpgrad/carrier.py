@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad._torch import is_functorch_wrapped
+from mpgrad._torch import has_tangent, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
 
 __all__ = ["Packer", "Payload", "Placed", "TensorRef", "are_distinct_tensors", "check_carriable", "flags_of", "view"]
 
 RIDE_BYTES = 8192
+FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
@@ -76,7 +77,9 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) 
     elif tensor.is_quantized:
         reason = f"its dtype is {tensor.dtype}; pass tensor.dequantize()"
     elif is_functorch_wrapped(tensor):
-        reason = "it belongs to a torch.func transform; call the pool outside of it"
+        reason = f"it belongs to a torch.func transform; inside of one, {FOLLOWED}"
+    elif has_tangent(tensor):
+        reason = f"it has a tangent, which would be lost; for dual tensors, {FOLLOWED}"
     if reason is not None:
         owner = owner if index is None else f"{owner} {index}"
         raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")

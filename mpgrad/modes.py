@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad._torch import outside_transforms
+
 __all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under"]
 
 MASK = (1 << 64) - 1
@@ -86,7 +88,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 def draw_seed() -> int:
     """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
-    return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
+    with outside_transforms():
+        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 
 def seed_item(seed: int, index: int) -> None:

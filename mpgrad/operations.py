@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad import structure
+from mpgrad._torch import outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import Home, RemoteGraph, attach, gate
 from mpgrad.carrier import (
@@ -33,7 +34,7 @@ from mpgrad.carrier import (
     view,
 )
 from mpgrad.messages import Result, Structure
-from mpgrad.modes import Modes, current_modes
+from mpgrad.modes import Modes
 
 __all__ = ["Delivered", "Operation", "PackedCall", "Shared", "SharedFunction", "pack_call"]
 
@@ -103,6 +104,9 @@ def pack_call(
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
         SharedMemoryError: no room for a tensor.
     """
+    if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
+        with outside_transforms():
+            return pack_call(packer, index, args, kwargs, grad, shared)
     shape, tensors = arguments_structure(index, args, kwargs)
     placed = []
     for tensor in tensors:
@@ -149,6 +153,7 @@ class Operation:
         home: Home,
         token: torch.Tensor | None,
         seed: int | None,
+        modes: Modes,
         *,
         chunksize: int | None = None,
         stop_at_failure: bool = True,
@@ -159,7 +164,7 @@ class Operation:
         self.home = home
         self.token = token
         self.seed = seed
-        self.modes: Modes = current_modes()
+        self.modes = modes
         self.chunksize = chunksize
         self.stop_at_failure = stop_at_failure
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
@@ -226,7 +231,7 @@ class Operation:
     @contextlib.contextmanager
     def modes_of_caller(self) -> Iterator[None]:
         """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
-        with torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
+        with outside_transforms(), torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             yield
 
     def _build(self, outcome: Delivered | BaseException) -> Any:

@@ -21,13 +21,15 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
+from mpgrad._torch import outside_transforms
 from mpgrad.autograd import capture_gate
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
+from mpgrad.functional import may_be_followed, run_followed
 from mpgrad.homes import OperationHome
 from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
-from mpgrad.modes import draw_seed
+from mpgrad.modes import Modes, current_modes, draw_seed
 from mpgrad.operations import Operation, Shared, SharedFunction, pack_call
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
@@ -344,7 +346,13 @@ class Pool:
     # --- how they all run
 
     def _begin(
-        self, function: Callable[..., Any], chunksize: int | None = None, stop_at_failure: bool = True, noun: str = "item"
+        self,
+        function: Callable[..., Any],
+        chunksize: int | None = None,
+        stop_at_failure: bool = True,
+        noun: str = "item",
+        seed: int | None = None,
+        modes: Modes | None = None,
     ) -> Operation:
         if not callable(function):
             raise TypeError(f"the function must be callable (given: {function!r})")
@@ -352,18 +360,24 @@ class Pool:
             positive("chunksize", chunksize)
         scheduler = self._scheduler
         scheduler.check_open()
-        shared = SharedFunction(function, scheduler.packer, scheduler.forget_function)
-        home = OperationHome(scheduler, shared, self._deterministic)
-        reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
+        with outside_transforms():
+            shared = SharedFunction(function, scheduler.packer, scheduler.forget_function)
+            home = OperationHome(scheduler, shared, self._deterministic)
+            reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
+            token = capture_gate(home, shared.differentiable) if reaches_gradients else None
         return Operation(
             shared,
             home,
-            capture_gate(home, shared.differentiable) if reaches_gradients else None,
-            draw_seed() if self._engine != "thread" else None,
+            token,
+            self._draw_seed() if seed is None else seed,
+            modes or current_modes(),
             chunksize=chunksize,
             stop_at_failure=stop_at_failure,
             noun=noun,
         )
+
+    def _draw_seed(self) -> int | None:
+        return draw_seed() if self._engine != "thread" else None
 
     def _add_all(
         self,
@@ -402,8 +416,16 @@ class Pool:
         progress: Progress,
         shared: Shared | None = None,
         noun: str = "item",
+        seed: int | None = None,
+        modes: Modes | None = None,
     ) -> list[Any]:
-        operation = self._begin(function, chunksize, noun=noun)
+        if modes is None and may_be_followed():
+            calls = list(calls)
+            run = functools.partial(self._run, total=total, chunksize=chunksize, progress=progress, noun=noun)
+            results = run_followed(function, calls, self._draw_seed(), run)
+            if results is not None:
+                return results
+        operation = self._begin(function, chunksize, noun=noun, seed=seed, modes=modes)
         with progress_bar(progress, total) as move_to:
             self._add_all(operation, calls, borrow=True, shared=shared)
             try:

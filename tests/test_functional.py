@@ -1,0 +1,226 @@
+"""Pool calls inside `torch.func` transforms and on dual tensors, against the same transforms of the serial loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import mpgrad
+
+Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
+
+
+def serial(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    return [fn(item) for item in items]
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+W = numbers(3, seed=7)
+
+
+def vector(loop: Loop) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A vector of 3 in, 4 out; the function captures `x` as well as taking parts of it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        a, b, count = loop(lambda t: (t[0] * x * W).sin() if t[1] else t[0].sum().exp() * x, [(x**2, 1), (x, 0), (W, 1)])
+        return torch.cat([a + b, count[:1] * x.prod()])
+
+    return fn
+
+
+def scalar(loop: Loop) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: vector(loop)(x).pow(2).sum()
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+TRANSFORMS: dict[str, Callable[[Loop], Any]] = {
+    "grad": lambda loop: grad(scalar(loop))(numbers(3)),
+    "grad of grad": lambda loop: grad(lambda x: grad(scalar(loop))(x).pow(2).sum())(numbers(3)),
+    "vjp": lambda loop: vjp(vector(loop), numbers(3))[1](numbers(4, seed=1)),
+    "vjp's value": lambda loop: vjp(vector(loop), numbers(3))[0],
+    "jvp": lambda loop: jvp(vector(loop), (numbers(3),), (numbers(3, seed=2),)),
+    "jvp of jvp": lambda loop: jvp(
+        lambda x: jvp(vector(loop), (x,), (numbers(3, seed=2),))[1], (numbers(3),), (numbers(3, seed=3),)
+    ),
+    "jacrev": lambda loop: jacrev(vector(loop))(numbers(3)),
+    "jacfwd": lambda loop: jacfwd(vector(loop))(numbers(3)),
+    "hessian": lambda loop: hessian(scalar(loop))(numbers(3)),
+    "jacrev of jacrev": lambda loop: jacrev(jacrev(scalar(loop)))(numbers(3)),
+    "vmap": lambda loop: vmap(vector(loop))(numbers(5, 3)),
+    "vmap of vmap": lambda loop: vmap(vmap(vector(loop)), in_dims=1)(numbers(5, 2, 3)),
+    "vmap of grad": lambda loop: vmap(grad(scalar(loop)))(numbers(5, 3)),
+    "grad of vmap": lambda loop: grad(lambda x: vmap(vector(loop))(x).sum())(numbers(5, 3)),
+    "vmap, some items": lambda loop: vmap(lambda x: tuple(loop(lambda t: t * 2, [x, W])))(numbers(5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform(pool: mpgrad.Pool, name: str) -> None:
+    ours, theirs = flat(TRANSFORMS[name](pool.map)), flat(TRANSFORMS[name](serial))
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert torch.allclose(mine, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian], ids=lambda transform: transform.__name__)
+def test_reductions(pool2: mpgrad.Pool, transform: Callable[..., Any]) -> None:
+    def by_pool(x: torch.Tensor) -> torch.Tensor:
+        total = pool2.map_reduce(lambda t: t**2 * W, [x, x * 2, W], "sum")
+        folded = pool2.reduce(lambda target, item: target.mul_(item + 1), [x, W], [x * 1, W * x])
+        return (total * folded[0] * folded[1]).sum() + pool2.apply(torch.prod, (x,)) + pool2.starmap(torch.dot, [(x, W)])[0]
+
+    def by_loop(x: torch.Tensor) -> torch.Tensor:
+        total = x**2 * W + (x * 2) ** 2 * W + W**2 * W
+        return (total * (x * (x + 1) * (W + 1)) * (W * x * (x + 1) * (W + 1))).sum() + x.prod() + torch.dot(x, W)
+
+    ours, theirs = transform(by_pool)(numbers(3)), transform(by_loop)(numbers(3))
+    assert torch.allclose(ours, theirs, rtol=1e-10)
+
+
+def test_functional_call(pool: mpgrad.Pool) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self, loop: Loop) -> None:
+            super().__init__()
+            self.inner = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+            self.loop = [loop]
+
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([y.sum().view(1) for y in self.loop[0](self.inner, xs)])
+
+    items = [numbers(n, 3, seed=n) for n in (1, 4, 2)]
+    torch.manual_seed(0)
+    parameters = {name: parameter.detach() for name, parameter in Net(serial).named_parameters()}
+    found = []
+    for loop in (pool.map, serial):
+        net = Net(loop)
+        loss = lambda parameters, net=net: functional_call(net, parameters, (items,)).pow(2).sum()  # noqa: E731
+        found.append(grad(loss)(parameters))
+        rows = jacrev(lambda parameters, net=net: functional_call(net, parameters, (items,)))(parameters)
+        found[-1] |= {f"rows of {name}": row for name, row in rows.items()}
+    for name in found[0]:
+        assert torch.allclose(found[0][name], found[1][name], rtol=1e-12, atol=1e-14), name
+
+
+def test_dual_tensors(pool: mpgrad.Pool) -> None:
+    found = []
+    for loop in (pool.map, serial):
+        weight = numbers(3, seed=5).requires_grad_()
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
+            y = vector(loop)(x * weight)
+            primal, tangent = forward_ad.unpack_dual(y)
+            plain = loop(lambda t: t * 2, [numbers(2)])[0]
+            assert forward_ad.unpack_dual(plain).tangent is None
+        of_primal = torch.autograd.grad(primal.sum(), weight, retain_graph=True)
+        found.append([primal, tangent, *of_primal, *torch.autograd.grad(tangent.sum(), weight)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_a_function_with_its_own_jvp(pool2: mpgrad.Pool) -> None:
+    """Of the old kind, without `setup_context`, which torch.func would refuse, but dual tensors do not."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_forward(x)
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return tangent * x * 2 + 1000  # so that nothing else could have made it
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x * 2
+
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
+        tangents = [forward_ad.unpack_dual(loop(Square.apply, [x])[0]).tangent for loop in (pool2.map, serial)]
+    assert torch.equal(*tangents)
+
+
+def test_structures_and_other_results(pool2: mpgrad.Pool) -> None:
+    def fn(item: dict[str, Any]) -> dict[str, Any]:
+        return {"y": item["x"] ** 2, "count": item["x"].numel(), "index": torch.argmax(item["x"]), "name": item["name"]}
+
+    def value(loop: Loop, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        a, b = loop(fn, [{"x": x, "name": "a"}, {"x": x * 2, "name": "b"}])
+        assert (a["count"], b["name"]) == (3, "b")
+        return (a["y"] * b["y"]).sum(), [a["index"], b["index"]]
+
+    ours, theirs = (grad(lambda x, loop=loop: value(loop, x), has_aux=True)(numbers(3)) for loop in (pool2.map, serial))
+    assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
+
+
+def test_nothing_but_numbers_comes_back(pool2: mpgrad.Pool) -> None:
+    shapes = vmap(lambda x: x * pool2.map(lambda t: t.dim(), [x])[0])(torch.ones(2, 3))
+    assert torch.equal(shapes, torch.ones(2, 3))
+
+
+def test_random_numbers_are_the_same_in_every_run(pool2: mpgrad.Pool) -> None:
+    """A derivative runs the function again, and has to meet the same mask."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x, x * 2])).sum()
+
+    x = numbers(50)
+    torch.manual_seed(3)
+    value, pull_back = vjp(fn, x)
+    (gradient,) = pull_back(torch.ones((), dtype=torch.float64))
+    assert torch.allclose((gradient * x).sum(), 2 * value, rtol=1e-12)  # it is homogeneous, of degree 2
+    torch.manual_seed(3)
+    assert torch.allclose(jvp(fn, (x,), (x,))[1], 2 * value, rtol=1e-12)
+
+
+def test_transforms_around_plain_tensors_change_nothing(pool2: mpgrad.Pool) -> None:
+    """The pool call follows nothing here, so its graph is kept, and captures get their gradients as always."""
+    weight = numbers(3, seed=5).requires_grad_()
+    results = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        results.extend(pool2.map(lambda t: t * weight, [W]))
+        results.extend(pool2.imap(lambda t: t * weight, [W]))
+        results.append(pool2.submit(lambda t: t * weight, W).result())
+        return x.sum()
+
+    grad(fn)(numbers(2))
+    sum(r.sum() for r in results).backward()
+    assert torch.equal(weight.grad, 3 * W)
+
+
+@pytest.mark.parametrize("way", ["submit", "imap", "map_async", "imap_unordered", "apply_async", "starmap_async"])
+def test_asynchronous_calls_are_refused_by_name(pool2: mpgrad.Pool, way: str) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        arguments = {"submit": x, "apply_async": (x,), "starmap_async": [(x,)]}.get(way, [x])
+        result = getattr(pool2, way)(torch.neg, arguments)
+        return next(result) if way.startswith("imap") else x
+
+    with pytest.raises(TypeError, match=r"torch\.func transform.*use map, starmap, apply, reduce or map_reduce"):
+        vmap(call)(numbers(2, 3))
+    with forward_ad.dual_level(), pytest.raises(TypeError, match=r"tangent.*use map, starmap, apply, reduce or map_reduce"):
+        call(forward_ad.make_dual(numbers(3), numbers(3)))
+
+
+def test_errors_name_the_item(pool2: mpgrad.Pool) -> None:
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no")
+
+    with pytest.raises(KeyError, match="no") as caught:
+        grad(lambda x: pool2.map(fn, [x])[0].sum())(numbers(2))
+    assert "item 0" in caught.value.__notes__[0]
