@@ -7,9 +7,11 @@ first whose `torch.autograd.grad` takes `GradientEdge`s on both sides.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -29,9 +31,11 @@ __all__ = [
     "is_batched_the_older_way",
     "is_functorch_wrapped",
     "level_of",
+    "not_compiled",
     "older_levels",
     "outside_transforms",
-    "run_last",
+    "saved_tensor_hooks",
+    "set_priority",
     "shared_storage",
     "storage_from_descriptor",
     "transforms_are_active",
@@ -43,9 +47,28 @@ __all__ = [
 ]
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default._op  # without the Python frame around it, half of its cost
 ENGINE: Any = torch.autograd.Variable._execution_engine
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
+
+
+def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
+    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without loading the compiler for it."""
+
+    @functools.wraps(fn)
+    def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
+        compiler: Any = sys.modules.get("torch._dynamo")
+        if compiler is None:
+            return fn(*args, **kwargs)
+        result: T = compiler.disable(fn)(*args, **kwargs)
+        return result
+
+    uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+    uncompiled._torchdynamo_disable_msg = "it runs in other processes"  # type: ignore[attr-defined]
+    return uncompiled
 
 
 def graph_task() -> int:
@@ -61,6 +84,14 @@ def graph_is_kept() -> bool:
 def will_run(node: Any) -> bool:
     """Whether the running backward needs `node`: false for what `torch.autograd.grad(inputs=...)` leaves out."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        return None
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,13 +122,13 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
-def run_last(node: Any, order: int) -> None:
-    """Have the engine run `node` after every other node that is ready, and of several such nodes the highest `order` first.
+def set_priority(node: Any, number: int) -> None:
+    """Of the nodes that are ready, the engine runs the one with the highest number first; they are born counted up from 0.
 
     Where PyTorch cannot be told, backward is as right as before but waits for one call at a time.
     """
     if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(order)
+        node._set_sequence_nr(number)
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:

@@ -19,15 +19,35 @@ Assumes: a `Home` that delivers. Nothing here knows processes or memory.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad._torch import alias, apply, graph_is_kept, graph_task, outside_transforms, run_last, will_run
+from mpgrad._torch import alias, apply, graph_is_kept, graph_task, outside_transforms, set_priority, will_run
 from mpgrad.batching import Level, levels_of, within, without
 
-__all__ = ["Derivative", "Home", "Order", "RemoteGraph", "Reply", "attach", "capture_gate", "differentiate", "gate"]
+__all__ = [
+    "Derivative",
+    "Home",
+    "Order",
+    "RemoteGraph",
+    "Reply",
+    "attach",
+    "capture_gate",
+    "differentiate",
+    "edges_of",
+    "gate",
+    "is_call",
+]
+
+
+# Priorities, with the number of the graph added. Other nodes are numbered as they are made, and there are more of them.
+SEND = 1 << 40
+WAIT = 1
+WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
+ATTACHED = itertools.count()
 
 
 class Order(NamedTuple):
@@ -77,13 +97,14 @@ class Home(Protocol):
 class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
-    __slots__ = ("_derivatives", "call", "has_further", "home", "index", "inputs_lent", "placeholders", "worker")
+    __slots__ = ("_derivatives", "call", "has_further", "home", "index", "inputs_lent", "number", "placeholders", "worker")
 
     def __init__(self, home: Home, worker: object, call: int, index: int) -> None:
         self.home = home
         self.worker = worker
         self.call = call
         self.index = index
+        self.number = -1  # in the order in which graphs were attached to nodes
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
         self.placeholders: list[torch.Tensor] = []  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
@@ -127,7 +148,7 @@ class Derivative:
 
     def __init__(self, graph: RemoteGraph, order: Order, reply: Reply, further: Further | None) -> None:
         self.order = order
-        self.index = graph.index
+        self.number = graph.number
         self._reply = reply
         self._further = further
         self._found: dict[int, torch.Tensor | None] | None = None  # by input; those of the captures under None
@@ -188,6 +209,7 @@ class Call(torch.autograd.Function):
         ctx.graph = graph
         ctx.token = token
         ctx.has_token = token is not None
+        ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
         graph.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
         return tuple(outputs)
@@ -204,6 +226,10 @@ class Call(torch.autograd.Function):
             if derivative.order.apart:
                 capture_node.apart.setdefault(derivative.order.task, []).append(derivative)
         return None, None, None, *ctx.graph.placeholders
+
+
+def is_call(node: object) -> bool:
+    return isinstance(node, Call._backward_cls)
 
 
 def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
@@ -278,17 +304,21 @@ def attach(
 ) -> tuple[torch.Tensor, ...]:
     """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the captures.
 
-    Waiting goes from the last item to the first, which is the order in which the engine sent them, and in which the serial
-    loop would have added up the gradients of a tensor that several items share.
+    What was attached last is waited for first. Of one operation this is the last item, as in the serial loop, so that the
+    gradients of a tensor that several items share are added up in the same order. Of a chain of operations it is the last
+    one, so that all backwards of the one before can be sent before any of them is waited for.
     """
+    graph.number = next(ATTACHED)
     for number, tensor in enumerate(gated):
         node = tensor.grad_fn
         assert node is not None
-        run_last(node, 1 + graph.index)
+        set_priority(node, WAIT + graph.number)
         node.register_prehook(GateHook(graph, number))
     if token is None and not gated:
         token = ROOT
-    return tuple(apply(Call, graph, outputs, token, *gated))
+    attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, token, *gated)
+    set_priority(attached[0].grad_fn, SEND + graph.number)
+    return attached
 
 
 class CaptureGate(torch.autograd.Function):
@@ -305,9 +335,9 @@ class CaptureGate(torch.autograd.Function):
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
         task = graph_task()
         total: list[torch.Tensor | None] = [None] * len(ctx.next_functions)
-        # the last item first: the order in which the engine adds up what the serial loop's items contribute
+        # the last first: the order in which the engine adds up what the serial loop's items contribute
         derivatives: list[Derivative] = ctx.apart.pop(task, [])
-        for derivative in sorted(derivatives, key=lambda derivative: -derivative.index):
+        for derivative in sorted(derivatives, key=lambda derivative: -derivative.number):
             total = added(total, derivative.take_captures())
         for levels, grads in ctx.home.capture_gradients(task):
             total = added(total, [None if each is None else within(each, levels) for each in grads])
@@ -323,7 +353,7 @@ def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:
     """The token of an operation whose function reaches `captures`, all of which need gradients."""
     token = apply(CaptureGate, home, *captures)
     assert isinstance(token, torch.Tensor)
-    run_last(token.grad_fn, 0)
+    set_priority(token.grad_fn, WAIT_LAST)
     return token
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pickle
 import signal
+import warnings
+from typing import Any
 
 __all__ = [
     "InternalError",
@@ -17,6 +19,7 @@ __all__ = [
     "SharedMemoryError",
     "WorkerDiedError",
     "raised_again",
+    "warned_again",
 ]
 
 
@@ -101,3 +104,15 @@ def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worke
     error.__cause__ = RemoteTraceback(traceback)
     add_note(error, f"raised in {subject}worker {worker}, phase: {phase}")
     return error  # type: ignore[no-any-return]
+
+
+ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
+
+
+def warned_again(message: bytes, file: str, line: int) -> None:
+    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error."""
+    try:
+        instance = pickle.loads(message)
+    except Exception as error:  # its class cannot be imported here
+        instance = UserWarning(f"a warning that cannot be loaded here ({error})")
+    warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)

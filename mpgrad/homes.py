@@ -10,8 +10,8 @@ import torch
 from mpgrad.autograd import Order, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef, view
-from mpgrad.errors import raised_again
-from mpgrad.messages import Failure
+from mpgrad.errors import raised_again, warned_again
+from mpgrad.messages import Failure, Warned
 from mpgrad.operations import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
@@ -20,7 +20,7 @@ __all__ = ["Carrier", "GradientReply", "OperationHome"]
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_outcome", "_subject", "_wait_until", "_worker", "graph")
+    __slots__ = ("_outcome", "_subject", "_wait_until", "_worker", "graph", "warned")
 
     def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], worker: int, index: int | None) -> None:
         self._wait_until = wait_until
@@ -28,6 +28,7 @@ class GradientReply:
         self._subject = "" if index is None else f"item {index}, "
         self._outcome: tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]] | BaseException | None = None
         self.graph: RemoteGraph | None = None
+        self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
 
     @property
     def arrived(self) -> bool:
@@ -56,6 +57,9 @@ class GradientReply:
         if self._outcome is None:
             self._wait_until(lambda: self.arrived)
         outcome = self._outcome
+        warned, self.warned = self.warned, ()
+        for each in warned:
+            warned_again(*each)
         if isinstance(outcome, BaseException):
             raise outcome.with_traceback(None)
         assert outcome is not None

@@ -36,6 +36,7 @@ __all__ = [
     "StartFailed",
     "Stop",
     "Structure",
+    "Warned",
 ]
 
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
@@ -184,6 +185,14 @@ class Result(NamedTuple):
     has_graph: bool
 
 
+class Warned(NamedTuple):
+    """A warning that a task gave: the pickle of its message, an instance of its category, and where it was given."""
+
+    message: bytes
+    file: str
+    line: int
+
+
 class Results(NamedTuple):
     """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor."""
 
@@ -191,11 +200,13 @@ class Results(NamedTuple):
     outcomes: list[Result | Failure]
     seconds: float
     mutated: bool
+    warned: list[Warned]
 
 
 class Gradients(NamedTuple):
     chunk: int
     outcomes: list[list[TensorRef | None] | Failure]
+    warned: list[Warned]
 
 
 class Collected(NamedTuple):

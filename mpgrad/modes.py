@@ -1,8 +1,9 @@
 """What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers come from.
 
 A serial loop runs under the caller's modes without a thought; a worker has modes of its own. `Modes` is a snapshot that
-travels with every chunk. Random numbers follow one rule: an operation draws one seed from the caller's generator, and each
-item derives its own from that, so nothing depends on which worker runs an item, in what order, or how often.
+travels with every chunk; hooks for saved tensors are code, and travel with the function. Random numbers follow one rule: an
+operation draws one seed from the caller's generator, and each item derives its own from that, so nothing depends on which
+worker runs an item, in what order, or how often.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad._torch import outside_transforms
+from mpgrad._torch import outside_transforms, saved_tensor_hooks
 
-__all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under"]
+__all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under", "under_hooks"]
 
 MASK = (1 << 64) - 1
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
@@ -84,6 +85,34 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+class UnderHooks:
+    """A function with hooks for saved tensors around it: they belong to the caller's thread, and its graph to a worker."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self.function = function
+        self.hooks = pack, unpack
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
+            return self.function(*args, **kwargs)
+
+
+def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are some.
+
+    Those of `torch.utils.checkpoint` stay here: what they would run again is the caller's code.
+    """
+    hooks = saved_tensor_hooks()
+    if hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return function
+    return UnderHooks(function, *hooks)
 
 
 def draw_seed() -> int:

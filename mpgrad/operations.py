@@ -33,7 +33,8 @@ from mpgrad.carrier import (
     flags_of,
     view,
 )
-from mpgrad.messages import Result, Structure
+from mpgrad.errors import warned_again
+from mpgrad.messages import Result, Structure, Warned
 from mpgrad.modes import Modes
 
 __all__ = ["Delivered", "Operation", "PackedCall", "Shared", "SharedFunction", "pack_call"]
@@ -180,6 +181,7 @@ class Operation:
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
         self.mutated = False  # a call wrote into a captured tensor
+        self.warned: deque[Warned] = deque()  # warnings of tasks
 
     # --- the caller's side
 
@@ -202,7 +204,7 @@ class Operation:
 
     def value(self, index: int) -> Any:
         """The result of item `index`, which has come, as tensors with gradients; raises where the call raised."""
-        self._warn_of_mutation()
+        self._warn()
         outcome = self.outcomes.pop(index)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -211,7 +213,7 @@ class Operation:
 
     def values(self) -> list[Any]:
         """All results in the items' order; raises the first failing item's exception."""
-        self._warn_of_mutation()
+        self._warn()
         error = self.first_error()
         if error is not None:
             self.outcomes.clear()
@@ -219,7 +221,9 @@ class Operation:
         with self.modes_of_caller():
             return [self._build(self.outcomes.pop(index)) for index in range(len(self.outcomes))]
 
-    def _warn_of_mutation(self) -> None:
+    def _warn(self) -> None:
+        while self.warned:
+            warned_again(*self.warned.popleft())
         if self.mutated:
             self.mutated = False
             warnings.warn(

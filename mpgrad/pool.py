@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from mpgrad._torch import outside_transforms
+from mpgrad._torch import not_compiled, outside_transforms
 from mpgrad.autograd import capture_gate
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
@@ -29,7 +29,7 @@ from mpgrad.functional import may_be_followed, run_followed
 from mpgrad.homes import OperationHome
 from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
-from mpgrad.modes import Modes, current_modes, draw_seed
+from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Shared, SharedFunction, pack_call
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
@@ -109,6 +109,7 @@ class Pool:
 
     # --- multiprocessing.Pool's interface
 
+    @not_compiled
     def map(
         self,
         func: Callable[[Any], Any],
@@ -120,8 +121,8 @@ class Pool:
         """``[func(item) for item in iterable]`` on the workers.
 
         Args:
-            func: any function, also a lambda, closure, bound method, partial or module. Tensors that it reaches are its
-                captures; gradients flow to them too.
+            func: any function, also a lambda, closure, bound method, partial, module, or a `torch.autograd.Function` class.
+                Tensors that it reaches are its captures; gradients flow to them too.
             iterable: tensors, or structures with tensors anywhere inside.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
             progress: True or a description for a tqdm bar.
@@ -143,6 +144,7 @@ class Pool:
         """
         return self._run(func, (((item,), {}) for item in iterable), length(iterable), chunksize, progress)
 
+    @not_compiled
     def starmap(
         self,
         func: Callable[..., Any],
@@ -154,10 +156,12 @@ class Pool:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         return self._run(func, ((tuple(args), {}) for args in iterable), length(iterable), chunksize, progress)
 
+    @not_compiled
     def apply(self, func: Callable[..., Any], args: Iterable[Any] = (), kwds: dict[str, Any] | None = None) -> Any:
         """``func(*args, **kwds)`` on a worker."""
         return self._run(func, [(tuple(args), kwds or {})], 1, None, False)[0]
 
+    @not_compiled
     def map_async(
         self,
         func: Callable[[Any], Any],
@@ -169,6 +173,7 @@ class Pool:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
         return self._run_async(func, (((item,), {}) for item in iterable), chunksize, callback, error_callback)
 
+    @not_compiled
     def starmap_async(
         self,
         func: Callable[..., Any],
@@ -180,6 +185,7 @@ class Pool:
         """`starmap` that returns at once."""
         return self._run_async(func, ((tuple(args), {}) for args in iterable), chunksize, callback, error_callback)
 
+    @not_compiled
     def apply_async(
         self,
         func: Callable[..., Any],
@@ -192,10 +198,12 @@ class Pool:
         calls = [(tuple(args), kwds or {})]
         return self._run_async(func, calls, None, callback, error_callback, lambda operation: operation.value(0))
 
+    @not_compiled
     def imap(self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
         return self._iterate(func, iterable, chunksize, ordered=True)
 
+    @not_compiled
     def imap_unordered(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1
     ) -> ResultIterator:
@@ -236,6 +244,7 @@ class Pool:
 
     # --- beyond it
 
+    @not_compiled
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """``fn(*args, **kwargs)`` on a worker, as a Future whose result is differentiable.
 
@@ -253,6 +262,7 @@ class Pool:
         self._add_all(operation, [(args, kwargs)], borrow=False)
         return future
 
+    @not_compiled
     def reduce(
         self,
         fn: Callable[[Any, Any], Any] | str,
@@ -303,6 +313,7 @@ class Pool:
         folded = self._run(fold, calls, len(calls), 1, progress, shared={}, noun="target")
         return folded if several else folded[0]
 
+    @not_compiled
     def map_reduce(
         self,
         map_fn: Callable[[Any], Any],
@@ -339,7 +350,7 @@ class Pool:
         blocks: list[Arguments] = [((block,), {}) for block in blocks_of(list(items))]
         if not blocks and init is None:
             raise TypeError("map_reduce of no items needs a first value (init: None)")
-        accumulators = self._run(Block(reduction, map_fn), blocks, len(blocks), 1, progress, noun="block")
+        accumulators = self._run(Block(reduction, callable_of(map_fn)), blocks, len(blocks), 1, progress, noun="block")
         first = [] if init is None else [init]
         return self._run(Finish(reduction), [((first, accumulators), {})], 1, 1, False, noun="target")[0]
 
@@ -354,8 +365,7 @@ class Pool:
         seed: int | None = None,
         modes: Modes | None = None,
     ) -> Operation:
-        if not callable(function):
-            raise TypeError(f"the function must be callable (given: {function!r})")
+        function = under_hooks(callable_of(function))
         if chunksize is not None:
             positive("chunksize", chunksize)
         scheduler = self._scheduler
@@ -422,7 +432,7 @@ class Pool:
         if modes is None and may_be_followed():
             calls = list(calls)
             run = functools.partial(self._run, total=total, chunksize=chunksize, progress=progress, noun=noun)
-            results = run_followed(function, calls, self._draw_seed(), run)
+            results = run_followed(callable_of(function), calls, self._draw_seed(), run)
             if results is not None:
                 return results
         operation = self._begin(function, chunksize, noun=noun, seed=seed, modes=modes)
@@ -476,6 +486,16 @@ def start_scheduler(engine: str, settings: Settings, context: BaseContext | str 
     if engine == "inline":
         return InlineScheduler(settings)
     return Dispatcher(settings, ThreadLauncher() if engine == "thread" else process_launcher(context))
+
+
+def callable_of(function: object) -> Callable[..., Any]:
+    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own serves it in the worker."""
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        apply: Callable[..., Any] = function.apply
+        return apply
+    if not callable(function):
+        raise TypeError(f"the function must be callable (given: {function!r})")
+    return function
 
 
 def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from mpgrad._torch import not_compiled
 from mpgrad.operations import Operation, PackedCall
 
 __all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator"]
@@ -53,6 +54,7 @@ class AsyncResult:
         if callback is not None or error_callback is not None:
             operation.on_finished = self._call_back
 
+    @not_compiled
     def get(self, timeout: float | None = None) -> Any:
         """The result, the same object at every call.
 
@@ -116,6 +118,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
         operation.starts = lambda: self.running() or self.set_running_or_notify_cancel()
         operation.on_outcome = self._finish
 
+    @not_compiled
     def result(self, timeout: float | None = None) -> Any:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
         if not self.done():
@@ -172,6 +175,7 @@ class ResultIterator:
     def __next__(self) -> Any:
         return self.next()
 
+    @not_compiled
     def next(self, timeout: float | None = None) -> Any:
         """The next result.
 

@@ -587,6 +587,7 @@ class Scheduler(ABC):
                     self._receive_results(worker, message, frame.payload)
                 case Gradients():
                     chunk = worker.under_way.pop(message.chunk)
+                    chunk.gradients[0].reply.warned = message.warned
                     for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
                         if sent.number is not None and not isinstance(found, Failure) and any_connected(found):
                             sent.reply.graph = self._graph_kept(worker, sent.graph.home, sent.number, sent.graph.index)
@@ -623,6 +624,7 @@ class Scheduler(ABC):
         before = self._seconds.get(operation.code, mean)
         self._seconds[operation.code] = (before + mean) / 2
         operation.mutated = operation.mutated or message.mutated
+        operation.warned.extend(message.warned)
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
                 operation.deliver(call.index, again(outcome, f"{operation.noun} {call.index}, ", worker))

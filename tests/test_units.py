@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -262,23 +263,25 @@ def test_descriptors_arrive_with_their_frames() -> None:
 class FakeHome:
     """Answers a backward with the gradient times 10, and records the order of events."""
 
+    deterministic = False
+
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def send_gradients(
-        self, graph: autograd.RemoteGraph, task: int, keep: bool, wanted: Any, captures: bool, grads: Any
-    ) -> FakeHome.Reply:
+    def send_gradients(self, graph: autograd.RemoteGraph, order: autograd.Order) -> FakeHome.Reply:
         self.events.append(("send", graph.index))
-        return self.Reply(self, graph.index, [grad * 10 for grad in grads for _ in wanted])
+        return self.Reply(self, graph.index, [grad * 10 for grad in order.grads for _ in order.wanted])
 
-    def capture_gradients(self, task: int) -> list[torch.Tensor | None]:
+    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[()], list[torch.Tensor | None]]]:
         self.events.append(("captures", -1))
-        return [torch.full((2,), 7.0)]
+        yield (), [torch.full((2,), 7.0)]
 
     def release(self, graph: autograd.RemoteGraph) -> None:
         self.events.append(("release", graph.index))
 
     class Reply:
+        graph = None
+
         def __init__(self, home: FakeHome, index: int, grads: list[torch.Tensor | None]) -> None:
             self.home, self.index, self.grads = home, index, grads
 

@@ -9,16 +9,18 @@ with its own rules: `retain_graph`, and the RuntimeError of a second backward, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
 from mpgrad._torch import gradients
 from mpgrad.batching import Level, over
 
-__all__ = ["CaptureSums", "Edge", "Graph", "dress", "run_backward"]
+__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "dress", "run_backward"]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge, which is cheaper than making one
 
@@ -28,6 +30,7 @@ class Graph(NamedTuple):
     outputs: list[GradientEdge]  # of the outputs that need gradients, in order
     inputs: list[Edge]  # of the inputs that need gradients, in order
     captures: list[Edge]
+    whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
 
 
 class Entry(torch.autograd.Function):
@@ -39,6 +42,7 @@ class Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+        ctx.received = grads  # for `run_whole`; otherwise the engine takes them off before they come here
         return None, None
 
 
@@ -80,7 +84,51 @@ def run_backward(
     if not edges or not given:
         return [None] * len(edges)
     outputs, incoming = zip(*given, strict=True)
+    if graph.whole:
+        return run_whole(outputs, edges, incoming, keep, create)
     return over(levels, lambda incoming: gradients(outputs, edges, incoming, keep, create), incoming)
+
+
+def run_whole(
+    outputs: Sequence[GradientEdge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
+) -> list[torch.Tensor | None]:
+    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
+    leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
+    for leaf in leaves:
+        leaf.grad = None
+    torch.autograd.backward(outputs, grads, keep, create)
+    found = [
+        edge.grad if isinstance(edge, torch.Tensor) else getattr(edge.node, "received", {edge.output_nr: None})[edge.output_nr]
+        for edge in edges
+    ]
+    for leaf in leaves:
+        leaf.grad = None
+    for edge in edges:
+        if not isinstance(edge, torch.Tensor):
+            vars(edge.node).pop("received", None)
+    return found
+
+
+class Checkpoints:
+    """Counts reentrant checkpoints, which nothing in a graph shows without a walk through all of it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def watch(self) -> None:
+        """From here on, in a process that belongs to us."""
+        function: Any = CheckpointFunction
+        forward = function.forward
+
+        @functools.wraps(forward)
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return forward(*args)
+
+        function.forward = staticmethod(counted)
+
+
+CHECKPOINTS = Checkpoints()
 
 
 class CaptureSums:

@@ -13,8 +13,10 @@ import pickle
 import signal
 import socket
 import sys
+import warnings
 
 import torch
+from mpgrad.workers.graphs import CHECKPOINTS
 from mpgrad.workers.worker import Worker, failure
 
 from mpgrad.channel import Channel, Pipe
@@ -36,6 +38,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         if in_process:
             settle(start)
         worker = begin(number, channel, start)
+        if in_process and worker is not None:
+            worker.take_warnings()
         while worker is not None and (frame := channel.receive()) is not None:
             if type(frame.messages[-1]) is Stop:
                 return
@@ -76,6 +80,8 @@ def settle(start: Start) -> None:
         with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
             os.chdir(start.directory)
     torch.set_num_threads(start.threads)
+    warnings.simplefilter("always")  # the parent's filters decide
+    CHECKPOINTS.watch()
 
 
 def die_with(parent_pid: int | None) -> None:

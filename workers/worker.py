@@ -11,13 +11,14 @@ import gc
 import pickle
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 import torch
-from mpgrad.workers.graphs import CaptureSums, Edge, Graph, dress, run_backward
+from mpgrad.workers.graphs import CHECKPOINTS, CaptureSums, Edge, Graph, dress, run_backward
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
@@ -59,6 +60,7 @@ from mpgrad.messages import (
     Returned,
     SlabsGone,
     Structure,
+    Warned,
 )
 from mpgrad.modes import seed_item, under
 
@@ -87,6 +89,7 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._sums: dict[tuple[int, int, tuple[Level, ...]], CaptureSums] = {}
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
+        self._warned: deque[Warned] = deque()
         self._progress_slot = self._arena.allocate(16)
         self._progress = self._progress_slot.memory.cast("q")
         self._payload = Payload()
@@ -101,6 +104,28 @@ class Worker:
             NewSlab: self._attach,
             SlabsGone: self._detach,
         }
+
+    def take_warnings(self) -> None:
+        """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they do for a serial loop."""
+        warnings.showwarning = self._take_warning
+
+    def _take_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        instance = message if isinstance(message, Warning) else category(message)
+        try:
+            pickled = cloudpickle.dumps(instance)
+        except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
+            pickled = cloudpickle.dumps(UserWarning(str(message)))
+        warned = Warned(pickled, filename, lineno)
+        if warned not in self._warned:
+            self._warned.append(warned)
 
     def announce(self, pid: int) -> None:
         self._send(Ready(pid, self._progress_slot.address))
@@ -135,16 +160,18 @@ class Worker:
             self._give_back_unread(call)
         seconds = time.perf_counter() - started
         mutated = isinstance(function, Function) and [c._version for c in function.captures] != function.versions
-        return Results(message.chunk, outcomes, seconds, mutated)
+        return Results(message.chunk, outcomes, seconds, mutated, drained(self._warned))
 
     def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
         phase = "forward"
         try:
             tensors, edges = self._inputs(call.tensors, payload)
             args, kwargs = arguments(call.structure, tensors)
+            checkpoints = CHECKPOINTS.count
             value = function.target(*args, **kwargs)
             phase = "result"
-            return self._result(message, call, function, value, tensors, edges)
+            whole = CHECKPOINTS.count != checkpoints
+            return self._result(message, call, function, value, tensors, edges, whole)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, phase)
 
@@ -166,6 +193,7 @@ class Worker:
         value: Any,
         inputs: list[torch.Tensor],
         edges: list[Edge],
+        whole: bool,
     ) -> Result:
         shape, tensors = result_structure(value)
         placed, outputs = [], []
@@ -178,7 +206,7 @@ class Worker:
                     outputs.append(get_gradient_edge(tensor))
             placed.append(self._packer.place(tensor, flags))
         if outputs:
-            self._graphs[call.call] = Graph(message.function, outputs, edges, function.edges)
+            self._graphs[call.call] = Graph(message.function, outputs, edges, function.edges, whole)
         return Result(shape, [self._lend(each) for each in placed], bool(outputs))
 
     def _give_back_unread(self, call: ForwardCall) -> None:
@@ -193,7 +221,7 @@ class Worker:
                     outcomes.append(self._differentiate(call, payload))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
-        return Gradients(message.chunk, outcomes)
+        return Gradients(message.chunk, outcomes, drained(self._warned))
 
     def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[TensorRef | None]:
         graph = self._graphs[call.call]

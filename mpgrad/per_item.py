@@ -1,0 +1,138 @@
+"""The gradient of each result by itself, from the graphs that the workers keep.
+
+`torch.autograd.grad` adds up over its outputs, so that the derivative of every result with respect to one tensor takes one
+backward after the other. The results of a pool have a graph each: here all their backwards are sent at once, past the engine,
+and nothing is added up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from mpgrad.autograd import Derivative, differentiate, edges_of, is_call
+
+__all__ = ["per_item_grad"]
+
+Inputs = torch.Tensor | tuple[torch.Tensor, ...]
+Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
+
+TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers from 0, and -1 stands for none
+
+
+def per_item_grad(
+    results: Sequence[torch.Tensor],
+    inputs: Inputs | list[Any],
+    grad_outputs: Sequence[torch.Tensor | None] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> list[Any]:
+    """The gradient of each of a pool's results with respect to its own input, or to a captured tensor: not summed.
+
+    Args:
+        results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it.
+        inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
+            for each result.
+        grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
+        retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
+        create_graph: let the gradients themselves be differentiated.
+
+    Returns:
+        For each result a tensor of its input's shape, or a tuple of them; zeros where it does not depend on the input.
+
+    Raises:
+        ValueError: a result was not returned by a pool; an input is none of its item's tensors nor a capture; lists of other
+            lengths; a `grad_outputs` of another shape, or none for a result of several elements. Names the item.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> c = torch.tensor(2.0, requires_grad=True)
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     results = pool.map(lambda x: (c ** x).sum(), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+        ...     mpgrad.per_item_grad(results, c)
+        [tensor(1.), tensor(16.)]
+    """
+    count = len(results)
+    each_inputs = inputs if isinstance(inputs, list) else [inputs] * count
+    each_grad = [None] * count if grad_outputs is None else list(grad_outputs)
+    for name, values in (("inputs", each_inputs), ("grad_outputs", each_grad)):
+        if len(values) != count:
+            raise ValueError(f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries)")
+    nodes = [node_of(index, result) for index, result in enumerate(results)]
+    places = [places_of(index, node, wanted) for index, (node, wanted) in enumerate(zip(nodes, each_inputs, strict=True))]
+    cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
+    keep = create_graph if retain_graph is None else retain_graph
+    last = {node: index for index, node in enumerate(nodes)}  # an item may have several results here, on one graph
+    with torch.set_grad_enabled(create_graph):
+        sent = [
+            differentiate(
+                node,
+                [grad if number == result.output_nr else None for number in range(node.output_count)],
+                tuple(number for captured, number in where if not captured),
+                any(captured for captured, _ in where),
+                next(TASKS),
+                keep or last[node] != index,
+                create_graph,
+                apart=True,
+            )
+            for index, (node, where, grad, result) in enumerate(zip(nodes, places, cotangents, results, strict=True))
+        ]
+        return [taken(*each) for each in zip(sent, places, each_inputs, strict=True)]
+
+
+def node_of(index: int, result: torch.Tensor) -> Any:
+    node = result.grad_fn if isinstance(result, torch.Tensor) else None
+    if node is None or not is_call(node):
+        described = type(result).__name__ if node is None else node.name()
+        raise ValueError(
+            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {described}); "
+            "take the gradients of the pool's own results, and pass what comes after them as grad_outputs"
+        )
+    return node
+
+
+def places_of(index: int, node: Any, inputs: Inputs) -> list[Place]:
+    gates, capture_node = edges_of(node)
+    known: dict[Any, Place] = {gate.next_functions[0]: (False, number) for number, (gate, _) in enumerate(gates)}
+    if capture_node is not None:
+        known |= {edge: (True, number) for number, edge in enumerate(capture_node.next_functions)}
+    found = []
+    for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+        place = known.get(tuple(get_gradient_edge(tensor))[:2]) if tensor.requires_grad else None
+        if place is None:
+            raise ValueError(
+                f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "
+                f"require grad (shape: {tuple(tensor.shape)})"
+            )
+        found.append(place)
+    return found
+
+
+def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    if grad is None:
+        if result.numel() != 1:
+            raise ValueError(
+                f"results[{index}] has several elements, and no grad_outputs says how to weigh them "
+                f"(shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
+            )
+        return torch.ones_like(result)
+    if grad.shape != result.shape:
+        raise ValueError(
+            f"grad_outputs[{index}] must have the shape of its result ({tuple(result.shape)}; given: {tuple(grad.shape)})"
+        )
+    return grad
+
+
+def taken(derivative: Derivative, places: list[Place], inputs: Inputs) -> Inputs:
+    of_captures = derivative.take_captures()
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    found = [of_captures[number] if captured else derivative.take(number) for captured, number in places]
+    grads = tuple(
+        torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(tensors, found, strict=True)
+    )
+    return grads if isinstance(inputs, tuple) else grads[0]
