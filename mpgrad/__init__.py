@@ -4,12 +4,21 @@
 gradients, the same exceptions. Only the time differs.
 """
 
+import importlib as _importlib
+import typing as _typing
+
 from mpgrad.errors import InternalError, PoolClosedError, RemoteError, RemoteTraceback, SharedMemoryError, WorkerDiedError
+from mpgrad.per_item import per_item_grad
 from mpgrad.pool import Pool
 from mpgrad.results import AsyncResult, ResultIterator
 
+if _typing.TYPE_CHECKING:
+    from mpgrad.workers.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
+    from mpgrad.workers.parallel import map_with_parallel_backward
+
 __all__ = [
     "AsyncResult",
+    "EmulatedAutogradContext",
     "InternalError",
     "Pool",
     "PoolClosedError",
@@ -18,4 +27,27 @@ __all__ = [
     "ResultIterator",
     "SharedMemoryError",
     "WorkerDiedError",
+    "map_with_parallel_backward",
+    "per_item_grad",
+    "run_isolated_backward",
+    "run_isolated_forward",
 ]
+
+
+_BEHIND_THE_WALL = {
+    "EmulatedAutogradContext": "mpgrad.workers.contexts",
+    "map_with_parallel_backward": "mpgrad.workers.parallel",
+    "run_isolated_backward": "mpgrad.workers.contexts",
+    "run_isolated_forward": "mpgrad.workers.contexts",
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """What lives with the workers is imported when it is first asked for."""
+    if name not in _BEHIND_THE_WALL:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(_BEHIND_THE_WALL[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -44,6 +44,7 @@ __all__ = [
     "vmap_the_older_way",
     "will_run",
     "within_dual_level",
+    "without_tangents",
 ]
 
 
@@ -196,6 +197,11 @@ def within_dual_level() -> Iterator[None]:
         else:
             with forward_ad.dual_level():
                 yield
+
+
+def without_tangents() -> contextlib.AbstractContextManager[None]:
+    """Forward-mode differentiation is off in the body, as it is in a Function's own forward and `jvp`."""
+    return forward_ad._set_fwd_grad_enabled(False)
 
 
 @contextlib.contextmanager

@@ -25,11 +25,9 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Run(Protocol):
-    """Runs an operation, unfollowed."""
+    """Runs an operation, unfollowed, under these modes, and without random numbers of its own."""
 
-    def __call__(
-        self, function: Callable[..., Any], calls: list[Arguments], *, seed: int | None, modes: Modes
-    ) -> list[Any]: ...
+    def __call__(self, function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]: ...
 
 
 def may_be_followed() -> bool:
@@ -56,7 +54,7 @@ def run_followed(function: Callable[..., Any], calls: list[Arguments], seed: int
         except Exception as error:
             raise structure.transported(error, f"item {index}") from error
         own.append(tensors)
-        programs.append(Direct(arguments))
+        programs.append(Direct(index, arguments))
     if not any(is_followed(tensor) for tensor in itertools.chain(common, *own)):
         return None
     plan = Plan(run, pickled, seed, current_modes(), programs, len(common), [len(tensors) for tensors in own])
@@ -97,7 +95,7 @@ class Plan:
         common, own = self.parts(tensors)
         run, pickled, seed, modes = self._operation
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
-        results = run(Runner(pickled, common), calls, seed=seed, modes=modes)
+        results = run(Runner(pickled, common, seed), calls, modes=modes)
         return self.made([shape for shape, _ in results], [outputs for _, outputs in results])
 
     def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:

@@ -362,7 +362,6 @@ class Pool:
         chunksize: int | None = None,
         stop_at_failure: bool = True,
         noun: str = "item",
-        seed: int | None = None,
         modes: Modes | None = None,
     ) -> Operation:
         function = under_hooks(callable_of(function))
@@ -379,7 +378,7 @@ class Pool:
             shared,
             home,
             token,
-            self._draw_seed() if seed is None else seed,
+            self._draw_seed() if modes is None else None,
             modes or current_modes(),
             chunksize=chunksize,
             stop_at_failure=stop_at_failure,
@@ -426,7 +425,6 @@ class Pool:
         progress: Progress,
         shared: Shared | None = None,
         noun: str = "item",
-        seed: int | None = None,
         modes: Modes | None = None,
     ) -> list[Any]:
         if modes is None and may_be_followed():
@@ -435,7 +433,7 @@ class Pool:
             results = run_followed(callable_of(function), calls, self._draw_seed(), run)
             if results is not None:
                 return results
-        operation = self._begin(function, chunksize, noun=noun, seed=seed, modes=modes)
+        operation = self._begin(function, chunksize, noun=noun, modes=modes)
         with progress_bar(progress, total) as move_to:
             self._add_all(operation, calls, borrow=True, shared=shared)
             try:

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
 from mpgrad._torch import within_dual_level
+from mpgrad.modes import seed_item
 
 __all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
 
@@ -31,11 +32,14 @@ Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tenso
 class Runner:
     """The function of the operation: runs each call's program on what all calls have in common and its own tensors."""
 
-    def __init__(self, pickled: bytes, common: Tensors) -> None:
+    def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
         self.pickled = pickled
         self.common = list(common)
+        self.seed = seed
 
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
+        if self.seed is not None:  # a derivative of some items only meets their random numbers again
+            seed_item(self.seed, program.direct.item)
         tensors = program(functools.partial(structure.loads, self.pickled), self.common, own)
         return program.direct.result, [tensor.detach() for tensor in tensors]
 
@@ -57,7 +61,8 @@ class Program(ABC):
 class Direct(Program):
     """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
 
-    def __init__(self, arguments: bytes) -> None:
+    def __init__(self, item: int, arguments: bytes) -> None:
+        self.item = item
         self.arguments = arguments
         self.result = b""  # the result's structure, known when the program has run
 

@@ -23,31 +23,38 @@ def assert_same_as_serial(
     items: Sequence[Any],
     pool: Pool | None = None,
     *,
+    order: int = 1,
     run: Callable[[Pool, Callable[[Any], Any], list[Any]], Sequence[Any]] = lambda pool, fn, items: pool.map(fn, items),
-    capture_rtol: float = 1e-12,
+    rtol: float | None = None,
 ) -> None:
-    """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and first gradients.
+    """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and derivatives.
 
     Args:
         fn: the function; gradients of the tensors that it captures are compared too.
         items: tensors or structures; each run gets copies of its own, leaves where these are leaves.
         pool: the pool to test; None for a new one of two processes.
+        order: derivatives up to this order; 0 for values only. Those of order 2 are of all first ones, weighted at random,
+            as `torch.autograd.gradgradcheck` does it.
         run: how the pool is asked, where it is not `map`.
-        capture_rtol: relative tolerance for gradients of captures, which are sums in another order. All else is compared
-            bit for bit.
+        rtol: relative tolerance for what the pool adds up in another order: the gradients of captures, and all from order 2
+            on; None for 4096 times the precision of the dtype. All else is compared bit for bit.
 
     Raises:
         AssertionError: names the item, and whether value or gradient differ.
+        ValueError: `order` is negative.
 
     Example:
         >>> import torch
         >>> from mpgrad.testing import assert_same_as_serial
         >>> weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
-        >>> assert_same_as_serial(lambda x: (x * weight).exp(), [torch.randn(n, 3) for n in range(4)])
+        >>> items = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in range(4)]
+        >>> assert_same_as_serial(lambda x: (x * weight).exp(), items, order=2)
     """
+    if order < 0:
+        raise ValueError(f"order must be at least 0 (order: {order})")
     if pool is None:
         with Pool(processes=2) as own:
-            return assert_same_as_serial(fn, items, own, run=run, capture_rtol=capture_rtol)
+            return assert_same_as_serial(fn, items, own, order=order, run=run, rtol=rtol)
     captures = [tensor for tensor in structure.dumps(fn)[1] if tensor.requires_grad]
     ours, theirs = copies(items), copies(items)
     results, reference = list(run(pool, fn, ours)), [fn(item) for item in theirs]
@@ -55,15 +62,19 @@ def assert_same_as_serial(
         raise AssertionError(f"the pool gave {len(results)} results, the serial loop {len(reference)}")
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
         compare_values(f"item {index}", result, expected)
-    gradients = [
-        gradients_of(outputs, [*differentiable(inputs), *captures])
+    sides = [
+        (differentiable(outputs), [*differentiable(inputs), *captures])
         for outputs, inputs in ((results, ours), (reference, theirs))
     ]
-    names = [f"gradient of input {number}" for number in range(len(differentiable(ours)))]
-    names += [f"gradient of capture {number}" for number in range(len(captures))]
-    for number, (name, grad, expected) in enumerate(zip(names, *gradients, strict=True)):
-        tolerance = capture_rtol if number >= len(names) - len(captures) else 0.0
-        compare_tensors(name, grad, expected, tolerance)
+    names = [f"input {number}" for number in range(len(differentiable(ours)))]
+    names += [f"capture {number}" for number in range(len(captures))]
+    for degree in range(1, order + 1):
+        found = [gradients_of(outputs, inputs, degree, degree < order) for outputs, inputs in sides]
+        for number, (name, grad, expected) in enumerate(zip(names, *found, strict=True)):
+            in_order = degree == 1 and number < len(names) - len(captures)
+            label = "gradient of" if degree == 1 else f"derivative of order {degree} of"
+            compare_tensors(f"{label} {name}", grad, expected, 0.0 if in_order else rtol)
+        sides = [(differentiable(grads), inputs) for grads, (_, inputs) in zip(found, sides, strict=True)]
     return None
 
 
@@ -79,15 +90,19 @@ def differentiable(structures: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(list(structures)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def gradients_of(results: Sequence[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def gradients_of(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], seed: int, create_graph: bool
+) -> list[torch.Tensor | None]:
     """Gradients of the outputs times random numbers, the same each time; None where nothing depends on an input."""
-    outputs = differentiable(results)
     if not outputs or not inputs:
         return [None] * len(inputs)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     cotangents = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
     # kept, because captures may share a history with those of the other run
-    return list(torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True))
+    found = torch.autograd.grad(
+        outputs, inputs, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph
+    )
+    return list(found)
 
 
 def compare_values(name: str, result: Any, expected: Any) -> None:
@@ -111,7 +126,7 @@ def has_equality(value: object) -> bool:
     return equality is not object.__eq__
 
 
-def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float) -> None:
+def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None) -> None:
     if ours is None or theirs is None:
         if ours is not theirs:
             raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
@@ -119,6 +134,8 @@ def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor |
     kinds = [(each.dtype, each.shape, each.layout) for each in (ours, theirs)]
     if kinds[0] != kinds[1]:
         raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
+    if rtol is None:
+        rtol = 4096 * torch.finfo(theirs.dtype).eps
     if not torch.allclose(ours.detach(), theirs.detach(), rtol=rtol, atol=rtol, equal_nan=True):
         difference = (ours.detach() - theirs.detach()).abs().max().item()
         raise AssertionError(f"{name}: the pool and the serial loop differ by up to {difference:.3g}")

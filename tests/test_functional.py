@@ -187,6 +187,12 @@ def test_random_numbers_are_the_same_in_every_run(pool2: mpgrad.Pool) -> None:
     torch.manual_seed(3)
     assert torch.allclose(jvp(fn, (x,), (x,))[1], 2 * value, rtol=1e-12)
 
+    def second(x: torch.Tensor) -> torch.Tensor:
+        return pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x, x * 2, x.detach()])[1].sum()
+
+    value, pull_back = vjp(second, x)  # a derivative of one item of several
+    assert torch.allclose((pull_back(torch.ones_like(value))[0] * x).sum(), 2 * value, rtol=1e-12)
+
 
 def test_transforms_around_plain_tensors_change_nothing(pool2: mpgrad.Pool) -> None:
     """The pool call follows nothing here, so its graph is kept, and captures get their gradients as always."""

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mpgrad.workers.contexts
+import mpgrad.workers.parallel
 import pytest
 import torch
 
 import mpgrad
+import mpgrad.per_item
 import mpgrad.pool
 import mpgrad.testing
 from mpgrad.testing import assert_same_as_serial
@@ -40,8 +43,16 @@ def test_the_workers_folder_refuses_a_second_name() -> None:
     assert "this package is mpgrad.workers (imported as: 'workers')" in done.stderr
 
 
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and all below it, except what only type checkers read."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            yield from nodes_that_run(child)
+
+
 def imports_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_that_run(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -67,17 +78,21 @@ def test_the_autograd_layer_knows_no_transport() -> None:
     assert ours == {"_torch", "batching"}
 
 
-@pytest.mark.parametrize("module", [mpgrad.pool, mpgrad.testing], ids=lambda module: module.__name__)
+DOCUMENTED = [mpgrad.pool, mpgrad.per_item, mpgrad.testing, mpgrad.workers.contexts, mpgrad.workers.parallel]
+
+
+@pytest.mark.parametrize("module", DOCUMENTED, ids=lambda module: module.__name__)
 def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) -> None:
     failed, attempted = doctest.testmod(module)
     assert attempted > 0 and failed == 0
 
 
 def test_the_package_root_shows_the_public_names_only() -> None:
-    shown = {name for name in vars(mpgrad) if not name.startswith("_")}
+    shown = {name for name in dir(mpgrad) if not name.startswith("_")}
     submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers"}
     assert shown - submodules == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
+    assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
 
 
 # --- the oracle itself
@@ -118,8 +133,20 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
         ):
             with pytest.raises(AssertionError, match=message):
                 assert_same_as_serial(fn, items, pool)
+        class WrongSecond(WrongGradient):
+            """Right in its first derivative, everywhere."""
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                return grad * 2 if os.getpid() == caller else (grad * 2 + (grad - grad.detach()))
+
+        assert_same_as_serial(WrongSecond.apply, items, pool)
+        with pytest.raises(AssertionError, match="derivative of order 2 of input 0: the pool"):
+            assert_same_as_serial(lambda x: WrongSecond.apply(x * x) ** 2, items, pool, order=2)
+        with pytest.raises(ValueError, match=r"order must be at least 0 \(order: -1\)"):
+            assert_same_as_serial(abs, items, pool, order=-1)
         with pytest.raises(AssertionError, match="gradient of capture 0: the pool and the serial loop differ"):
-            assert_same_as_serial(lambda x: WrongGradient.apply(captured) * x, items, pool, capture_rtol=0.0)
+            assert_same_as_serial(lambda x: WrongGradient.apply(captured) * x, items, pool, rtol=0.0)
 
 
 # --- progress
