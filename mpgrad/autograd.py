@@ -40,6 +40,7 @@ __all__ = [
     "edges_of",
     "gate",
     "is_call",
+    "modified_in_place",
 ]
 
 
@@ -189,7 +190,7 @@ class Derivative:
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}], a result of the pool that a later call has read, "
+        f"[{tensor.type()} {list(tensor.shape)}], which a call of the pool has read, "
         f"is at version {tensor._version}; expected version {version} instead"
     )
 
@@ -316,7 +317,11 @@ def attach(
         node.register_prehook(GateHook(graph, number))
     if token is None and not gated:
         token = ROOT
-    attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, token, *gated)
+    if torch.is_grad_enabled():
+        attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, token, *gated)
+    else:  # the function turned gradients on by itself
+        with torch.enable_grad():
+            attached = apply(Call, graph, outputs, token, *gated)
     set_priority(attached[0].grad_fn, SEND + graph.number)
     return attached
 

@@ -111,7 +111,6 @@ class Forward(NamedTuple):
     function: int
     modes: Modes
     seed: int | None
-    keep_graphs: bool
     stop_at_failure: bool
     calls: list[ForwardCall]
 

@@ -20,7 +20,7 @@ import torch
 from mpgrad import structure
 from mpgrad._torch import outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
-from mpgrad.autograd import Home, RemoteGraph, attach, gate
+from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, modified_in_place
 from mpgrad.carrier import (
     LEAF,
     PARAMETER,
@@ -73,13 +73,14 @@ class SharedFunction:
 class PackedCall:
     """One call, ready to send."""
 
-    __slots__ = ("deaths", "gated", "index", "inputs_lent", "placed", "structure")
+    __slots__ = ("deaths", "gated", "index", "inputs_lent", "placed", "structure", "ungated")
 
     def __init__(self, index: int, shape: Structure, placed: list[Placed]) -> None:
         self.index = index
         self.structure = shape
         self.placed = placed
         self.gated: Sequence[torch.Tensor] = ()
+        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         self.deaths = 0  # of workers that had this call before them, and did not come to it
 
@@ -118,6 +119,8 @@ def pack_call(
         call.gated = [gate(tensor) for tensor in tensors if tensor.requires_grad]
         lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
         call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+    else:
+        call.ungated = [(tensor, tensor._version) for tensor in tensors if tensor.requires_grad]
     return call
 
 
@@ -253,6 +256,8 @@ class Operation:
                 tensors[number].requires_grad_()  # a leaf that the function made
         if graph is not None:
             graph.inputs_lent = call.inputs_lent
+            if not self.modes.grad:
+                self._let_in(call)
             outputs = attach(graph, [tensors[number] for number in inner], self.token, call.gated)
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
@@ -261,6 +266,16 @@ class Operation:
         if isinstance(result.structure, int):
             return tuple(tensors)
         return structure.loads(result.structure, tensors)
+
+    @torch.enable_grad()
+    def _let_in(self, call: PackedCall) -> None:
+        """Gates for a call that was made without gradients, whose function turned them on by itself."""
+        if self.token is None and self.function.differentiable:
+            self.token = capture_gate(self.home, self.function.differentiable)
+        for tensor, version in call.ungated:
+            if tensor._version != version:
+                raise RuntimeError(modified_in_place(tensor, version))
+        call.gated = [gate(tensor) for tensor, _ in call.ungated]
 
     # --- the dispatcher's side
 

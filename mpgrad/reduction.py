@@ -40,7 +40,7 @@ class FunctionReduction:
     def fold(self, values: Iterable[Any]) -> Any:
         first, *rest = values
         # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is the same
-        return self.onto(tree_map_only(torch.Tensor, torch.clone, first), rest)
+        return self.onto(tree_map_only(torch.Tensor, connected_copy, first), rest)
 
     def merge(self, accumulators: Sequence[Any]) -> Any:
         return self.fold(accumulators)
@@ -54,6 +54,12 @@ class FunctionReduction:
             if result is not None:
                 target = result
         return target
+
+
+@torch.enable_grad()
+def connected_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the history of `tensor`, also where the fold itself runs without gradients."""
+    return tensor.clone()
 
 
 class Pairwise:

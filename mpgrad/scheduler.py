@@ -501,9 +501,7 @@ class Scheduler(ABC):
         ]
         chunk = next(self._chunk_numbers)
         stop = operation.stop_at_failure
-        messages.append(
-            Forward(chunk, function.number, operation.modes, operation.seed, operation.modes.grad, stop, sent)
-        )
+        messages.append(Forward(chunk, function.number, operation.modes, operation.seed, stop, sent))
         worker.under_way[chunk] = Chunk(operation, calls, [], None)
         self._transmit(worker, messages, payload)
 

@@ -248,8 +248,22 @@ def under_no_grad(loop: Loop) -> list[Any]:
     with torch.no_grad():
         (plain,) = loop(lambda t: t * 2, [x])
         kept.backward(torch.ones_like(kept))
-        (enabled,) = loop(torch.enable_grad()(lambda t: t * 2), [3])
-    return [plain, enabled, x.grad]
+    return [plain, x.grad]
+
+
+def gradients_turned_on_inside_no_grad(loop: Loop) -> list[Any]:
+    x, c = leaf(3), leaf(3, seed=1)
+    y = x * 2
+
+    def fn(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            u = t * c
+            return u.mul_(2), t * 3, t
+
+    with torch.no_grad():
+        results = [part for result in loop(fn, [x, y]) for part in result]
+    sum((part * k).sum() for k, part in enumerate(results, 1)).backward()
+    return [*results, x.grad, c.grad]
 
 
 def backward_in_another_thread(loop: Loop) -> list[Any]:
@@ -510,6 +524,7 @@ EXACT = [
     in_place_on_results,
     in_place_inside,
     under_no_grad,
+    gradients_turned_on_inside_no_grad,
     backward_in_another_thread,
     anomaly_mode,
     warnings_of_the_function,

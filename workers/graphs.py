@@ -55,9 +55,10 @@ def dress(
     """`tensors` as `fn` would see them in the caller, and an edge for each one that needs a gradient."""
     dressed = list(tensors)
     edges: dict[int, Edge] = {}
-    inner = [k for k, tensor in enumerate(tensors) if needs_grad[k] and not leaf[k] and torch.is_grad_enabled()]
+    inner = [k for k, tensor in enumerate(tensors) if needs_grad[k] and not leaf[k]]
     if inner:
-        entered = Entry.apply(ROOT, [tensors[k] for k in inner])  # type: ignore[no-untyped-call]
+        with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
+            entered = Entry.apply(ROOT, [tensors[k] for k in inner])  # type: ignore[no-untyped-call]
         for k, tensor in zip(inner, entered, strict=True):
             dressed[k] = tensor
             edges[k] = get_gradient_edge(tensor)  # taken now: an in-place write moves the tensor away from it

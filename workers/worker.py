@@ -202,7 +202,7 @@ class Worker:
             flags = flags_of(tensor)
             if flags & REQUIRES_GRAD and (not flags & LEAF or any(tensor is each for each in (*inputs, *function.captures))):
                 flags &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
-                if message.keep_graphs:
+                if not message.modes.inference:
                     outputs.append(get_gradient_edge(tensor))
             placed.append(self._packer.place(tensor, flags))
         if outputs:
