@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -69,7 +70,18 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 
     uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
     uncompiled._torchdynamo_disable_msg = "it runs in other processes"  # type: ignore[attr-defined]
+    never_compile(uncompiled.__code__)  # type: ignore[attr-defined]
     return uncompiled
+
+
+def never_compile(code: types.CodeType) -> None:
+    """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them: slow, but right."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # before torch 2.8
+        frames.skip_code(code)
+    elif hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def graph_task() -> int:

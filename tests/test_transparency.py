@@ -586,3 +586,77 @@ def test_nobody_can_tell(
 ) -> None:
     loop = OPERATIONS[operation](shared_pools(*engine))
     assert_same(behaviour(loop), behaviour(serial), behaviour in EXACT)
+
+
+# --- what has no serial loop to compare with
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it where it resumes
+def test_a_compiled_function_goes_around_the_pool(pool2: mpgrad.Pool) -> None:
+    c = leaf(3, seed=1)
+
+    def fn(loop: Loop, total: Callable[[list[torch.Tensor]], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        a, b = loop(lambda t: (t * c).sin(), [y, y + 1])
+        return (a * b * total([a, b])).sum()
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.exp() + b.exp()
+
+    arguments = (
+        (pool2.map, lambda items: pool2.map_reduce(torch.exp, items, "sum")),
+        (lambda fn, items: list(pool2.imap(fn, items)), lambda items: pool2.submit(both, *items).result()),
+        (lambda fn, items: pool2.map_async(fn, items).get(), lambda items: pool2.reduce("sum", [both(*items)], c * 0)),
+    )
+    x = leaf(3)
+    expected = fn(serial, lambda items: both(*items), x)
+    gradients = torch.autograd.grad(expected, [x, c])
+    for loop, total in arguments:
+        result = torch.compile(fn, backend="eager")(loop, total, x)
+        assert torch.allclose(result, expected, rtol=1e-12)
+        assert all(torch.allclose(*pair) for pair in zip(torch.autograd.grad(result, [x, c]), gradients, strict=True))
+
+
+def test_function_classes_stand_for_their_apply(pool: mpgrad.Pool) -> None:
+    items = ragged()
+    for results in (
+        pool.map(Cube, items),
+        pool.starmap(Cube, [(x,) for x in items]),
+        [pool.apply(Cube, (x,)) for x in items],
+        [pool.submit(Cube, x).result() for x in items],
+        list(pool.imap(Cube, items)),
+        [pool.map_reduce(Cube, [x], "sum") for x in items],
+    ):
+        gradients = torch.autograd.grad([r.sum() for r in results], items)
+        assert all(torch.equal(grad, 3 * x**2) for grad, x in zip(gradients, items, strict=True))
+
+
+class Awkward(UserWarning):
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
+def test_warnings_follow_the_callers_filters(pool2: mpgrad.Pool) -> None:
+    def fn(x: int) -> int:
+        warnings.warn("careful", RuntimeWarning, stacklevel=1)
+        warnings.warn(Awkward(f"odd {x}"), stacklevel=1)
+        return x
+
+    with pytest.warns(RuntimeWarning, match="careful"), pytest.warns(UserWarning, match="odd 1"):
+        assert pool2.map(fn, [1]) == [1]
+    with pytest.raises(RuntimeWarning, match="careful"):  # this project makes them errors
+        pool2.map(fn, [1, 2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        assert pool2.map(fn, range(9)) == list(range(9))
+    assert not caught
+
+
+def test_a_derivative_runs_under_the_modes_of_the_forward(pool2: mpgrad.Pool) -> None:
+    def value(loop: Loop, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loop(lambda t: (t @ weight).float().sin().sum(), [x])[0]
+
+    x, weight = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (torch.func.grad(lambda x, loop=loop: value(loop, x))(x) for loop in (pool2.map, serial))
+    assert torch.equal(ours, theirs)
