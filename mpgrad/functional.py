@@ -9,7 +9,7 @@ as deep as they like. Nothing is kept in workers: a derivative runs the function
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -108,9 +108,13 @@ class Plan:
         return values[: self.common_count], list(per_call(values[self.common_count :], self.own_counts))
 
     def derived(
-        self, programs: Sequence[Program], common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]
-    ) -> Plan:
-        return Plan(*self._operation, programs, len(common), [len(each) for each in own])
+        self, calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]], common: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
+        """The outputs of other programs for some of the calls, each with its own tensors, followed; and their structures."""
+        programs, own = [program for program, _ in calls.values()], [tensors for _, tensors in calls.values()]
+        plan = Plan(*self._operation, programs, len(common), [len(tensors) for tensors in own])
+        outputs = plan.apply(common, own)
+        return dict(zip(calls, outputs, strict=True)), plan.structures
 
 
 class Mapped(torch.autograd.Function):
@@ -136,25 +140,22 @@ class Mapped(torch.autograd.Function):
         tensors = ctx.saved_tensors
         common, own = plan.parts(tensors)
         needed = [needs and can_be_followed(each) for needs, each in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
-        common_wanted, own_wanted = plan.parts(needed)
-        common_wanted = places(common_wanted)
-        calls: list[int] = []
-        programs: list[Program] = []
-        inputs: list[list[torch.Tensor]] = []
+        needed_of_common, needed_of_own = plan.parts(needed)
+        common_wanted, own_wanted = places(needed_of_common), [places(flags) for flags in needed_of_own]
+        calls: dict[int, tuple[Program, list[torch.Tensor]]] = {}
         for call, mine in enumerate(per_call(grads, plan.counts)):
-            outputs, wanted = present(mine), places(own_wanted[call])
-            if outputs and (wanted or common_wanted):
-                calls.append(call)
-                programs.append(Vjp(plan.programs[call], len(own[call]), outputs, wanted, common_wanted))
-                inputs.append([*own[call], *(mine[k] for k in outputs)])
-        found = plan.derived(programs, common, inputs).apply(common, inputs)
+            outputs = present(mine)
+            if outputs and (own_wanted[call] or common_wanted):
+                program = Vjp(plan.programs[call], len(own[call]), outputs, own_wanted[call], common_wanted)
+                calls[call] = program, [*own[call], *(mine[k] for k in outputs)]
         of_common: list[torch.Tensor | None] = [None] * len(common)
         of_own: list[list[torch.Tensor | None]] = [[None] * len(mine) for mine in own]
-        for call, gradients in reversed(list(zip(calls, found, strict=True))):  # the last first, as autograd adds up
-            wanted = places(own_wanted[call])
-            for k, grad in zip(wanted, gradients, strict=False):
+        gradients, _ = plan.derived(calls, common)
+        for call, found in reversed(gradients.items()):  # the last first, as autograd adds up
+            count = len(own_wanted[call])
+            for k, grad in zip(own_wanted[call], found[:count], strict=True):
                 of_own[call][k] = grad
-            for k, grad in zip(common_wanted, gradients[len(wanted) :], strict=True):
+            for k, grad in zip(common_wanted, found[count:], strict=True):
                 held = of_common[k]
                 of_common[k] = grad if held is None else held + grad
         return None, *of_common, *itertools.chain(*of_own)
@@ -165,24 +166,21 @@ class Mapped(torch.autograd.Function):
         common, own = plan.parts(ctx.saved_tensors)
         of_common, of_own = plan.parts(tangents[1:])
         common_moving = present(of_common)
-        moved = [*common, *(of_common[k] for k in common_moving)]
-        calls: list[int] = []
-        programs: list[Program] = []
-        inputs: list[list[torch.Tensor]] = []
         outputs_of = list(map(places, per_call(ctx.differentiable, plan.counts)))
+        calls: dict[int, tuple[Program, list[torch.Tensor]]] = {}
         for call, outputs in enumerate(outputs_of):
             moving = present(of_own[call])
             if outputs and (moving or common_moving):
-                calls.append(call)
-                programs.append(Jvp(plan.programs[call], len(own[call]), len(common), outputs, moving, common_moving))
-                inputs.append([*own[call], *(of_own[call][k] for k in moving)])
-        found = dict(zip(calls, plan.derived(programs, moved, inputs).apply(moved, inputs), strict=True))
-        tangents_of: list[list[torch.Tensor | None]] = [[None] * count for count in plan.counts]
-        for call, (outputs, sorts) in enumerate(zip(outputs_of, per_call(ctx.sorts, plan.counts), strict=True)):
-            resting = [torch.zeros(sorts[k][0], dtype=sorts[k][1]) for k in outputs]
-            for k, tangent in zip(outputs, found.get(call, resting), strict=True):
-                tangents_of[call][k] = tangent
-        return tuple(itertools.chain(*tangents_of)) or (None,)
+                program = Jvp(plan.programs[call], len(own[call]), len(common), outputs, moving, common_moving)
+                calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
+        found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
+        # PyTorch wants a tangent for every output that could have one
+        resting = per_call([torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.sorts], plan.counts)
+        results: list[torch.Tensor | None] = []
+        for call, (outputs, zeros) in enumerate(zip(outputs_of, resting, strict=True)):
+            moved = dict(zip(outputs, found[call], strict=True)) if call in found else {}
+            results += [moved.get(k, zero) if k in outputs else None for k, zero in enumerate(zeros)]
+        return tuple(results) or (None,)
 
     @staticmethod
     def vmap(
@@ -190,15 +188,14 @@ class Mapped(torch.autograd.Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         common, own = plan.parts(tensors)
         common_dims, own_dims = plan.parts(in_dims[1:])
-        batched = [bool(present(dims)) or bool(present(common_dims)) for dims in own_dims]
+        batched = [bool(present(dims) or present(common_dims)) for dims in own_dims]
         programs: list[Program] = [
             Batched(program, dims, common_dims, info.randomness) if there else program
             for program, dims, there in zip(plan.programs, own_dims, batched, strict=True)
         ]
-        inner = plan.derived(programs, common, own)
-        outputs = inner.apply(common, own)
-        dims = [0 if there else None for there, each in zip(batched, outputs, strict=True) for _ in each]
-        return plan.made(inner.structures, outputs), tuple(dims) or (None,)
+        outputs, structures = plan.derived(dict(enumerate(zip(programs, own, strict=True))), common)
+        dims = [0 if there else None for there, each in zip(batched, outputs.values(), strict=True) for _ in each]
+        return plan.made(structures, list(outputs.values())), tuple(dims) or (None,)
 
 
 def can_be_followed(tensor: torch.Tensor) -> bool:
