@@ -216,16 +216,17 @@ def without_tangents() -> contextlib.AbstractContextManager[None]:
     return forward_ad._set_fwd_grad_enabled(False)
 
 
-@contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Run the body as if no `torch.func` transform were running; only plain tensors may be used in it."""
     if not transforms_are_active():
-        yield
-        return
+        return NOTHING
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack():
-        yield
+    stack: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    return stack
+
+
+NOTHING = contextlib.nullcontext()  # one for all: this is asked several times a call
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

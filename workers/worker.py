@@ -89,7 +89,7 @@ class Worker:
         self._graphs: dict[int, Graph] = {}
         self._sums: dict[tuple[int, int, tuple[Level, ...]], CaptureSums] = {}
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
-        self._warned: deque[Warned] = deque()
+        self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(16)
         self._progress = self._progress_slot.memory.cast("q")
         self._payload = Payload()
@@ -123,9 +123,11 @@ class Worker:
             pickled = cloudpickle.dumps(instance)
         except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
             pickled = cloudpickle.dumps(UserWarning(str(message)))
-        warned = Warned(pickled, filename, lineno)
-        if warned not in self._warned:
-            self._warned.append(warned)
+        self._warned[Warned(pickled, filename, lineno)] = None
+
+    def _warnings(self) -> list[Warned]:
+        given, self._warned = self._warned, {}
+        return list(given)
 
     def announce(self, pid: int) -> None:
         self._send(Ready(pid, self._progress_slot.address))
@@ -160,7 +162,7 @@ class Worker:
             self._give_back_unread(call)
         seconds = time.perf_counter() - started
         mutated = isinstance(function, Function) and [c._version for c in function.captures] != function.versions
-        return Results(message.chunk, outcomes, seconds, mutated, drained(self._warned))
+        return Results(message.chunk, outcomes, seconds, mutated, self._warnings())
 
     def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
         phase = "forward"
@@ -221,7 +223,7 @@ class Worker:
                     outcomes.append(self._differentiate(call, payload))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
-        return Gradients(message.chunk, outcomes, drained(self._warned))
+        return Gradients(message.chunk, outcomes, self._warnings())
 
     def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[TensorRef | None]:
         graph = self._graphs[call.call]
