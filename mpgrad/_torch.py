@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils import parametrize
 
 __all__ = [
-    "alias",
     "apply",
     "batched",
     "descriptor_of",
@@ -32,9 +34,12 @@ __all__ = [
     "is_batched_the_older_way",
     "is_functorch_wrapped",
     "level_of",
+    "load_script",
     "not_compiled",
     "older_levels",
     "outside_transforms",
+    "parametrize_again",
+    "plus",
     "saved_tensor_hooks",
     "set_priority",
     "shared_storage",
@@ -52,7 +57,6 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default._op  # without the Python frame around it, half of its cost
 ENGINE: Any = torch.autograd.Variable._execution_engine
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
 
@@ -107,10 +111,9 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
     return hooks
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory behind a node of its own, and not a view: an in-place write to `tensor` does not move that node."""
-    same: torch.Tensor = UNSAFE_VIEW(tensor, tensor.shape)
-    return same
+def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and not the other way round."""
+    return held + grad if held.layout is torch.strided else grad + held
 
 
 def gradients(
@@ -275,3 +278,23 @@ def vmap_the_older_way(fn: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[
 
     mapped: Callable[..., tuple[torch.Tensor, ...]] = _vmap(fn)
     return mapped
+
+
+# --- modules that do not pickle
+
+
+def load_script(code: bytes) -> torch.jit.ScriptModule:
+    """What `save_to_buffer` of a scripted module or function has saved."""
+    load: Any = torch.jit.load
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # said to the one who scripted it
+        module: torch.jit.ScriptModule = load(io.BytesIO(code))
+    return module
+
+
+def parametrize_again(module: Any, state: dict[str, Any]) -> None:
+    """Give a module the state of a parametrized one, and the class that makes tensors anew from their parametrizations."""
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in state["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)

@@ -24,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from mpgrad._torch import alias, apply, graph_is_kept, graph_task, outside_transforms, set_priority, will_run
+from mpgrad._torch import apply, graph_is_kept, graph_task, outside_transforms, plus, set_priority, will_run
 from mpgrad.batching import Level, levels_of, within, without
 
 __all__ = [
@@ -268,33 +269,35 @@ def differentiate(
         return graph.send(Order(task, keep, create, wanted, captures, apart, levels, grads), further)
 
 
-class GateHook:
-    """Waits for a call's gradients where they leave the pool: replaces the placeholder that `Call` returned."""
+class Gate(torch.autograd.Function):
+    """Waits for a call's gradient where it leaves the pool, and passes it on in place of what `Call` returned.
 
-    __slots__ = ("_graph", "_number")
+    A hook on an identity of PyTorch's own could not: it may not put a sparse gradient in the place of a dense placeholder.
+    """
 
-    def __init__(self, graph: RemoteGraph, number: int) -> None:
-        self._graph = graph
-        self._number = number
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        # No view: until the result is fetched the caller may write to `tensor` in place, which would move a view to the new
+        # history. An argument that is returned as it is becomes one.
+        return tensor.detach()
 
-    def __call__(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None]:
-        graph, task = self._graph, graph_task()
+    @staticmethod
+    def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
+        graph, number, task = ctx.graph, ctx.number, graph_task()
         if not graph.has_further:
-            return (graph.take(task, self._number),)
+            return graph.take(task, number)  # type: ignore[no-any-return]
         # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
-        (others,) = grads
-        if others is graph.placeholders[self._number]:
+        if others is graph.placeholders[number]:
             others = None
-        grad = graph.take(task, self._number) if graph.is_expected(task) else None
-        return (others if grad is None else grad if others is None else grad + others,)
+        grad = graph.take(task, number) if graph.is_expected(task) else None
+        return others if grad is None else grad if others is None else plus(grad, others)
 
 
 def gate(tensor: torch.Tensor) -> torch.Tensor:
-    """Let `tensor` into an operation: an identity whose node, a C++ one, gets its hook when the call's graph is known.
-
-    No view: until the result is fetched the caller may write to `tensor` in place, which would move a view to the new history.
-    """
-    return alias(tensor)
+    """Let `tensor` into an operation: an identity whose node learns in `attach` which gradient it waits for."""
+    gated: torch.Tensor = apply(Gate, tensor)
+    return gated
 
 
 def attach(
@@ -311,10 +314,9 @@ def attach(
     """
     graph.number = next(ATTACHED)
     for number, tensor in enumerate(gated):
-        node = tensor.grad_fn
-        assert node is not None
+        node: Any = tensor.grad_fn
+        node.graph, node.number = graph, number
         set_priority(node, WAIT + graph.number)
-        node.register_prehook(GateHook(graph, number))
     if token is None and not gated:
         token = ROOT
     if torch.is_grad_enabled():
@@ -351,7 +353,7 @@ class CaptureGate(torch.autograd.Function):
 
 def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     pairs = zip(total, grads, strict=True)
-    return [grad if held is None else held if grad is None else held + grad for held, grad in pairs]
+    return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
 
 
 def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -367,6 +369,7 @@ CAPTURE_GATE_NODE = CaptureGate._backward_cls
 with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too
     ROOT = torch.zeros((), requires_grad=True)
+    ROOT_EDGE = get_gradient_edge(ROOT)  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,18 +2,23 @@
 
 Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is that: what to view, and
 where. Up to RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a tensor).
+A sparse tensor is one reference too: to a run of memory in which its indices and values lie like tensors in a message.
 
-Guarantees: strides of dense tensors survive, an expanded tensor travels as small as it is; a received tensor is never a
-    view in autograd's sense, so it may be written in place like any fresh tensor.
+Guarantees: strides of dense tensors survive, an expanded tensor travels as small as it is; sparse tensors keep layout, order
+    of entries and whether they are coalesced; a received tensor is never a view in autograd's sense, so it may be written in
+    place like any fresh tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from mpgrad._torch import has_tangent, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
@@ -29,6 +34,9 @@ BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
 # Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
 DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+MAKE_COO: Any = torch.sparse_coo_tensor  # their type hints leave out the indices
+MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
 
 
 class TensorRef(NamedTuple):
@@ -36,11 +44,21 @@ class TensorRef(NamedTuple):
 
     dtype: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None  # None: contiguous
+    form: Form
     place: int  # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
     nbytes: int
     flags: int
 
+
+class Sparse(NamedTuple):
+    """What a sparse tensor is made of: indices and values, whose places are offsets from its own."""
+
+    layout: int
+    is_coalesced: bool
+    parts: tuple[TensorRef, ...]
+
+
+Form = tuple[int, ...] | Sparse | None  # the stride; None: contiguous
 
 REQUIRES_GRAD = 1
 LEAF = 2
@@ -68,10 +86,12 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) 
     reason = None
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         reason = f"its type is {type(tensor).__name__}, and only torch.Tensor and nn.Parameter are carried"
+        if is_lazy(tensor):
+            reason = "a lazy module has not made it yet; run the module once, before it goes to the pool"
     elif tensor.is_nested:
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
-    elif tensor.layout is not torch.strided:
-        reason = f"its layout is {tensor.layout}; pass its parts or tensor.to_dense()"
+    elif tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
+        reason = f"its layout is {tensor.layout}; pass tensor.to_dense()"
     elif not tensor.is_cpu:
         reason = f"its device is {tensor.device}; pass tensor.cpu()"
     elif tensor.is_quantized:
@@ -95,7 +115,7 @@ class Placed(NamedTuple):
 
     dtype: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
+    form: Form
     address: int  # -1 where it rides in the message
     nbytes: int
     flags: int
@@ -112,38 +132,49 @@ class Packer:
         self.bytes_copied = 0
 
     def place(self, tensor: torch.Tensor, flags: int) -> Placed:
-        core, stride, how = dense_core(tensor)
+        core, form, how = dense_core(tensor)
         flags |= how
         nbytes = core.numel() * core.element_size()
         number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
         if nbytes <= RIDE_BYTES:
             self.bytes_copied += nbytes
             body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
-            return Placed(number, shape, stride, -1, nbytes, flags, body, None)
+            return Placed(number, shape, form, -1, nbytes, flags, body, None)
         if self._known is not None and (found := self._known(core)) is not None:
             address, holder = found
-            return Placed(number, shape, stride, address, nbytes, flags | SHARED, None, holder)
+            return Placed(number, shape, form, address, nbytes, flags | SHARED, None, holder)
         slot = self._arena.allocate(nbytes)
         copy_into(slot.memory, core, nbytes)
         self.bytes_copied += nbytes
-        return Placed(number, shape, stride, slot.address, nbytes, flags, None, slot)
+        return Placed(number, shape, form, slot.address, nbytes, flags, None, slot)
 
     def place_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], Slot | None]:
         """All `tensors` in one slot, each at its own offset, as if the slot were a message's payload."""
-        cores = [dense_core(tensor) for tensor in tensors]
-        refs, offset = [], 0
-        for tensor, (core, stride, how) in zip(tensors, cores, strict=True):
-            nbytes = core.numel() * core.element_size()
-            number = NUMBER_OF_DTYPE[tensor.dtype]
-            refs.append(TensorRef(number, tuple(tensor.shape), stride, -1 - offset, nbytes, flags_of(tensor) | how))
-            offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-        if offset == 0:
+        refs, cores, nbytes = laid_out(tensors)
+        if nbytes == 0:
             return refs, None
-        slot = self._arena.allocate(offset)
-        for ref, (core, _, _) in zip(refs, cores, strict=True):
-            copy_into(slot.memory[-1 - ref.place :], core, ref.nbytes)
-        self.bytes_copied += offset
+        slot = self._arena.allocate(nbytes)
+        fill(slot.memory, refs, cores)
+        self.bytes_copied += nbytes
         return refs, slot
+
+
+def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], list[torch.Tensor], int]:
+    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory."""
+    refs, cores, offset = [], [], 0
+    for tensor in tensors:
+        core, form, how = dense_core(tensor)
+        nbytes = core.numel() * core.element_size()
+        number = NUMBER_OF_DTYPE[tensor.dtype]
+        refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - offset, nbytes, flags_of(tensor) | how))
+        cores.append(core)
+        offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+    return refs, cores, offset
+
+
+def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Tensor]) -> None:
+    for ref, core in zip(refs, cores, strict=True):
+        copy_into(memory[-1 - ref.place :], core, ref.nbytes)
 
 
 def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
@@ -157,26 +188,43 @@ def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
     target.copy_(source)
 
 
-def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None, int]:
-    """The part of `tensor` that lies in memory without holes, the stride that rebuilds the rest from it, and SPREAD or 0.
+def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
+    """The part of `tensor` that lies in memory without holes, the form that rebuilds the rest from it, and SPREAD or 0.
 
     Strides are kept even where they have holes: sums over other strides add up in another order, and so to other bits.
     """
+    if tensor.layout is not torch.strided:
+        return sparse_core(tensor.detach())
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor, None, 0
-    core = tensor.detach().resolve_conj().resolve_neg()
-    stride = core.stride()
+    core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
     if is_dense(core):
-        return core, stride, 0
+        return core.resolve_conj().resolve_neg(), stride, 0
     if not overlaps(core):
-        return core.contiguous(), stride, SPREAD
+        return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return whole, None, 0
+
+
+def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
+    """The indices and values of `tensor` as one run of bytes, and how they go together."""
+    is_coo = tensor.layout is torch.sparse_coo
+    if is_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    refs, cores, nbytes = laid_out(parts)
+    memory = bytearray(nbytes)
+    fill(memoryview(memory), refs, cores)
+    core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -215,20 +263,23 @@ class Payload:
         self.nbytes = 0
 
     def add(self, placed: Placed) -> TensorRef:
-        dtype, shape, stride, address, nbytes, flags, body, _ = placed
+        dtype, shape, form, address, nbytes, flags, body, _ = placed
         if body is None:
-            return TensorRef(dtype, shape, stride, address, nbytes, flags)
+            return TensorRef(dtype, shape, form, address, nbytes, flags)
         offset = self.nbytes
         rest = -nbytes % ALIGNMENT
         self.parts.append(body)
         if rest:
             self.parts.append(PADDING[rest])
         self.nbytes = offset + nbytes + rest
-        return TensorRef(dtype, shape, stride, -1 - offset, nbytes, flags)
+        return TensorRef(dtype, shape, form, -1 - offset, nbytes, flags)
 
 
 def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
     """The tensor that `ref` stands for, over the memory where it lies; the memory lives as long as the tensor."""
+    form = ref.form
+    if isinstance(form, Sparse):
+        return view_sparse(ref, form, payload, borrow)
     dtype = DTYPES[ref.dtype]
     if ref.nbytes == 0:
         tensor = torch.empty(0, dtype=dtype)
@@ -236,10 +287,31 @@ def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memo
         tensor = torch.frombuffer(payload, dtype=dtype, count=ref.nbytes // dtype.itemsize, offset=-1 - ref.place)
     else:
         tensor = torch.frombuffer(borrow(ref), dtype=dtype, count=ref.nbytes // dtype.itemsize)
-    if ref.flags & SPREAD and ref.stride is not None:
-        return spread(tensor, ref.shape, ref.stride)
-    if ref.stride is not None:
-        return tensor.as_strided_(ref.shape, ref.stride)
+    if form is not None:
+        return spread(tensor, ref.shape, form) if ref.flags & SPREAD else tensor.as_strided_(ref.shape, form)
     if len(ref.shape) != 1 or ref.nbytes == 0:
         return tensor.resize_(ref.shape)
     return tensor
+
+
+def view_sparse(
+    ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]
+) -> torch.Tensor:
+    memory = payload[-1 - ref.place :] if ref.place < 0 else borrow(ref)
+    parts = [view(part, memory, borrow) for part in form.parts]
+    layout = SPARSE_LAYOUTS[form.layout]
+    tensor: torch.Tensor
+    if layout is torch.sparse_coo:
+        tensor = MAKE_COO(*parts, ref.shape, is_coalesced=form.is_coalesced, check_invariants=False)
+    else:
+        hear_of_beta_state()
+        tensor = MAKE_COMPRESSED(*parts, ref.shape, layout=layout, check_invariants=False)
+    return tensor
+
+
+@functools.cache
+def hear_of_beta_state() -> None:
+    """PyTorch warns at the first compressed tensor of a process; whoever made the one that is carried was warned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        MAKE_COMPRESSED([0, 0], [], [], (1, 1), layout=torch.sparse_csr, check_invariants=False)

@@ -56,9 +56,9 @@ class SharedFunction:
         for tensor in captures:
             check_carriable(tensor, "the function")
         self.number = next(self.numbers)
-        self.nbytes = sum(tensor.nbytes for tensor in captures)
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.refs, self.slot = packer.place_together(captures)
+        self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
         self._forget = forget
 
     @property
@@ -120,7 +120,8 @@ def pack_call(
         lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
         call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
     else:
-        call.ungated = [(tensor, tensor._version) for tensor in tensors if tensor.requires_grad]
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
     return call
 
 
@@ -230,8 +231,8 @@ class Operation:
         if self.mutated:
             self.mutated = False
             warnings.warn(
-                "the function wrote into a tensor that it captures (for example running statistics); the change stays in "
-                "the worker: return the new value, and store it in the caller",
+                "the function wrote into a tensor that it captures, or into its .grad (for example running statistics, or a "
+                "backward of its own); the change stays in the worker: return the new value, and store it in the caller",
                 stacklevel=4,
             )
 
@@ -273,7 +274,7 @@ class Operation:
         if self.token is None and self.function.differentiable:
             self.token = capture_gate(self.home, self.function.differentiable)
         for tensor, version in call.ungated:
-            if tensor._version != version:
+            if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
         call.gated = [gate(tensor) for tensor, _ in call.ungated]
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
-from mpgrad.autograd import Derivative, differentiate, edges_of, is_call
+from mpgrad.autograd import Derivative, differentiate, edges_of, gate, is_call
 
 __all__ = ["per_item_grad"]
 
@@ -103,7 +102,9 @@ def places_of(index: int, node: Any, inputs: Inputs) -> list[Place]:
         known |= {edge: (True, number) for number, edge in enumerate(capture_node.next_functions)}
     found = []
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
-        place = known.get(tuple(get_gradient_edge(tensor))[:2]) if tensor.requires_grad else None
+        with torch.enable_grad():
+            edge = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
+        place = known.get(edge)
         if place is None:
             raise ValueError(
                 f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "

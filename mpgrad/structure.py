@@ -3,32 +3,43 @@
 cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by value and fails on those
 that need gradients. Here each tensor leaves its number in the bytes; what the tensors are, and who owns their memory, is
 decided elsewhere. The tensors that a *function* reaches in this way are its captures.
+
+Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
+order in which it met them, so they stand at the end of the list, the first one last. Scripted and parametrized modules, which
+refuse to be pickled, are taken apart here and put together again around the tensors.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import pickle
 import sys
 import sysconfig
 import types
+from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
+from torch.nn import Module
+from torch.nn.utils.parametrize import is_parametrized
+
+from mpgrad._torch import load_script, parametrize_again
+from mpgrad.carrier import RIDE_BYTES
 
 __all__ = ["dumps", "loads", "transported"]
 
 
 def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them."""
+    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers."""
     buffer = io.BytesIO()
     pickler = TensorPickler(buffer)
     pickler.dump(value)
-    return buffer.getvalue(), pickler.tensors
+    return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
 def loads(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -44,8 +55,9 @@ def transported(error: BaseException, subject: str) -> BaseException:
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=5)
+        super().__init__(buffer, protocol=5, buffer_callback=self._stays_in_band)
         self.tensors: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
@@ -62,16 +74,100 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
             return self._dynamic_function_reduce(value)
         if isinstance(value, type) and reaches_tensor(value):
             return dynamic_class_reduce(value)
+        if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
+            return reduced
         return super().reducer_override(value)
+
+    def _stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
+            return True
+        # of memory that may not be written torch makes no tensors
+        self.buffers.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
+        return False
 
 
 class TensorUnpickler(pickle.Unpickler):
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(buffer)
+        super().__init__(buffer, buffers=map(torch.Tensor.numpy, reversed(tensors)))
         self._tensors = tensors
 
     def persistent_load(self, number: int) -> torch.Tensor:
         return self._tensors[number]
+
+
+def reduce_module(value: Module) -> tuple[Any, ...] | None:
+    """How the modules that refuse to be pickled are, all the same; None for any other."""
+    if isinstance(value, torch.jit.ScriptModule):
+        tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers(remove_duplicate=False))}
+        hollow = copy.deepcopy(value)
+        put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0)))
+        return script_again, (hollow.save_to_buffer(), tensors)
+    if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
+        return object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
+    return None
+
+
+def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
+    module = load_script(code)
+    put_tensors(module, tensors)
+    return module
+
+
+def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
+    owners = dict(module.named_modules(remove_duplicate=False))
+    for path, tensor in tensors.items():
+        owner, _, name = path.rpartition(".")
+        setattr(owners[owner], name, tensor)
+
+
+class ScriptedFunction:
+    """TorchScript saves a function as the method of a module, and forgets its defaults."""
+
+    def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
+        self._code, self._names, self._defaults = code, names, defaults
+        self._module = load_script(code)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}
+        return self._module(*args, **{**rest, **kwargs})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScriptedFunction, (self._code, self._names, self._defaults)
+
+
+def reduce_script_function(value: Any) -> tuple[Any, ...]:
+    arguments = value.schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return ScriptedFunction, (value.save_to_buffer(), [each.name for each in arguments], defaults)
+
+
+def reduce_generator(value: torch.Generator) -> Any:
+    # of the default generator the worker's own is meant, which has the seed of the item
+    return (getattr, (torch, "default_generator")) if value is torch.default_generator else value.__reduce_ex__(5)
+
+
+def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
+    return type(value), (getattr(torch, value.dtype),)
+
+
+def reduce_imported(value: types.ModuleType) -> Any:
+    """An imported module; also one like torch._C._functions, which is an attribute of another and cannot be imported."""
+    parent, _, name = value.__name__.rpartition(".")
+    if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
+        return getattr, (sys.modules[parent], name)
+    return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
+
+
+OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
+REDUCERS = {
+    torch.jit.ScriptFunction: reduce_script_function,
+    torch.Generator: reduce_generator,
+    torch.finfo: reduce_limits,
+    torch.iinfo: reduce_limits,
+    types.ModuleType: reduce_imported,
+}
+TensorPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here
 
 
 def reaches_tensor(value: object) -> bool:
@@ -89,7 +185,7 @@ def tensors_reached(value: object, seen: set[int]) -> list[torch.Tensor]:
     if id(value) in seen or isinstance(value, (types.ModuleType, str, bytes, int, float)):
         return []
     seen.add(id(value))
-    found = [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else []
+    found = [*value.parameters(), *value.buffers()] if isinstance(value, Module) else []
     for part in parts_of(value):
         found += tensors_reached(part, seen)
     return found

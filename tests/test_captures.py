@@ -209,3 +209,15 @@ def test_partial_backwards_add_up(pool: mpgrad.Pool) -> None:
             output.backward()
             grads.append(weight.grad)
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_a_backward_into_captures_warns_that_it_stays_there(pool: mpgrad.Pool) -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        (weight * x).sum().backward()
+        return x.detach() * 2
+
+    with pytest.warns(UserWarning, match=r"wrote into a tensor that it captures, or into its \.grad"):
+        pool.map(fn, [torch.ones(2)])
+    assert weight.grad is None

@@ -287,7 +287,7 @@ def test_partials_methods_and_callables(pool: mpgrad.Pool) -> None:
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        (torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
+        (torch.eye(3).to_mkldnn(), "layout is torch._mkldnn"),
         (torch.ones(3, device="meta"), "device is meta"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "its type is NestedTensor"),
     ],
@@ -301,6 +301,6 @@ def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, tensor: to
 
 
 def test_a_result_that_cannot_be_carried_names_its_item(pool: mpgrad.Pool) -> None:
-    with pytest.raises(TypeError, match=r"the result holds a tensor that cannot be carried.*sparse_coo") as caught:
-        pool.map(lambda x: x.to_sparse() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
+    with pytest.raises(TypeError, match=r"the result holds a tensor that cannot be carried.*_mkldnn") as caught:
+        pool.map(lambda x: x.to_mkldnn() if x.numel() > 1 else x, [torch.ones(1), torch.ones(2)])
     assert any("item 1" in note for note in caught.value.__notes__)

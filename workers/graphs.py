@@ -17,20 +17,32 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad._torch import gradients
+from mpgrad._torch import gradients, plus
 from mpgrad.batching import Level, over
 
-__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "dress", "run_backward"]
+__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "dress", "edge_of", "run_backward"]
 
-Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge, which is cheaper than making one
+Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
 
 
 class Graph(NamedTuple):
     function: int
-    outputs: list[GradientEdge]  # of the outputs that need gradients, in order
+    outputs: list[Edge]  # of the outputs that need gradients, in order
     inputs: list[Edge]  # of the inputs that need gradients, in order
     captures: list[Edge]
     whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    return tensor if tensor.is_leaf else get_gradient_edge(behind_own_node(tensor))
+
+
+def behind_own_node(tensor: torch.Tensor) -> torch.Tensor:
+    """`get_gradient_edge` makes a view where a node is written in Python; of a sparse tensor there are no views, but copies."""
+    if tensor.layout is torch.strided:
+        return tensor
+    with torch.enable_grad():
+        return tensor.clone()
 
 
 class Entry(torch.autograd.Function):
@@ -46,7 +58,11 @@ class Entry(torch.autograd.Function):
         return None, None
 
 
+ENTRY_NODE: Any = Entry._backward_cls
 ROOT = torch.zeros((), requires_grad=True)
+# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
+# which waits for that lock, holding the interpreter's, would wait for ever.
+ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 def dress(
@@ -60,8 +76,8 @@ def dress(
         with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
             entered = Entry.apply(ROOT, [tensors[k] for k in inner])  # type: ignore[no-untyped-call]
         for k, tensor in zip(inner, entered, strict=True):
-            dressed[k] = tensor
-            edges[k] = get_gradient_edge(tensor)  # taken now: an in-place write moves the tensor away from it
+            dressed[k] = behind_own_node(tensor)
+            edges[k] = get_gradient_edge(dressed[k])  # taken now: an in-place write moves the tensor away from it
     for k, tensor in enumerate(dressed):
         if needs_grad[k] and k not in edges:
             edges[k] = tensor.requires_grad_()
@@ -91,23 +107,31 @@ def run_backward(
 
 
 def run_whole(
-    outputs: Sequence[GradientEdge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
+    outputs: Sequence[Edge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
 ) -> list[torch.Tensor | None]:
     """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
     leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
     for leaf in leaves:
         leaf.grad = None
-    torch.autograd.backward(outputs, grads, keep, create)
+    torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
+    places = [(edge, 0) if isinstance(edge, torch.Tensor) else entry_of(edge) for edge in edges]
     found = [
-        edge.grad if isinstance(edge, torch.Tensor) else getattr(edge.node, "received", {edge.output_nr: None})[edge.output_nr]
-        for edge in edges
+        place.grad if isinstance(place, torch.Tensor) else getattr(place, "received", {number: None})[number]
+        for place, number in places
     ]
-    for leaf in leaves:
-        leaf.grad = None
-    for edge in edges:
-        if not isinstance(edge, torch.Tensor):
-            vars(edge.node).pop("received", None)
+    for place, _ in places:
+        if isinstance(place, torch.Tensor):
+            place.grad = None
+        else:
+            vars(place).pop("received", None)
     return found
+
+
+def entry_of(edge: GradientEdge) -> tuple[Any, int]:
+    """The node of the `Entry` that an input's edge leads to, and which of its outputs; `behind_own_node` may lie between."""
+    node: Any = edge.node
+    place: tuple[Any, int] = (node, edge.output_nr) if isinstance(node, ENTRY_NODE) else node.next_functions[0]
+    return place
 
 
 class Checkpoints:
@@ -149,5 +173,5 @@ class CaptureSums:
             elif self._owned[k]:
                 held.add_(grad)
             else:
-                self.sums[k] = held + grad
-                self._owned[k] = True
+                total = self.sums[k] = plus(held, grad)
+                self._owned[k] = total.layout is torch.strided

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 import torch
-from mpgrad.workers.graphs import CHECKPOINTS, CaptureSums, Edge, Graph, dress, run_backward
-from torch.autograd.graph import get_gradient_edge
+from mpgrad.workers.graphs import CHECKPOINTS, CaptureSums, Edge, Graph, dress, edge_of, run_backward
 
 from mpgrad import structure
 from mpgrad.arena import Arena, Lenders, Slot
@@ -161,7 +160,10 @@ class Worker:
         for call in message.calls[len(outcomes) :]:
             self._give_back_unread(call)
         seconds = time.perf_counter() - started
-        mutated = isinstance(function, Function) and [c._version for c in function.captures] != function.versions
+        mutated = isinstance(function, Function) and (
+            [c._version for c in function.captures] != function.versions
+            or any(c.grad is not None for c in function.edges if isinstance(c, torch.Tensor))
+        )
         return Results(message.chunk, outcomes, seconds, mutated, self._warnings())
 
     def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
@@ -205,7 +207,7 @@ class Worker:
             if flags & REQUIRES_GRAD and (not flags & LEAF or any(tensor is each for each in (*inputs, *function.captures))):
                 flags &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
                 if not message.modes.inference:
-                    outputs.append(get_gradient_edge(tensor))
+                    outputs.append(edge_of(tensor))
             placed.append(self._packer.place(tensor, flags))
         if outputs:
             self._graphs[call.call] = Graph(message.function, outputs, edges, function.edges, whole)
@@ -239,7 +241,7 @@ class Worker:
             self._sums.setdefault(key, CaptureSums(len(of_captures))).add(of_captures)
         placed = self._lend_all(found)
         if call.graph is not None:
-            outputs = [get_gradient_edge(grad) for grad in found if grad is not None and grad.requires_grad]
+            outputs = [edge_of(grad) for grad in found if grad is not None and grad.requires_grad]
             if outputs:
                 self._graphs[call.graph] = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
         return placed
