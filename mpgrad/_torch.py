@@ -33,6 +33,7 @@ __all__ = [
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
+    "level_count",
     "level_of",
     "load_script",
     "not_compiled",
@@ -44,9 +45,11 @@ __all__ = [
     "set_priority",
     "shared_storage",
     "storage_from_descriptor",
+    "tracer",
     "transforms_are_active",
     "unbatched",
     "unbatched_the_older_way",
+    "vmap_levels",
     "vmap_the_older_way",
     "will_run",
     "within_dual_level",
@@ -193,9 +196,30 @@ def transforms_are_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def tracer() -> str | None:
+    """What records the operations of this thread instead of only running them; it would see none of a worker's."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    keys: Any = torch._C._TorchDispatchModeKey
+    if torch._C._get_dispatch_mode(keys.PROXY) is not None:
+        return "torch.fx (make_fx, torch.func.linearize, torch.export)"
+    return None
+
+
 def dual_level_is_active() -> bool:
     """Whether forward-mode differentiation is on in this process (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
+
+
+def vmap_levels() -> frozenset[int]:
+    """The numbers of the `torch.func.vmap`s that are running in this thread."""
+    stack: Any = torch._C._functorch.get_interpreter_stack() or ()
+    return frozenset(each.level() for each in stack if each.key() == torch._C._functorch.TransformType.Vmap)
+
+
+def level_count() -> int:
+    """How many transforms are running in this thread."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:

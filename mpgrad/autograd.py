@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from mpgrad._torch import apply, graph_is_kept, graph_task, outside_transforms, plus, set_priority, will_run
+from mpgrad._torch import apply, graph_is_kept, graph_task, has_tangent, outside_transforms, plus, set_priority, will_run
 from mpgrad.batching import Level, levels_of, within, without
 
 __all__ = [
@@ -99,7 +100,18 @@ class Home(Protocol):
 class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
-    __slots__ = ("_derivatives", "call", "has_further", "home", "index", "inputs_lent", "number", "placeholders", "worker")
+    __slots__ = (
+        "_derivatives",
+        "call",
+        "family",
+        "has_further",
+        "home",
+        "index",
+        "inputs_lent",
+        "number",
+        "placeholders",
+        "worker",
+    )
 
     def __init__(self, home: Home, worker: object, call: int, index: int) -> None:
         self.home = home
@@ -110,6 +122,7 @@ class RemoteGraph:
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
         self.placeholders: list[torch.Tensor] = []  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
+        self.family: list[weakref.ref[Any]] = []  # the `Call`s of this graph and of its derivatives, where there are any
         self._derivatives: dict[int, Derivative] = {}  # by backward: with gradients that no gate has taken yet
 
     def send(self, order: Order, further: Further | None) -> Derivative:
@@ -138,11 +151,10 @@ class RemoteGraph:
 
 
 class Further(NamedTuple):
-    """What the gradients of a call depend on, where they are to be differentiated again."""
+    """Where gradients are to be differentiated again: what they depend on."""
 
-    token: torch.Tensor | None
+    node: weakref.ref[Any]  # the `Call`, with its inputs; weak, because a backward that fails leaves this behind
     grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
-    inputs: Sequence[torch.Tensor]  # of the call, as they came out of its gates
 
 
 class Derivative:
@@ -175,10 +187,8 @@ class Derivative:
                 graph, further, self._further = self._reply.graph, self._further, None
                 if graph is not None and further is not None:
                     places = self._reply.connected()
-                    outputs = [found[place] for place in places]
-                    gated = [*further.grads, *map(gate, further.inputs)]
-                    attached = attach(graph, [each for each in outputs if each is not None], further.token, gated)
-                    for place, output in zip(places, attached, strict=True):
+                    outputs = [each for place in places if (each := found[place]) is not None]
+                    for place, output in zip(places, attach_further(graph, outputs, further), strict=True):
                         found[place] = output
             levels, count = self.order.levels, len(self.order.wanted)
             if levels:
@@ -186,6 +196,15 @@ class Derivative:
             self._found = dict(zip(self.order.wanted, found[:count], strict=True))
             self._of_captures = found[count:]
         return self._found
+
+
+def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Further) -> tuple[torch.Tensor, ...]:
+    node = further.node()
+    assert node is not None  # the engine holds it
+    graph.family = node.graph.family
+    attached = attach(graph, outputs, node.token, [*further.grads, *map(gate, node.inputs)])
+    graph.family.append(weakref.ref(attached[0].grad_fn))
+    return attached
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
@@ -211,6 +230,7 @@ class Call(torch.autograd.Function):
         ctx.graph = graph
         ctx.token = token
         ctx.has_token = token is not None
+        ctx.task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
         graph.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
@@ -222,12 +242,20 @@ class Call(torch.autograd.Function):
         wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
         captures = capture_node is not None and will_run(capture_node)
         if wanted or captures:
-            derivative = differentiate(ctx, grads, wanted, captures, graph_task(), graph_is_kept(), torch.is_grad_enabled())
+            ctx.task = task = graph_task()
+            keep = graph_is_kept() or relatives_will_run(ctx)
+            derivative = differentiate(ctx, grads, wanted, captures, task, keep, torch.is_grad_enabled())
             if wanted:
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
                 capture_node.apart.setdefault(derivative.order.task, []).append(derivative)
         return None, None, None, *ctx.graph.placeholders
+
+
+def relatives_will_run(node: Any) -> bool:
+    """Whether this backward still comes to a graph that shares its nodes in the worker: the last one may free them."""
+    relatives = [each for ref in node.graph.family if (each := ref()) is not None]
+    return any(each is not node and each.task != node.task and will_run(each) for each in relatives)
 
 
 def is_call(node: object) -> bool:
@@ -253,6 +281,11 @@ def differentiate(
     apart: bool = False,
 ) -> Derivative:
     """Send the backward of the call whose `Call` is `node` to its worker; returns at once."""
+    if any(grad is not None and has_tangent(grad) for grad in grads):
+        raise TypeError(
+            "a gradient that came to a pool's result has a tangent, which would be lost; for forward over reverse, "
+            "let the dual tensors go into the pool's map, or use torch.func.jvp of torch.func.grad"
+        )
     levels = levels_of(grads)
     if levels:
         plain = iter(without([grad for grad in grads if grad is not None], levels))
@@ -261,11 +294,14 @@ def differentiate(
     apart = captures and (apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled())
     further = None
     with outside_transforms():
-        if create and node.inputs is not None:
-            gated = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            further = Further(node.token, gated, node.inputs)
-        if not keep:
-            node.inputs = None  # the worker refuses another backward
+        if create:
+            if not graph.family:
+                graph.family.append(weakref.ref(node))
+            further = Further(
+                weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+            )
+        elif not keep:
+            node.inputs = ()  # the worker refuses another backward
         return graph.send(Order(task, keep, create, wanted, captures, apart, levels, grads), further)
 
 
@@ -336,7 +372,7 @@ class CaptureGate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.home = home
         ctx.apart = {}  # by backward: derivatives whose captures' gradients come one call at a time
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
@@ -368,7 +404,7 @@ CAPTURE_GATE_NODE = CaptureGate._backward_cls
 
 with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too
-    ROOT = torch.zeros((), requires_grad=True)
+    ROOT = torch.zeros((), requires_grad=True, device="cpu")
     ROOT_EDGE = get_gradient_edge(ROOT)  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
 
 
@@ -376,4 +412,4 @@ with torch.inference_mode(False):
 def placeholder(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     """A gradient that costs nothing and passes the engine's checks."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype).expand(shape)
+        return torch.zeros((), dtype=dtype, device="cpu").expand(shape)

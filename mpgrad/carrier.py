@@ -182,7 +182,7 @@ def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
     if nbytes == 0:
         return
     target = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    source = torch.empty(0, dtype=torch.uint8).set_(
+    source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
         core.untyped_storage(), core.storage_offset() * core.element_size(), (nbytes,), (1,)
     )
     target.copy_(source)
@@ -195,8 +195,10 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     """
     if tensor.layout is not torch.strided:
         return sparse_core(tensor.detach())
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):
         return tensor, None, 0
+    if tensor._is_zerotensor():  # it has no memory
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None, 0
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
@@ -223,7 +225,7 @@ def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
     refs, cores, nbytes = laid_out(parts)
     memory = bytearray(nbytes)
     fill(memoryview(memory), refs, cores)
-    core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
     return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
 
 
@@ -252,7 +254,7 @@ def overlaps(core: torch.Tensor) -> bool:
 
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-    return torch.empty_strided(kept, stride, dtype=core.dtype).copy_(core.view(kept)).as_strided_(shape, stride)
+    return torch.empty_strided(kept, stride, dtype=core.dtype, device="cpu").copy_(core.view(kept)).as_strided_(shape, stride)
 
 
 class Payload:
@@ -282,7 +284,7 @@ def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memo
         return view_sparse(ref, form, payload, borrow)
     dtype = DTYPES[ref.dtype]
     if ref.nbytes == 0:
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
     elif ref.place < 0:
         tensor = torch.frombuffer(payload, dtype=dtype, count=ref.nbytes // dtype.itemsize, offset=-1 - ref.place)
     else:

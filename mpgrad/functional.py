@@ -15,7 +15,15 @@ from typing import Any, Protocol
 import torch
 
 from mpgrad import structure
-from mpgrad._torch import dual_level_is_active, has_tangent, is_functorch_wrapped, transforms_are_active
+from mpgrad._torch import (
+    dual_level_is_active,
+    has_tangent,
+    is_functorch_wrapped,
+    level_count,
+    older_levels,
+    transforms_are_active,
+    vmap_levels,
+)
 from mpgrad.modes import Modes, current_modes
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
 
@@ -39,7 +47,9 @@ def is_followed(tensor: torch.Tensor) -> bool:
     return is_functorch_wrapped(tensor) or has_tangent(tensor)
 
 
-def run_followed(function: Callable[..., Any], calls: list[Arguments], seed: int | None, run: Run) -> list[Any] | None:
+def run_followed(
+    function: Callable[..., Any], calls: list[Arguments], draw_seed: Callable[[], int | None], run: Run
+) -> list[Any] | None:
     """The results of `calls`, followed by the transforms that are running; None where none of them follows any tensor here.
 
     Raises:
@@ -54,10 +64,17 @@ def run_followed(function: Callable[..., Any], calls: list[Arguments], seed: int
         except Exception as error:
             raise structure.transported(error, f"item {index}") from error
         own.append(tensors)
-        programs.append(Direct(index, arguments))
+        needs_grad = [[tensor.requires_grad for tensor in each] for each in (common, tensors)]
+        programs.append(Direct(index, arguments, *needs_grad))
     if not any(is_followed(tensor) for tensor in itertools.chain(common, *own)):
         return None
-    plan = Plan(run, pickled, seed, current_modes(), programs, len(common), [len(tensors) for tensors in own])
+    if older_levels():
+        raise TypeError(
+            "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with strategy='forward-mode', "
+            "check_batched_forward_grad=True); use torch.func.jacfwd"
+        )
+    counts = [len(tensors) for tensors in own]
+    plan = Plan(run, pickled, draw_seed(), current_modes(), vmap_levels(), programs, len(common), counts)
     outputs = plan.apply(common, own)
     return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
 
@@ -74,11 +91,13 @@ class Plan:
         pickled: bytes,
         seed: int | None,
         modes: Modes,
+        vmaps: frozenset[int],
         programs: Sequence[Program],
         common_count: int,
         own_counts: Sequence[int],
     ) -> None:
-        self._operation = run, pickled, seed, modes
+        self._operation = run, pickled, seed, modes, vmaps
+        self.vmaps = vmaps  # that were running around the map
         self.programs = programs
         self.common_count = common_count
         self.own_counts = own_counts
@@ -93,7 +112,7 @@ class Plan:
 
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         common, own = self.parts(tensors)
-        run, pickled, seed, modes = self._operation
+        run, pickled, seed, modes, _ = self._operation
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
         results = run(Runner(pickled, common, seed), calls, modes=modes)
         return self.made([shape for shape, _ in results], [outputs for _, outputs in results])
@@ -146,7 +165,7 @@ class Mapped(torch.autograd.Function):
         for call, mine in enumerate(per_call(grads, plan.counts)):
             outputs = present(mine)
             if outputs and (own_wanted[call] or common_wanted):
-                program = Vjp(plan.programs[call], len(own[call]), outputs, own_wanted[call], common_wanted)
+                program = Vjp(plan.programs[call], len(own[call]), outputs, own_wanted[call], common_wanted, current_modes())
                 calls[call] = program, [*own[call], *(mine[k] for k in outputs)]
         of_common: list[torch.Tensor | None] = [None] * len(common)
         of_own: list[list[torch.Tensor | None]] = [[None] * len(mine) for mine in own]
@@ -188,14 +207,15 @@ class Mapped(torch.autograd.Function):
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         common, own = plan.parts(tensors)
         common_dims, own_dims = plan.parts(in_dims[1:])
-        batched = [bool(present(dims) or present(common_dims)) for dims in own_dims]
+        # a derivative under a vmap that did not run around the map itself: its random numbers were drawn once
+        randomness = info.randomness if 1 + level_count() in plan.vmaps else "same"
         programs: list[Program] = [
-            Batched(program, dims, common_dims, info.randomness) if there else program
-            for program, dims, there in zip(plan.programs, own_dims, batched, strict=True)
+            Batched(program, dims, common_dims, info.batch_size, randomness)
+            for program, dims in zip(plan.programs, own_dims, strict=True)
         ]
         outputs, structures = plan.derived(dict(enumerate(zip(programs, own, strict=True))), common)
-        dims = [0 if there else None for there, each in zip(batched, outputs.values(), strict=True) for _ in each]
-        return plan.made(structures, list(outputs.values())), tuple(dims) or (None,)
+        made = plan.made(structures, list(outputs.values()))
+        return made, tuple(0 if outputs and any(outputs.values()) else None for _ in made)
 
 
 def can_be_followed(tensor: torch.Tensor) -> bool:

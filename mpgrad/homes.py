@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from mpgrad.operations import SharedFunction
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
 
 
+Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]
+
+
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
@@ -26,7 +30,8 @@ class GradientReply:
         self._wait_until = wait_until
         self._worker = worker
         self._subject = "" if index is None else f"item {index}, "
-        self._outcome: tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]] | BaseException | None = None
+        # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
+        self._outcome: Outcome | Callable[[], BaseException] | None = None
         self.graph: RemoteGraph | None = None
         self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
 
@@ -38,12 +43,13 @@ class GradientReply:
         self, found: Sequence[TensorRef | None] | Failure, payload: memoryview, memories: dict[int, memoryview]
     ) -> None:
         if isinstance(found, Failure):
-            self._outcome = raised_again(found.error, found.traceback, found.phase, self._subject, self._worker)
+            again = found.error, found.traceback, found.phase, self._subject, self._worker
+            self._outcome = lambda: raised_again(*again)
         else:
             self._outcome = found, payload, memories
 
     def fail(self, error: BaseException) -> None:
-        self._outcome = error
+        self._outcome = lambda: copy.copy(error)
 
     def gradients(self) -> list[torch.Tensor | None]:
         found, payload, memories = self._wait()
@@ -53,15 +59,15 @@ class GradientReply:
         found, _, _ = self._wait()
         return [place for place, ref in enumerate(found) if ref is not None and ref.flags & REQUIRES_GRAD]
 
-    def _wait(self) -> tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]:
+    def _wait(self) -> Outcome:
         if self._outcome is None:
             self._wait_until(lambda: self.arrived)
         outcome = self._outcome
         warned, self.warned = self.warned, ()
         for each in warned:
             warned_again(*each)
-        if isinstance(outcome, BaseException):
-            raise outcome.with_traceback(None)
+        if callable(outcome):
+            raise outcome()
         assert outcome is not None
         return outcome
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpgrad._torch import outside_transforms
 from mpgrad.channel import Frame, Pipe
 from mpgrad.crew import Worker
 from mpgrad.messages import Message, Start, Stop
@@ -71,7 +72,7 @@ class InlineScheduler(Scheduler):
 
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
-        with kept_random_state():
+        with kept_random_state(), outside_transforms():  # which are the caller's, and would follow the task
             if isinstance(first, Start):
                 main = importlib.import_module("mpgrad.workers.main")
                 self._remote = main.begin(1, self._to_parent, first)

@@ -35,6 +35,7 @@ class Modes(NamedTuple):
     deterministic_warn_only: bool
     anomaly: bool
     anomaly_nan: bool
+    matmul_precision: str
 
 
 def current_modes() -> Modes:
@@ -49,6 +50,7 @@ def current_modes() -> Modes:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
+        torch.get_float32_matmul_precision(),
     )
 
 
@@ -66,6 +68,8 @@ def under(modes: Modes) -> Iterator[None]:
             if modes.autocast:
                 dtype = dtype_named(modes.autocast_dtype)
                 stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=modes.autocast_cache))
+            elif before.autocast:
+                stack.enter_context(torch.autocast("cpu", enabled=False))
             yield
     finally:
         set_process_modes(before, modes)
@@ -77,6 +81,8 @@ def set_process_modes(modes: Modes, now: Modes) -> None:
         torch.set_default_dtype(dtype_named(modes.default_dtype))
     if modes[6:8] != now[6:8]:
         torch.use_deterministic_algorithms(modes.deterministic, warn_only=modes.deterministic_warn_only)
+    if modes.matmul_precision != now.matmul_precision:
+        torch.set_float32_matmul_precision(modes.matmul_precision)
     if modes[8:10] != now[8:10]:
         torch.autograd.set_detect_anomaly(modes.anomaly, modes.anomaly_nan)
 

@@ -7,18 +7,21 @@ and nothing is added up.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mpgrad._torch import plus
 from mpgrad.autograd import Derivative, differentiate, edges_of, gate, is_call
 
 __all__ = ["per_item_grad"]
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...]
 Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
+Places = list[list[Place]]  # for each tensor, all where it enters the call
 
 TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers from 0, and -1 stands for none
 
@@ -72,8 +75,8 @@ def per_item_grad(
             differentiate(
                 node,
                 [grad if number == result.output_nr else None for number in range(node.output_count)],
-                tuple(number for captured, number in where if not captured),
-                any(captured for captured, _ in where),
+                tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
+                any(captured for each in where for captured, _ in each),
                 next(TASKS),
                 keep or last[node] != index,
                 create_graph,
@@ -95,22 +98,23 @@ def node_of(index: int, result: torch.Tensor) -> Any:
     return node
 
 
-def places_of(index: int, node: Any, inputs: Inputs) -> list[Place]:
+def places_of(index: int, node: Any, inputs: Inputs) -> Places:
     gates, capture_node = edges_of(node)
-    known: dict[Any, Place] = {gate.next_functions[0]: (False, number) for number, (gate, _) in enumerate(gates)}
-    if capture_node is not None:
-        known |= {edge: (True, number) for number, edge in enumerate(capture_node.next_functions)}
+    known: dict[Any, list[Place]] = {}
+    for number, (gate_node, _) in enumerate(gates):
+        known.setdefault(gate_node.next_functions[0], []).append((False, number))
+    for number, edge in enumerate(capture_node.next_functions if capture_node is not None else ()):
+        known.setdefault(edge, []).append((True, number))
     found = []
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
         with torch.enable_grad():
             edge = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
-        place = known.get(edge)
-        if place is None:
+        if edge not in known:
             raise ValueError(
                 f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "
                 f"require grad (shape: {tuple(tensor.shape)})"
             )
-        found.append(place)
+        found.append(known[edge])
     return found
 
 
@@ -129,11 +133,12 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
     return grad
 
 
-def taken(derivative: Derivative, places: list[Place], inputs: Inputs) -> Inputs:
+def taken(derivative: Derivative, places: Places, inputs: Inputs) -> Inputs:
     of_captures = derivative.take_captures()
-    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-    found = [of_captures[number] if captured else derivative.take(number) for captured, number in places]
-    grads = tuple(
-        torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(tensors, found, strict=True)
-    )
-    return grads if isinstance(inputs, tuple) else grads[0]
+    of_inputs = {number: derivative.take(number) for number in derivative.order.wanted}
+    grads = []
+    for tensor, where in zip(inputs if isinstance(inputs, tuple) else (inputs,), places, strict=True):
+        parts = [of_captures[number] if captured else of_inputs[number] for captured, number in where]
+        there = [part for part in parts if part is not None]
+        grads.append(functools.reduce(plus, there) if there else torch.zeros_like(tensor))
+    return tuple(grads) if isinstance(inputs, tuple) else grads[0]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from mpgrad._torch import not_compiled, outside_transforms
+from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.autograd import capture_gate
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
@@ -365,6 +365,7 @@ class Pool:
         modes: Modes | None = None,
     ) -> Operation:
         function = under_hooks(callable_of(function))
+        check_untraced()
         if chunksize is not None:
             positive("chunksize", chunksize)
         scheduler = self._scheduler
@@ -428,9 +429,10 @@ class Pool:
         modes: Modes | None = None,
     ) -> list[Any]:
         if modes is None and may_be_followed():
+            check_untraced()
             calls = list(calls)
             run = functools.partial(self._run, total=total, chunksize=chunksize, progress=progress, noun=noun)
-            results = run_followed(callable_of(function), calls, self._draw_seed(), run)
+            results = run_followed(callable_of(function), calls, self._draw_seed, run)
             if results is not None:
                 return results
         operation = self._begin(function, chunksize, noun=noun, modes=modes)
@@ -494,6 +496,11 @@ def callable_of(function: object) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"the function must be callable (given: {function!r})")
     return function
+
+
+def check_untraced() -> None:
+    if (by := tracer()) is not None:
+        raise RuntimeError(f"a pool call cannot be traced, its result would be taken for a constant (by: {by})")
 
 
 def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:

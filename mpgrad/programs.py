@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
-from mpgrad._torch import within_dual_level
-from mpgrad.modes import seed_item
+from mpgrad._torch import transforms_are_active, within_dual_level
+from mpgrad.modes import Modes, seed_item, under
 
 __all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
 
@@ -61,9 +61,10 @@ class Program(ABC):
 class Direct(Program):
     """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
 
-    def __init__(self, item: int, arguments: bytes) -> None:
+    def __init__(self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]) -> None:
         self.item = item
         self.arguments = arguments
+        self.needs = [*common_needs, *own_needs]  # whether a tensor requires grad in the function's eyes
         self.result = b""  # the result's structure, known when the program has run
 
     @property
@@ -71,9 +72,22 @@ class Direct(Program):
         return self
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
-        args, kwargs = structure.loads(self.arguments, own)
-        self.result, tensors = structure.dumps(load(common)(*args, **kwargs))
-        return tensors
+        tensors = [*common, *own]
+        missing = [k for k, tensor in enumerate(tensors) if self.needs[k] and not tensor.requires_grad]
+
+        def run(*entered: torch.Tensor) -> list[torch.Tensor]:
+            for k, tensor in zip(missing, entered, strict=True):
+                tensors[k] = tensor.clone()  # not a leaf, so that the function may write to it
+            args, kwargs = structure.loads(self.arguments, tensors[len(common) :])
+            self.result, outputs = structure.dumps(load(tensors[: len(common)])(*args, **kwargs))
+            return outputs
+
+        entering = [tensors[k] for k in missing]
+        if not missing or not torch.is_grad_enabled():
+            return run(*entering)
+        if transforms_are_active():  # where no tensor can be made to require grad, but for one more transform
+            return list(torch.func.vjp(run, *entering)[0])
+        return run(*(tensor.clone().requires_grad_() for tensor in entering))  # clones keep a tangent
 
 
 class Derived(Program):
@@ -101,9 +115,16 @@ class Vjp(Derived):
     """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of `common_wanted`."""
 
     def __init__(
-        self, inner: Program, own_count: int, outputs: Sequence[int], own_wanted: Sequence[int], common_wanted: Sequence[int]
+        self,
+        inner: Program,
+        own_count: int,
+        outputs: Sequence[int],
+        own_wanted: Sequence[int],
+        common_wanted: Sequence[int],
+        modes: Modes,
     ) -> None:
         super().__init__(inner)
+        self.modes = modes._replace(grad=True)  # of the backward; the function itself runs under those of the forward
         self.own_count = own_count
         self.outputs = outputs  # those that have a cotangent, in their order
         self.own_wanted = own_wanted
@@ -125,23 +146,29 @@ class Vjp(Derived):
 
         if not plain:
             pull_back = torch.func.vjp(lambda *inputs: outputs_of(*map(torch.clone, inputs)), *inputs)[1]
-            return list(pull_back(cotangents))
-        return gradients(outputs_of, inputs, cotangents)
+            with under(self.modes):
+                return list(pull_back(cotangents))
+        again = any(tensor.requires_grad for tensor in (*own, *common, *cotangents))
+        return gradients(outputs_of, inputs, cotangents, again, self.modes)
 
 
 def gradients(
-    outputs_of: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], cotangents: list[torch.Tensor]
+    outputs_of: Callable[..., list[torch.Tensor]],
+    inputs: list[torch.Tensor],
+    cotangents: list[torch.Tensor],
+    again: bool,
+    modes: Modes,
 ) -> list[torch.Tensor]:
-    again = any(tensor.requires_grad for tensor in (*inputs, *cotangents))
     with torch.enable_grad():
-        entered = [(each if each.requires_grad else each.detach().requires_grad_()).clone() for each in inputs]
+        entered = [(each if each.requires_grad else each.clone().requires_grad_()).clone() for each in inputs]
         edges = [get_gradient_edge(tensor) for tensor in entered]
         outputs = outputs_of(*entered)
         pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if pairs and edges:
             connected, incoming = zip(*pairs, strict=True)
-            found = torch.autograd.grad(connected, edges, incoming, create_graph=again, allow_unused=True)
+            with under(modes):
+                found = torch.autograd.grad(connected, edges, incoming, create_graph=again, allow_unused=True)
     zeros = torch.zeros_like
     return [zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)]
 
@@ -193,17 +220,24 @@ class Batched(Derived):
     """The program under a vmap; dimensions as in `torch.func.vmap`, of what comes out always 0."""
 
     def __init__(
-        self, inner: Program, own_dims: Sequence[int | None], common_dims: Sequence[int | None], randomness: str
+        self,
+        inner: Program,
+        own_dims: Sequence[int | None],
+        common_dims: Sequence[int | None],
+        batch_size: int,
+        randomness: str,
     ) -> None:
         super().__init__(inner)
         self.batches += 1
         self.own_dims = own_dims
         self.common_dims = common_dims
+        self.batch_size = batch_size
         self.randomness = randomness
 
     def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
-        def element(own: list[torch.Tensor], common: list[torch.Tensor]) -> list[torch.Tensor]:
+        def element(own: list[torch.Tensor], common: list[torch.Tensor], nothing: torch.Tensor) -> list[torch.Tensor]:
             return self.run_inner(load, common, own, plain)
 
-        batch = torch.func.vmap(element, (list(self.own_dims), list(self.common_dims)), randomness=self.randomness)
-        return list(batch(own, common))
+        batch = torch.func.vmap(element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness)
+        # also where nothing is batched: random numbers may be, or be forbidden
+        return list(batch(own, common, torch.empty(self.batch_size)))

@@ -18,7 +18,7 @@ import pickle
 import sys
 import sysconfig
 import types
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +74,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
             return self._dynamic_function_reduce(value)
         if isinstance(value, type) and reaches_tensor(value):
             return dynamic_class_reduce(value)
+        if isinstance(value, functools._lru_cache_wrapper) and reaches_tensor(value):
+            return cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
         return super().reducer_override(value)
@@ -94,6 +96,11 @@ class TensorUnpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> torch.Tensor:
         return self._tensors[number]
+
+
+def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
+    """A cached function with an empty cache: what was in it was computed from the caller's tensors."""
+    return functools.lru_cache(**parameters)(function)
 
 
 def reduce_module(value: Module) -> tuple[Any, ...] | None:
@@ -198,8 +205,12 @@ def parts_of(value: object) -> list[object]:
     if isinstance(value, (types.MethodType, functools.partial)):
         parts = [value.__func__, value.__self__] if isinstance(value, types.MethodType) else [value.func, *value.args]
         return [*parts, *getattr(value, "keywords", {}).values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
+    if isinstance(value, types.SimpleNamespace):
+        return list(vars(value).values())
+    if isinstance(value, functools._lru_cache_wrapper):
+        return [value.__wrapped__]
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (staticmethod, classmethod)):
@@ -210,7 +221,8 @@ def parts_of(value: object) -> list[object]:
         return [part for each in value.__mro__ if not is_library(each.__module__) for part in vars(each).values()]
     if is_library(type(value).__module__):
         return []
-    return [type(value), *getattr(value, "__dict__", {}).values()]
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    return [type(value), *getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
 
 
 def reach_of(function: types.FunctionType) -> list[object]:
@@ -222,7 +234,8 @@ def reach_of(function: types.FunctionType) -> list[object]:
             continue
     names = names_in(function.__code__)
     parts += [function.__globals__[name] for name in names if name in function.__globals__]
-    for module in parts:
+    imported = [sys.modules[name] for name in names if name in sys.modules and name not in function.__globals__]
+    for module in [*parts, *imported]:  # imported by the function itself: its own copy, in a worker
         if isinstance(module, types.ModuleType) and not is_library(module.__name__):
             for name in names & vars(module).keys():
                 refuse_if_lost(f"{module.__name__}.{name}", vars(module)[name])

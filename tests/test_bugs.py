@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import importlib
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,3 +289,236 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     del results
     gc.collect()
     assert pool2._scheduler.wait_until(lambda: not pool2._scheduler._unfinished, timeout=5)
+
+
+# --- found by a hostile reading with random programs, before derivatives of higher order were released
+
+
+def serial(fn: Any, items: Any) -> list[Any]:
+    return [fn(item) for item in items]
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def test_a_loss_and_a_penalty_on_its_gradient(pool: mpgrad.Pool) -> None:
+    """Symptom: "backward through the graph a second time", for the commonest use of create_graph. Cause: the call and its
+    derivative share nodes in the worker, and are two backwards there; the first one freed what the second needed."""
+    found = []
+    for loop in (pool.map, serial):
+        x, c = leaf(2), leaf(2, seed=1)
+        (result,) = loop(lambda t: (t * c).sin().exp() * t.prod(), [x])
+        (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+        rows = [torch.autograd.grad(result[i], x, create_graph=True)[0] for i in range(2)]
+        (result.sum() + (gradient**2).sum() + torch.stack(rows).det()).backward()
+        found.append([x.grad, c.grad])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            result.sum().backward()
+    assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(*found, strict=True))
+
+
+def test_an_ordinary_backward_through_a_transform(pool2: mpgrad.Pool) -> None:
+    """Symptom: zero gradients. Cause: a vjp inside a vjp made its gradients connected only where its own inputs needed them,
+    and not where the captures did."""
+    found = []
+    for loop in (pool2.map, serial):
+        x, c = leaf(3).detach(), leaf(3, seed=1)
+        torch.func.grad(lambda x, loop=loop, c=c: loop(lambda t: (t * c).sin().sum(), [x])[0])(x).sum().backward()
+        found.append(c.grad)
+    assert torch.equal(*found)
+
+
+def test_tensors_without_memory(pool2: mpgrad.Pool) -> None:
+    """Symptom: random numbers, or a crash. Cause: PyTorch's efficient zeros, which forward mode makes, have no bytes."""
+    assert torch.equal(pool2.map(lambda n: torch._efficientzerotensor((n,)), [3])[0] + 0, torch.zeros(3))
+    zeros = torch._efficientzerotensor((2,))
+    assert torch.equal(pool2.map(lambda x: x + zeros, [torch.ones(2)])[0], torch.ones(2))
+
+
+def test_rows_of_a_jacobian_meet_the_mask_of_the_forward(pool2: mpgrad.Pool) -> None:
+    """Symptom: an error, or one mask per row. Cause: the vmap over rows took the function's random numbers for its own."""
+    x = leaf(8).detach()
+    y, pull_back = torch.func.vjp(lambda x: pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x])[0], x)
+    for randomness in ("error", "same", "different"):
+        (rows,) = torch.func.vmap(pull_back, randomness=randomness)(torch.eye(8, dtype=torch.float64))
+        assert torch.allclose(rows.diagonal() * x, 2 * y)
+
+
+def test_noise_under_a_vmap_on_an_item_that_is_not_batched(pool2: mpgrad.Pool) -> None:
+    """Symptom: the same noise in all rows, or none where it is forbidden. Cause: items without a batch left the vmap."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return pool2.map(lambda t: t + torch.rand(3), [torch.ones(3), x])[0] + 0 * x
+
+    rows = torch.func.vmap(fn, randomness="different")(torch.zeros(4, 3))
+    assert not torch.equal(rows[0], rows[1])
+    with pytest.raises(RuntimeError, match="called random operation while in randomness error mode"):
+        torch.func.vmap(fn)(torch.zeros(4, 3))
+
+
+def test_per_item_gradients_of_what_is_item_and_capture(pool: mpgrad.Pool) -> None:
+    """Symptom: half of the gradient. Cause: a tensor was looked for among the items or among the captures."""
+    x = leaf(3)
+    results = pool.map(lambda t: (t * x).sum(), [x, x])
+    assert all(torch.equal(grad, 2 * x) for grad in mpgrad.per_item_grad(results, x))
+
+
+def test_a_tangent_on_a_gradient_is_not_lost_silently(pool2: mpgrad.Pool) -> None:
+    """Symptom: no tangent, no error. Cause: gradients travel without their tangents."""
+    (y,) = pool2.map(torch.exp, [x := leaf(3)])
+    with torch.autograd.forward_ad.dual_level():
+        weights = torch.autograd.forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
+        with pytest.raises(TypeError, match=r"a gradient that came to a pool's result has a tangent.*torch\.func\.jvp"):
+            torch.autograd.grad(y, x, weights.detach() + weights)
+
+
+def test_a_gradient_inside_a_function_under_a_transform(pool2: mpgrad.Pool) -> None:
+    """Symptom: "does not require grad". Cause: the function saw plain tensors where a transform's tensors require grad."""
+
+    def force(t: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad((t**3).sum(), t, create_graph=True)[0]
+
+    x = leaf(2).detach()
+    for transform in (torch.func.grad, torch.func.hessian):
+        ours, theirs = (transform(lambda x, loop=loop: loop(force, [x])[0].sum())(x) for loop in (pool2.map, serial))
+        assert torch.equal(ours, theirs)
+
+
+def test_a_backward_after_the_autocast_region(pool2: mpgrad.Pool) -> None:
+    """Symptom: gradients in bfloat16. Cause: a derivative ran wholly under the modes of the forward."""
+
+    def loss(loop: Any, x: torch.Tensor) -> torch.Tensor:
+        def fn(t: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return t @ weight
+
+        with torch.autocast("cpu", torch.bfloat16):
+            return loop(fn, [x])[0].sum()
+
+    x, weight = leaf(2, 2).float().detach(), leaf(2, 2, seed=1).float().detach()
+    ours, theirs = (torch.func.grad(lambda x, loop=loop: loss(loop, x))(x) for loop in (pool2.map, serial))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # deprecated, and still there
+def test_tracers_are_refused(pool2: mpgrad.Pool) -> None:
+    """Symptom: the traced function returned its first result for ever. Cause: a tracer sees none of a worker's operations."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return pool2.map(lambda t: t * 2, [x])[0] + x
+
+    with pytest.raises(RuntimeError, match=r"a pool call cannot be traced.*by: torch\.jit\.trace"):
+        torch.jit.trace(fn, (torch.ones(2),), check_trace=False)
+    with pytest.raises(RuntimeError, match=r"a pool call cannot be traced.*torch\.func\.linearize"):
+        torch.func.linearize(fn, torch.ones(2))
+
+
+def test_a_plain_call_inside_a_transform_inline(shared_pools: Any) -> None:
+    """Symptom: "belongs to a torch.func transform". Cause: the task ran in the caller's thread, under its transform."""
+    pool, w = shared_pools("inline", 1), leaf(2).detach()
+    assert torch.equal(torch.func.grad(lambda x: (pool.map(lambda t: t * 2, [w])[0] * x).sum())(w), 2 * w)
+
+
+def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
+    """Symptom: graphs in workers, and the caller's locals, that were never let go. Cause: a kept exception kept its
+    traceback, and a derivative that nobody took kept the inputs, whose gates kept the derivative."""
+
+    class Local:
+        pass
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise KeyError("bad")
+
+    kept = []
+
+    def in_the_worker() -> None:
+        local = Local()
+        kept.append(weakref.ref(local))
+        results = fresh_pool.map(Fails.apply, [leaf(3) * 1, leaf(3) * 2])
+        with contextlib.suppress(KeyError):
+            sum(r.sum() for r in results).backward()
+
+    def in_a_hook() -> None:
+        local = Local()
+        kept.append(weakref.ref(local))
+        leaves = [leaf(3, seed=k) for k in range(4)]
+        items = [x * 2 for x in leaves]
+        items[2].register_hook(lambda grad: 1 / 0)
+        results = fresh_pool.map(lambda t: t**3, items)
+        with contextlib.suppress(ZeroDivisionError):
+            torch.autograd.grad([r.sum() for r in results], leaves, create_graph=True)
+
+    in_the_worker()
+    in_a_hook()
+    torch.ones(1, requires_grad=True).sum().backward()  # the engine lets go of the last error
+    deadline = time.monotonic() + 10
+    workers = fresh_pool._scheduler._workers.values()
+    while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
+        gc.collect()
+        fresh_pool.map(abs, range(8), chunksize=1)
+    assert [worker.graphs for worker in workers] == [0, 0]
+    assert not any(ref() for ref in kept)
+
+
+def test_another_default_device(pool2: mpgrad.Pool) -> None:
+    """Symptom: an error, and with it a placeholder on the wrong device for good. Cause: tensors made without a device."""
+    x, c = leaf(7), leaf(7, seed=1)
+    with torch.device("meta"):
+        (result,) = pool2.map(lambda t: t * c, [x])
+        result.backward(c.detach())
+    assert torch.equal(x.grad, c * c) and torch.equal(c.grad, x * c)
+
+
+def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert pool2.map(lambda _: torch.get_float32_matmul_precision(), [0]) == ["medium"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+IMPORTED = """
+import collections, dataclasses, functools, types, torch
+def new(): return torch.tensor(2.0, requires_grad=True)
+@dataclasses.dataclass(slots=True)
+class Slots:
+    w: torch.Tensor
+W = new(); NAMESPACE = types.SimpleNamespace(w=new()); SLOTS = Slots(new()); DEQUE = collections.deque([new()])
+@functools.lru_cache(None)
+def cached(): return W * 1
+def namespace(x): return x * NAMESPACE.w
+def slots(x): return x * SLOTS.w
+def deque(x): return x * DEQUE[0]
+def cache(x): return x * cached()
+def local(x):
+    import imported_model
+    return x * imported_model.W
+"""
+
+
+def test_captures_in_other_containers_of_an_imported_module(nursery: mpgrad.Pool, tmp_path: Any, monkeypatch: Any) -> None:
+    """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors, but not everywhere."""
+    (tmp_path / "imported_model.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("imported_model")
+    try:
+        with mpgrad.Pool(1) as pool:
+            for fn, tensor in (
+                (model.namespace, model.NAMESPACE.w),
+                (model.slots, model.SLOTS.w),
+                (model.deque, model.DEQUE[0]),
+                (model.cache, model.W),
+            ):
+                pool.map(fn, [torch.tensor(3.0)])[0].backward()
+                assert tensor.grad == 3.0, fn
+            with pytest.raises(TypeError, match=r"reaches a tensor that needs gradients through a module \(imported_model\.W\)"):
+                pool.map(model.local, [torch.tensor(3.0)])
+    finally:
+        del sys.modules["imported_model"]

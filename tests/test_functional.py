@@ -125,6 +125,10 @@ def test_dual_tensors(pool: mpgrad.Pool) -> None:
             assert forward_ad.unpack_dual(plain).tangent is None
         of_primal = torch.autograd.grad(primal.sum(), weight, retain_graph=True)
         found.append([primal, tangent, *of_primal, *torch.autograd.grad(tangent.sum(), weight)])
+        with forward_ad.dual_level():  # forward over reverse
+            x = forward_ad.make_dual(numbers(3).requires_grad_(), numbers(3, seed=2))
+            (gradient,) = torch.autograd.grad(vector(loop)(x).pow(2).sum(), x)
+            found[-1].append(forward_ad.unpack_dual(gradient).tangent)
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12)
 
