@@ -7,6 +7,7 @@ gradients, the same exceptions. Only the time differs.
 import importlib as _importlib
 import typing as _typing
 
+from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
 from mpgrad.errors import InternalError, PoolClosedError, RemoteError, RemoteTraceback, SharedMemoryError, WorkerDiedError
 from mpgrad.per_item import per_item_grad
 from mpgrad.pool import Pool
@@ -27,10 +28,15 @@ __all__ = [
     "ResultIterator",
     "SharedMemoryError",
     "WorkerDiedError",
+    "hessian",
+    "hvp",
+    "jacobian",
+    "jvp",
     "map_with_parallel_backward",
     "per_item_grad",
     "run_isolated_backward",
     "run_isolated_forward",
+    "vjp",
 ]
 
 

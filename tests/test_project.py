@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import mpgrad
+import mpgrad.derivatives
 import mpgrad.per_item
 import mpgrad.pool
 import mpgrad.testing
@@ -78,7 +79,14 @@ def test_the_autograd_layer_knows_no_transport() -> None:
     assert ours == {"_torch", "batching"}
 
 
-DOCUMENTED = [mpgrad.pool, mpgrad.per_item, mpgrad.testing, mpgrad.workers.contexts, mpgrad.workers.parallel]
+DOCUMENTED = [
+    mpgrad.pool,
+    mpgrad.derivatives,
+    mpgrad.per_item,
+    mpgrad.testing,
+    mpgrad.workers.contexts,
+    mpgrad.workers.parallel,
+]
 
 
 @pytest.mark.parametrize("module", DOCUMENTED, ids=lambda module: module.__name__)
