@@ -24,6 +24,7 @@ from mpgrad._torch import (
     transforms_are_active,
     vmap_levels,
 )
+from mpgrad.carrier import overlaps
 from mpgrad.modes import Modes, current_modes
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
 
@@ -115,7 +116,7 @@ class Plan:
         run, pickled, seed, modes, _ = self._operation
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
         results = run(Runner(pickled, common, seed), calls, modes=modes)
-        return self.made([shape for shape, _ in results], [outputs for _, outputs in results])
+        return self.made([shape for shape, _ in results], [list(map(writable, outputs)) for _, outputs in results])
 
     def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)
@@ -216,6 +217,11 @@ class Mapped(torch.autograd.Function):
         outputs, structures = plan.derived(dict(enumerate(zip(programs, own, strict=True))), common)
         made = plan.made(structures, list(outputs.values()))
         return made, tuple(0 if outputs and any(outputs.values()) else None for _ in made)
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may share memory."""
+    return tensor.contiguous() if tensor.layout is torch.strided and overlaps(tensor) else tensor
 
 
 def can_be_followed(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,8 @@ import torch
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
+SPAN = torch.arange(3, dtype=torch.float64)
+
 
 def test_an_input_changed_in_place_before_the_result_is_fetched(pool: mpgrad.Pool) -> None:
     # symptom: a gradient of 6 instead of 3. cause: the gate was a view, and a write to its base moved it to the new history.
@@ -522,3 +524,11 @@ def test_captures_in_other_containers_of_an_imported_module(nursery: mpgrad.Pool
                 pool.map(model.local, [torch.tensor(3.0)])
     finally:
         del sys.modules["imported_model"]
+
+
+@pytest.mark.parametrize("expanded", [lambda t: t.sum() * SPAN, lambda t: torch.where(SPAN > 0.5, SPAN, t.sum())])
+def test_hessian_of_a_function_with_an_expanded_gradient(pool2: mpgrad.Pool, expanded: Any) -> None:
+    """Symptom: "more than one element of the written-to tensor refers to a single memory location". Cause: a gradient came from
+    the worker expanded, as it was made; forward mode gives tangents the strides of their values, and writes them there."""
+    found = torch.func.hessian(lambda x: pool2.map(expanded, [x])[0].sum())(SPAN * 2)
+    assert torch.equal(found, torch.func.hessian(lambda x: expanded(x).sum())(SPAN * 2))

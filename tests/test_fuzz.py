@@ -122,7 +122,7 @@ def backwards(seed: int, loop: Loop) -> list[Any]:
     if not outputs:
         return found
     if choose.random() < 0.3:
-        outputs[0].register_hook(lambda grad: grad * 2)
+        outputs[0].register_hook(lambda grad: grad if grad is None else grad * 2)  # None: for one of several outputs of a node
     kind = choose.randrange(4)
     weights = [numbers(tuple(each.shape), 5).requires_grad_(kind == 3) for each in outputs]
     if kind == 0:
