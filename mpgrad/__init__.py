@@ -8,7 +8,15 @@ import importlib as _importlib
 import typing as _typing
 
 from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
-from mpgrad.errors import InternalError, PoolClosedError, RemoteError, RemoteTraceback, SharedMemoryError, WorkerDiedError
+from mpgrad.errors import (
+    CallTimeoutError,
+    InternalError,
+    PoolClosedError,
+    RemoteError,
+    RemoteTraceback,
+    SharedMemoryError,
+    WorkerDiedError,
+)
 from mpgrad.per_item import per_item_grad
 from mpgrad.pool import Pool
 from mpgrad.results import AsyncResult, ResultIterator
@@ -19,6 +27,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "AsyncResult",
+    "CallTimeoutError",
     "EmulatedAutogradContext",
     "InternalError",
     "Pool",

@@ -83,6 +83,7 @@ class Home(Protocol):
     """Where the graphs of one operation live, as the nodes see it."""
 
     deterministic: bool  # captures' gradients are added in the order of the items
+    timeout: float | None  # seconds for each call
 
     def send_gradients(self, graph: RemoteGraph, order: Order) -> Reply:
         """Start the backward of one call; returns at once."""
@@ -101,6 +102,7 @@ class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
     __slots__ = (
+        "__weakref__",
         "_derivatives",
         "call",
         "family",
@@ -110,12 +112,14 @@ class RemoteGraph:
         "inputs_lent",
         "number",
         "placeholders",
+        "recipe",
         "worker",
     )
 
-    def __init__(self, home: Home, worker: object, call: int, index: int) -> None:
+    def __init__(self, home: Home, worker: object, call: int, index: int, recipe: object = None) -> None:
         self.home = home
         self.worker = worker
+        self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
         self.call = call
         self.index = index
         self.number = -1  # in the order in which graphs were attached to nodes

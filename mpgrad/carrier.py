@@ -63,7 +63,7 @@ Form = tuple[int, ...] | Sparse | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
-SHARED = 8  # others read this slot too, so the receiver needs its own private view
+SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
 SPREAD = 16  # travels dense, and is spread out to its strides by the receiver
 
 
@@ -124,11 +124,20 @@ class Placed(NamedTuple):
 
 
 class Packer:
-    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already."""
+    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already.
 
-    def __init__(self, arena: Arena, known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None) -> None:
+    Where `lasting`, a slot can be sent again and again, and says the same whatever its readers do.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None,
+        lasting: bool = False,
+    ) -> None:
         self._arena = arena
         self._known = known
+        self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
 
     def place(self, tensor: torch.Tensor, flags: int) -> Placed:
@@ -146,7 +155,7 @@ class Packer:
         slot = self._arena.allocate(nbytes)
         copy_into(slot.memory, core, nbytes)
         self.bytes_copied += nbytes
-        return Placed(number, shape, form, slot.address, nbytes, flags, None, slot)
+        return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
 
     def place_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], Slot | None]:
         """All `tensors` in one slot, each at its own offset, as if the slot were a message's payload."""

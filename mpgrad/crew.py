@@ -6,30 +6,67 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpgrad.arena import Borrowed, Slab, Slot
 from mpgrad.autograd import Order, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import Payload, Placed
+from mpgrad.carrier import Payload, Placed, TensorRef
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
-from mpgrad.messages import Forget, Message, Release, Returned, SlabsGone
+from mpgrad.messages import (
+    Backward,
+    BackwardCall,
+    Collect,
+    Define,
+    Forget,
+    Forward,
+    ForwardCall,
+    Message,
+    Progress,
+    Rederive,
+    Release,
+    Rerun,
+    Returned,
+    SlabsGone,
+)
 from mpgrad.modes import Modes
-from mpgrad.operations import Operation, PackedCall
+from mpgrad.operations import Operation, PackedCall, SharedFunction
 
-__all__ = ["CaptureRequest", "Chunk", "SentGradients", "Worker"]
+__all__ = ["CaptureRequest", "Chunk", "Differentiation", "SentGradients", "Worker"]
 
 
-class SentGradients(NamedTuple):
-    """A backward on its way to the worker that keeps the graph."""
+MOST_CALLS = 256  # in one chunk
+MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
+
+
+class Differentiation(NamedTuple):
+    """A backward of one call: also the recipe of the graph of its gradients."""
 
     graph: RemoteGraph
-    order: Order
+    order: Order  # without its gradients, which are placed
     number: int | None  # of the graph of the gradients, where there is to be one
     grads: list[Placed | None]
     modes: Modes
-    reply: GradientReply
+
+
+class SentGradients:
+    """A backward on its way to the worker that keeps the graph, or that makes it again."""
+
+    __slots__ = ("deaths", "reply", "timeout", "what")
+
+    def __init__(self, what: Differentiation, reply: GradientReply, timeout: float | None) -> None:
+        self.what = what
+        self.reply = reply
+        self.timeout = timeout
+        self.deaths = 0  # of workers that ran it
+
+    def set_apart(self) -> None:
+        """Its captures' gradients come with the reply: the sum that they were to be part of is with another worker."""
+        if self.what.order.captures and not self.what.order.apart:
+            self.what = self.what._replace(order=self.what.order._replace(apart=True))
+            self.reply.apart = True
 
 
 class CaptureRequest(NamedTuple):
@@ -46,6 +83,7 @@ class Chunk(NamedTuple):
     calls: list[tuple[int, PackedCall]]  # with the call's number
     gradients: list[SentGradients]
     captures: CaptureRequest | None
+    timeout: float | None  # of each call, in seconds
 
     def fail_replies(self, error: BaseException) -> None:
         for sent in self.gradients:
@@ -61,9 +99,14 @@ class Worker:
         self.ready = False
         self.retiring = False  # takes no new calls: it has done as many as one worker may
         self.gone: BaseException | None = None  # what its graphs answer after its end
-        self.progress: memoryview | None = None  # two int64 that it writes: its chunk, and the position there
+        self.overdue: float | None = None  # the timeout of the call for which it was killed
+        self.pid = -1
+        self.progress: memoryview | None = None  # of int64, see `Progress`
+        self.busy_since = 0.0  # when its first chunk under way became the first
         self.calls_done = 0
         self.graphs = 0
+        self.graph_bytes = 0  # that they take there, where it is measured
+        self.missing: set[int] = set()  # graphs that are to be made there when they are wanted
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
         self.functions: set[int] = set()
@@ -83,9 +126,36 @@ class Worker:
         return bool(self.returns or self.releases or self.forgotten_functions or self.forgotten_codes)
 
     @property
+    def load(self) -> int:
+        """How many calls it has been given or is about to be."""
+        return len(self.backlog) + sum(len(chunk.calls) + len(chunk.gradients) for chunk in self.under_way.values())
+
+    @property
     def is_done(self) -> bool:
         """Nothing under way, nothing waiting, no graph that a backward could still need."""
         return not (self.under_way or self.backlog or self.graphs or self.releases)
+
+    def begun(self) -> tuple[int, float]:
+        """The position of the call that it is at, in its first chunk under way, and since when; -1 where it is at none."""
+        chunk = next(iter(self.under_way), None)
+        progress = self.progress
+        if progress is None or progress[Progress.CHUNK] != chunk:
+            return -1, self.busy_since
+        return progress[Progress.POSITION], max(self.busy_since, progress[Progress.STARTED] / 1e9)
+
+    def cancel(self, operation: Operation) -> None:
+        """Have it leave out what it has not begun of a chunk that nobody waits for."""
+        number, chunk = next(iter(self.under_way.items()), (0, None))
+        if chunk is None or chunk.operation is not operation or self.progress is None:
+            return
+        if chunk.calls[0][1].index >= operation.limit:
+            self.progress[Progress.CANCELLED] = number
+
+    def take_leave(self) -> None:
+        """It is gone, and holds nothing of ours any more; graphs may refer to it for long."""
+        self._lent.clear()
+        self.under_way.clear()
+        self.progress = None
 
     def lend(self, address: int, holder: Slot | Borrowed) -> None:
         """Keep `holder` until the worker has given the address back as often as it was sent."""
@@ -105,6 +175,88 @@ class Worker:
             self.slabs.discard(slab)
             self.gone_slabs.append(slab)
 
+    # --- what it is sent
+
+    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
+        """A chunk of an operation."""
+        payload, messages = Payload(), list[Message]()
+        function, modes, seed = operation.conditions
+        self._define(function, messages)
+        sent = [self._forward_call(call, packed, payload) for call, packed in calls]
+        messages.append(Forward(number, function.number, modes, seed, operation.stop_at_failure, sent))
+        self.under_way[number] = Chunk(operation, calls, [], None, operation.timeout)
+        return messages, payload
+
+    def backward(self, number: int) -> tuple[list[Message], Payload]:
+        """A chunk of what waits: backwards under the same modes, or a request for capture gradients."""
+        first = self.backlog[0]
+        payload, messages = Payload(), list[Message]()
+        if isinstance(first, CaptureRequest):
+            self.backlog.popleft()
+            self.under_way[number] = Chunk(None, [], [], first, None)
+            return [Collect(number, first.function, first.task, first.levels)], payload
+        sent: list[SentGradients] = []
+        calls: list[BackwardCall] = []
+        while self.backlog and len(sent) < MOST_CALLS and payload.nbytes < MOST_PAYLOAD:
+            item = self.backlog[0]
+            if isinstance(item, CaptureRequest) or item.what.modes != first.what.modes or item.timeout != first.timeout:
+                break
+            self.backlog.popleft()
+            sent.append(item)
+            before = self._before(item.what.graph, payload, messages)
+            calls.append(self._backward_call(item.what, payload, before))
+        messages.append(Backward(number, first.what.modes, calls))
+        self.under_way[number] = Chunk(None, [], sent, None, first.timeout)
+        return messages, payload
+
+    def _define(self, function: SharedFunction, messages: list[Message]) -> None:
+        if function.number in self.functions:
+            return
+        pickled = None if function.code in self.codes else function.pickled
+        messages.append(Define(function.number, function.code, pickled, function.block, function.refs))
+        self.functions.add(function.number)
+        self.codes.add(function.code)
+        if function.slot is not None:
+            self.lend(function.slot.address, function.slot)
+
+    def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
+        return ForwardCall(number, call.index, call.structure, [self._pack(each, payload) for each in call.placed])
+
+    def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
+        order = what.order
+        grads = [None if placed is None else self._pack(placed, payload) for placed in what.grads]
+        return BackwardCall(
+            what.graph.call,
+            order.task,
+            order.keep,
+            order.wanted,
+            order.captures,
+            order.apart,
+            order.levels,
+            what.number,
+            grads,
+            before,
+        )
+
+    def _before(self, graph: RemoteGraph, payload: Payload, messages: list[Message]) -> list[Rerun | Rederive]:
+        """What makes `graph` again, where it is missing here."""
+        if graph.call not in self.missing:
+            return []
+        self.missing.discard(graph.call)
+        recipe = graph.recipe
+        if isinstance(recipe, Differentiation):
+            before = self._before(recipe.graph, payload, messages)
+            return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
+        assert isinstance(recipe, PackedCall)
+        function, modes, seed = recipe.conditions
+        self._define(function, messages)
+        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload))]
+
+    def _pack(self, placed: Placed, payload: Payload) -> TensorRef:
+        if placed.holder is not None:
+            self.lend(placed.address, placed.holder)
+        return payload.add(placed)
+
     def transmit(self, messages: list[Message], payload: Payload) -> None:
         """Send `messages` and all news.
 
@@ -121,6 +273,7 @@ class Worker:
         if self.releases:
             released = drained(self.releases)
             self.graphs -= len(released)
+            self.missing.difference_update(released)
             news.append(Release(released))
         if self.forgotten_functions or self.forgotten_codes:
             forgotten = drained(self.forgotten_functions)

@@ -109,8 +109,7 @@ class Dispatcher(Scheduler):
 
     def _run(self) -> None:
         try:
-            for _ in range(self._settings.workers):
-                self.hire()
+            self.staff()
             while not self._stopping:
                 self._turn()
         except BaseException as error:
@@ -137,7 +136,10 @@ class Dispatcher(Scheduler):
         self._sleeping = True
         while self._handed_over:
             self._handed_over.popleft().release()
-        events = self._selector.select(0 if self._woken or self._stopping else GRACE if has_news else None)
+        patience = self.enforce_timeouts()
+        if has_news:
+            patience = GRACE if patience is None else min(GRACE, patience)
+        events = self._selector.select(0 if self._woken or self._stopping else patience)
         self._sleeping = self._sleeping_soundly = False
         if has_news and not events:
             self.tell_news()

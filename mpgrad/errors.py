@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 __all__ = [
+    "CallTimeoutError",
     "InternalError",
     "PoolClosedError",
     "RemoteError",
@@ -51,6 +52,26 @@ class WorkerDiedError(RuntimeError):
         subject = "a call" if self.item is None else f"item {self.item}"
         message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}, {subject})"
         return f"{message}; {self.detail}" if self.detail else message
+
+
+class CallTimeoutError(TimeoutError):
+    """A call ran longer than its timeout, and was killed with its worker.
+
+    Attributes:
+        item: index of the item within its map, or None where no single item can be named.
+        phase: "forward" or "backward".
+        seconds: the timeout.
+    """
+
+    def __init__(self, item: int | None, phase: str, seconds: float) -> None:
+        self.item = item
+        self.phase = phase
+        self.seconds = seconds
+        super().__init__(item, phase, seconds)
+
+    def __str__(self) -> str:
+        subject = "a call" if self.item is None else f"item {self.item}"
+        return f"{subject} ran longer than its timeout ({self.seconds} s, phase: {self.phase}), and was killed with its worker"
 
 
 class SharedMemoryError(MemoryError):

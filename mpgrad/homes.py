@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad.autograd import Order, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef, view
-from mpgrad.errors import raised_again, warned_again
+from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
 from mpgrad.operations import SharedFunction
 
@@ -24,14 +25,14 @@ Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_outcome", "_subject", "_wait_until", "_worker", "graph", "warned")
+    __slots__ = ("_outcome", "_subject", "_wait_until", "apart", "graph", "warned")
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], worker: int, index: int | None) -> None:
+    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | None) -> None:
         self._wait_until = wait_until
-        self._worker = worker
         self._subject = "" if index is None else f"item {index}, "
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
+        self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
         self.graph: RemoteGraph | None = None
         self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
 
@@ -40,10 +41,14 @@ class GradientReply:
         return self._outcome is not None
 
     def arrive(
-        self, found: Sequence[TensorRef | None] | Failure, payload: memoryview, memories: dict[int, memoryview]
+        self,
+        found: Sequence[TensorRef | None] | Failure,
+        payload: memoryview,
+        memories: dict[int, memoryview],
+        worker: int,
     ) -> None:
         if isinstance(found, Failure):
-            again = found.error, found.traceback, found.phase, self._subject, self._worker
+            again = found.error, found.traceback, found.phase, self._subject, worker
             self._outcome = lambda: raised_again(*again)
         else:
             self._outcome = found, payload, memories
@@ -54,6 +59,10 @@ class GradientReply:
     def gradients(self) -> list[torch.Tensor | None]:
         found, payload, memories = self._wait()
         return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place]) for ref in found]
+
+    def wait(self) -> None:
+        """Raises what the backward raised."""
+        self._wait()
 
     def connected(self) -> list[int]:
         found, _, _ = self._wait()
@@ -82,28 +91,58 @@ class Carrier(Protocol):
     def release(self, graph: RemoteGraph) -> None: ...
 
 
+class Contribution(NamedTuple):
+    """A backward whose gradients of the captures are added up where it runs."""
+
+    graph: weakref.ref[RemoteGraph]  # the engine holds it; a backward that fails leaves this behind
+    order: Order
+    reply: GradientReply
+
+
 class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
-    def __init__(self, carrier: Carrier, function: SharedFunction, deterministic: bool) -> None:
+    def __init__(self, carrier: Carrier, function: SharedFunction, deterministic: bool, timeout: float | None) -> None:
         self._carrier = carrier
         self._function = function
         self.deterministic = deterministic
+        self.timeout = timeout  # seconds for each call
         # backward -> who adds up what, in the order they were first asked
-        self._contributors: dict[int, dict[tuple[object, tuple[Level, ...]], None]] = {}
+        self._contributions: dict[int, dict[tuple[object, tuple[Level, ...]], list[Contribution]]] = {}
 
     def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply:
+        worker = graph.worker
+        reply = self._carrier.send_gradients(graph, order)
         if order.captures and not order.apart:
-            self._contributors.setdefault(order.task, {})[graph.worker, order.levels] = None
-        return self._carrier.send_gradients(graph, order)
+            sums = self._contributions.setdefault(order.task, {})
+            sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, reply))
+        return reply
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         asked = [
-            (levels, self._carrier.request_captures(worker, self._function.number, task, levels))
-            for worker, levels in self._contributors.pop(task, {})
+            (levels, contributions, self._carrier.request_captures(worker, self._function.number, task, levels))
+            for (worker, levels), contributions in self._contributions.pop(task, {}).items()
         ]
-        for levels, reply in asked:
-            yield levels, reply.gradients()
+        for levels, contributions, request in asked:
+            for each in contributions:
+                each.reply.wait()  # raises what it raised
+            lost: list[Contribution] = []
+            try:
+                if found := request.gradients():
+                    yield levels, found
+            except WorkerDiedError:
+                lost = [each for each in contributions if not each.reply.apart]
+            again = list(map(self._send_apart, lost))
+            for order, reply in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
+                yield levels, reply.gradients()[len(order.wanted) :]
+
+    def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
+        """Once more, of a backward that was done: its part of the sum was lost with the worker."""
+        graph = lost.graph()
+        if graph is None:
+            raise InternalError("a graph ended before its backward")
+        order = lost.order._replace(wanted=(), apart=True)
+        return order, self._carrier.send_gradients(graph, order)
 
     def release(self, graph: RemoteGraph) -> None:
         self._carrier.release(graph)

@@ -43,7 +43,7 @@ class InlineScheduler(Scheduler):
     """A scheduler that runs in whichever thread asks for something, and runs the calls there too."""
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+        super().__init__(settings._replace(workers=1, calls=None))
         self._turn = threading.RLock()
         self._to_worker, self._to_parent = Loopback(), Loopback()
         self._to_worker.opposite, self._to_parent.opposite = self._to_parent, self._to_worker

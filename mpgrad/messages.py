@@ -7,6 +7,8 @@ NamedTuples rather than dataclasses: they are as frozen, and pickle in a third o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from mpgrad.batching import Level
@@ -25,9 +27,13 @@ __all__ = [
     "ForwardCall",
     "Gradients",
     "Message",
+    "Missing",
     "NewSlab",
+    "Progress",
     "Ready",
+    "Rederive",
     "Release",
+    "Rerun",
     "Result",
     "Results",
     "Returned",
@@ -42,6 +48,15 @@ __all__ = [
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
 # (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
 Structure = int | bytes | None
+
+
+class Progress(IntEnum):
+    """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
+
+    CHUNK = 0
+    POSITION = 1  # of the call in the chunk
+    STARTED = 2  # when that call began, on the clock of time.monotonic_ns
+    CANCELLED = 3  # by the parent: a chunk that nobody waits for any more
 
 
 # --- both ways: memory
@@ -68,10 +83,14 @@ class Returned(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent."""
+    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent.
+
+    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no limit.
+    """
 
     initializer: bytes
     threads: int
+    graph_bytes: int | None
     path: list[str]
     argv: list[str]
     directory: str | None
@@ -115,11 +134,21 @@ class Forward(NamedTuple):
     calls: list[ForwardCall]
 
 
+class Rerun(NamedTuple):
+    """Run a call for its graph only: the first one is lost."""
+
+    function: int
+    modes: Modes
+    seed: int | None
+    call: ForwardCall
+
+
 class BackwardCall(NamedTuple):
     """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed.
 
     Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
-    a graph of all these gradients is kept under it. Gradients are batches over `levels`, which are in front.
+    a graph of all these gradients is kept under it. Gradients are batches over `levels`, which are in front. `before` makes
+    the call's graph again where it is missing.
     """
 
     call: int
@@ -131,6 +160,14 @@ class BackwardCall(NamedTuple):
     levels: tuple[Level, ...]
     graph: int | None
     grads: list[TensorRef | None]
+    before: Sequence[Rerun | Rederive] = ()
+
+
+class Rederive(NamedTuple):
+    """Run a backward for the graph of its gradients only."""
+
+    modes: Modes
+    call: BackwardCall
 
 
 class Backward(NamedTuple):
@@ -160,7 +197,7 @@ class Stop(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The worker has started; at `progress` in shared memory it keeps two int64: its chunk, and the call's position in it."""
+    """The worker has started; at `progress` in shared memory lie a few int64, see `Progress`."""
 
     pid: int
     progress: int
@@ -192,20 +229,31 @@ class Warned(NamedTuple):
     line: int
 
 
+class Missing(NamedTuple):
+    """The outcome of a backward whose graph was dropped, for want of memory, before it came."""
+
+
 class Results(NamedTuple):
-    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor."""
+    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
+
+    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take.
+    """
 
     chunk: int
     outcomes: list[Result | Failure]
     seconds: float
     mutated: bool
     warned: list[Warned]
+    dropped: list[int]
+    graph_bytes: int
 
 
 class Gradients(NamedTuple):
     chunk: int
-    outcomes: list[list[TensorRef | None] | Failure]
+    outcomes: list[list[TensorRef | None] | Failure | Missing]
     warned: list[Warned]
+    dropped: list[int]
+    graph_bytes: int
 
 
 class Collected(NamedTuple):

@@ -64,6 +64,8 @@ def under(modes: Modes) -> Iterator[None]:
             if modes.inference:
                 stack.enter_context(torch.inference_mode())
             else:
+                if before.inference:
+                    stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.set_grad_enabled(modes.grad))
             if modes.autocast:
                 dtype = dtype_named(modes.autocast_dtype)

@@ -56,6 +56,7 @@ class SharedFunction:
         for tensor in captures:
             check_carriable(tensor, "the function")
         self.number = next(self.numbers)
+        self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.refs, self.slot = packer.place_together(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
@@ -70,10 +71,20 @@ class SharedFunction:
             self._forget(self.number, self.nbytes)
 
 
-class PackedCall:
-    """One call, ready to send."""
+class Conditions(NamedTuple):
+    """What all calls of an operation run with, and run with again where a graph is lost."""
 
-    __slots__ = ("deaths", "gated", "index", "inputs_lent", "placed", "structure", "ungated")
+    function: SharedFunction
+    modes: Modes
+    seed: int | None
+
+
+class PackedCall:
+    """One call, ready to send; while its graph may be needed, also the recipe of that."""
+
+    __slots__ = ("conditions", "deaths", "gated", "index", "inputs_lent", "placed", "structure", "ungated")
+
+    conditions: Conditions
 
     def __init__(self, index: int, shape: Structure, placed: list[Placed]) -> None:
         self.index = index
@@ -82,7 +93,7 @@ class PackedCall:
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
-        self.deaths = 0  # of workers that had this call before them, and did not come to it
+        self.deaths = 0  # of workers that ran this call, or came no further than to receive it
 
     @property
     def message_bytes(self) -> int:
@@ -162,16 +173,20 @@ class Operation:
         *,
         chunksize: int | None = None,
         stop_at_failure: bool = True,
+        return_errors: bool = False,
         noun: str = "item",
+        timeout: float | None = None,
     ) -> None:
         self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
+        self.conditions = Conditions(function, modes, seed)
         self.function = function
         self.home = home
         self.token = token
-        self.seed = seed
         self.modes = modes
+        self.timeout = timeout  # seconds for each call
         self.chunksize = chunksize
         self.stop_at_failure = stop_at_failure
+        self.return_errors = return_errors  # in the place of the results that they prevented
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None
         self.on_finished: Callable[[], None] = lambda: None
@@ -180,7 +195,6 @@ class Operation:
         self.added = 0
         self.sealed = False  # no call will be added
         # written by the dispatcher
-        self.code = 0  # its number of the pickled function
         self.outcomes: dict[int, Delivered | BaseException] = {}
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
@@ -190,6 +204,7 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
+        call.conditions = self.conditions
         self.added += 1
         self.queue.append(call)
 
@@ -198,7 +213,9 @@ class Operation:
         return self.sealed and self.delivered >= min(self.added, self.limit)
 
     def first_error(self) -> BaseException | None:
-        """What the serial loop would have raised: the exception of the first failing item."""
+        """What is to be raised, as the serial loop would have: the exception of the first failing item."""
+        if self.return_errors:
+            return None
         errors = [index for index, outcome in self.outcomes.items() if isinstance(outcome, BaseException)]
         if not errors:
             return None
@@ -210,13 +227,13 @@ class Operation:
         """The result of item `index`, which has come, as tensors with gradients; raises where the call raised."""
         self._warn()
         outcome = self.outcomes.pop(index)
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, BaseException) and not self.return_errors:
             raise outcome
         with self.modes_of_caller():
             return self._build(outcome)
 
     def values(self) -> list[Any]:
-        """All results in the items' order; raises the first failing item's exception."""
+        """All results in the items' order; raises the first failing item's exception, or has all exceptions in their places."""
         self._warn()
         error = self.first_error()
         if error is not None:
@@ -243,7 +260,8 @@ class Operation:
             yield
 
     def _build(self, outcome: Delivered | BaseException) -> Any:
-        assert isinstance(outcome, Delivered)
+        if isinstance(outcome, BaseException):
+            return outcome
         result, graph, call = outcome.result, outcome.graph, outcome.call
         tensors = [view(ref, outcome.payload, lambda ref: outcome.memories[ref.place]) for ref in result.tensors]
         inner = []
@@ -260,6 +278,7 @@ class Operation:
             if not self.modes.grad:
                 self._let_in(call)
             outputs = attach(graph, [tensors[number] for number in inner], self.token, call.gated)
+            call.gated = call.ungated = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
         if result.structure is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
@@ -29,17 +30,21 @@ from mpgrad.functional import may_be_followed, run_followed
 from mpgrad.homes import OperationHome
 from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
+from mpgrad.memory import bytes_of
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Shared, SharedFunction, pack_call
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.scheduler import Scheduler, Settings
+from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
 
 __all__ = ["Pool"]
 
 ENGINES = ("process", "thread", "inline")
+GRAPHS = ("keep", "recompute")
+ON_ERROR = ("raise", "return")
 FIRST_BATCH = 16  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
 LARGEST_BATCH = 256
 BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
@@ -64,6 +69,13 @@ class Pool:
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
+        retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
+            0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
+        timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
+            given up like one whose worker died. None for no limit. Engine "process" only.
+        graphs: "keep", or "recompute": workers keep no graphs, and a backward runs the forward again.
+        graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
+            dropped, and their backward runs the forward again. None for no limit.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -89,18 +101,28 @@ class Pool:
         threads_per_worker: int = 1,
         engine: str = "process",
         deterministic: bool = False,
+        retries: int = 2,
+        timeout: float | None = None,
+        graphs: str = "keep",
+        graph_memory: int | str | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)} (engine: {engine!r})")
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
+        if graphs not in GRAPHS:
+            raise ValueError(f"graphs must be one of {', '.join(GRAPHS)} (graphs: {graphs!r})")
+        graph_bytes = None if graph_memory is None else bytes_of("graph_memory", graph_memory)
         settings = Settings(
             workers=usable_cpus() if processes is None else positive("processes", processes),
             initializer=pickled_initializer(initializer, tuple(initargs)),
             threads=positive("threads_per_worker", threads_per_worker),
             calls=None if maxtasksperchild is None else positive("maxtasksperchild", maxtasksperchild),
+            retries=at_least("retries", retries, 0) if engine == "process" else 0,
+            graph_bytes=0 if graphs == "recompute" else graph_bytes,
         )
         self._engine = engine
+        self._timeout = self._seconds(timeout)
         self._deterministic = deterministic
         self._processes = settings.workers
         self._scheduler = start_scheduler(engine, settings, context)
@@ -117,6 +139,8 @@ class Pool:
         chunksize: int | None = None,
         *,
         progress: Progress = False,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
 
@@ -126,11 +150,15 @@ class Pool:
             iterable: tensors, or structures with tensors anywhere inside.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
             progress: True or a description for a tqdm bar.
+            timeout: seconds for each call; None for the pool's own `timeout`.
+            on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
+                exception stands in the place of the result, and gradients flow to all other items.
 
         Raises:
             Exception: what the first failing item raised, with a note that names item, worker and phase.
             TypeError, pickle.PicklingError: the function, an item or a result cannot be carried; says which.
-            WorkerDiedError: a worker died while it ran one of the items.
+            WorkerDiedError: workers died while they ran one of the items, more often than it is retried.
+            CallTimeoutError: one of the items took longer than `timeout`, likewise.
             PoolClosedError: after `close` or `terminate`.
 
         Example:
@@ -142,7 +170,8 @@ class Pool:
             >>> weight.grad
             tensor(7.)
         """
-        return self._run(func, (((item,), {}) for item in iterable), length(iterable), chunksize, progress)
+        calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
+        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error)
 
     @not_compiled
     def starmap(
@@ -152,9 +181,12 @@ class Pool:
         chunksize: int | None = None,
         *,
         progress: Progress = False,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
-        return self._run(func, ((tuple(args), {}) for args in iterable), length(iterable), chunksize, progress)
+        calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
+        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error)
 
     @not_compiled
     def apply(self, func: Callable[..., Any], args: Iterable[Any] = (), kwds: dict[str, Any] | None = None) -> Any:
@@ -169,9 +201,13 @@ class Pool:
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> AsyncResult:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        return self._run_async(func, (((item,), {}) for item in iterable), chunksize, callback, error_callback)
+        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error)
+        return self._run_async(operation, (((item,), {}) for item in iterable), callback, error_callback)
 
     @not_compiled
     def starmap_async(
@@ -181,9 +217,13 @@ class Pool:
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> AsyncResult:
         """`starmap` that returns at once."""
-        return self._run_async(func, ((tuple(args), {}) for args in iterable), chunksize, callback, error_callback)
+        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error)
+        return self._run_async(operation, ((tuple(args), {}) for args in iterable), callback, error_callback)
 
     @not_compiled
     def apply_async(
@@ -196,19 +236,36 @@ class Pool:
     ) -> AsyncResult:
         """`apply` that returns at once."""
         calls = [(tuple(args), kwds or {})]
-        return self._run_async(func, calls, None, callback, error_callback, lambda operation: operation.value(0))
+        fetch = operator.methodcaller("value", 0)
+        return self._run_async(self._begin(func), calls, callback, error_callback, fetch)
 
     @not_compiled
-    def imap(self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1) -> ResultIterator:
+    def imap(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = 1,
+        *,
+        timeout: float | None = None,
+        on_error: str = "raise",
+    ) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        return self._iterate(func, iterable, chunksize, ordered=True)
+        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error)
+        return self._iterate(operation, iterable, ordered=True)
 
     @not_compiled
     def imap_unordered(
-        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = 1
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = 1,
+        *,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> ResultIterator:
         """`imap` with the results in the order in which they come."""
-        return self._iterate(func, iterable, chunksize, ordered=False)
+        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error)
+        return self._iterate(operation, iterable, ordered=False)
 
     def close(self) -> None:
         """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
@@ -226,6 +283,30 @@ class Pool:
         """
         self._scheduler.drain()
         self._scheduler.join()
+
+    def resize(self, processes: int) -> None:
+        """Have another number of workers. Those that are too many take no new calls, and end when they keep no graph any more.
+
+        Raises:
+            ValueError: less than one, or the engine is "inline".
+            PoolClosedError: after `close` or `terminate`.
+        """
+        if self._engine == "inline":
+            raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
+        self._scheduler.resize(positive("processes", processes))
+        self._processes = processes
+
+    def stats(self) -> PoolStats:
+        """Memory, graphs, calls and deaths: of each worker, and of the pool.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     _ = pool.map(abs, range(10))
+            ...     [(worker.calls, worker.graphs) for worker in pool.stats().workers]
+            [(10, 0)]
+        """
+        return self._scheduler.stats()
 
     def __enter__(self) -> Pool:
         self._scheduler.check_open()
@@ -363,16 +444,21 @@ class Pool:
         stop_at_failure: bool = True,
         noun: str = "item",
         modes: Modes | None = None,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> Operation:
         function = under_hooks(callable_of(function))
         check_untraced()
         if chunksize is not None:
             positive("chunksize", chunksize)
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)} (on_error: {on_error!r})")
+        seconds = self._timeout if timeout is None else self._seconds(timeout)
         scheduler = self._scheduler
         scheduler.check_open()
         with outside_transforms():
             shared = SharedFunction(function, scheduler.packer, scheduler.forget_function)
-            home = OperationHome(scheduler, shared, self._deterministic)
+            home = OperationHome(scheduler, shared, self._deterministic, seconds)
             reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
             token = capture_gate(home, shared.differentiable) if reaches_gradients else None
         return Operation(
@@ -382,9 +468,22 @@ class Pool:
             self._draw_seed() if modes is None else None,
             modes or current_modes(),
             chunksize=chunksize,
-            stop_at_failure=stop_at_failure,
+            stop_at_failure=stop_at_failure and on_error == "raise",
+            return_errors=on_error == "return",
             noun=noun,
+            timeout=seconds,
         )
+
+    def _seconds(self, timeout: float | None) -> float | None:
+        if timeout is None:
+            return None
+        if self._engine != "process":
+            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' (engine: {self._engine!r})")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds, or None (timeout: {timeout!r})")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds (timeout: {timeout})")
+        return float(timeout)
 
     def _draw_seed(self) -> int | None:
         return draw_seed() if self._engine != "thread" else None
@@ -427,15 +526,21 @@ class Pool:
         shared: Shared | None = None,
         noun: str = "item",
         modes: Modes | None = None,
+        timeout: float | None = None,
+        on_error: str = "raise",
     ) -> list[Any]:
         if modes is None and may_be_followed():
             check_untraced()
+            if on_error == "return":
+                raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
             calls = list(calls)
-            run = functools.partial(self._run, total=total, chunksize=chunksize, progress=progress, noun=noun)
+            run = functools.partial(
+                self._run, total=total, chunksize=chunksize, progress=progress, noun=noun, timeout=timeout
+            )
             results = run_followed(callable_of(function), calls, self._draw_seed, run)
             if results is not None:
                 return results
-        operation = self._begin(function, chunksize, noun=noun, modes=modes)
+        operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error)
         with progress_bar(progress, total) as move_to:
             self._add_all(operation, calls, borrow=True, shared=shared)
             try:
@@ -458,25 +563,19 @@ class Pool:
 
     def _run_async(
         self,
-        function: Callable[..., Any],
+        operation: Operation,
         calls: Iterable[Arguments],
-        chunksize: int | None,
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         fetch: Callable[[Operation], Any] = Operation.values,
     ) -> AsyncResult:
-        operation = self._begin(function, chunksize)
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback)
         self._add_all(operation, calls, borrow=False)
         return result
 
-    def _iterate(
-        self, function: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None, ordered: bool
-    ) -> ResultIterator:
-        operation = self._begin(function, chunksize, stop_at_failure=False)
+    def _iterate(self, operation: Operation, iterable: Iterable[Any], ordered: bool) -> ResultIterator:
         packer = self._scheduler.copying_packer
-
-        window = WINDOW_PER_WORKER * self._processes * (chunksize or 1)
+        window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
         pack = functools.partial(pack_call, packer, kwargs={}, grad=operation.modes.grad)
         calls = (functools.partial(pack, index, (item,)) for index, item in enumerate(iterable))
         return ResultIterator(self._scheduler, operation, calls, window, ordered)
@@ -513,10 +612,14 @@ def pickled_initializer(initializer: Callable[..., object] | None, initargs: tup
 
 
 def positive(name: str, number: int) -> int:
+    return at_least(name, number, 1)
+
+
+def at_least(name: str, number: int, least: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name} must be an integer ({name}: {number!r})")
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1 ({name}: {number})")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least} ({name}: {number})")
     return number
 
 

@@ -11,36 +11,36 @@ Guarantees: each call added to an operation gets one outcome, each backward one 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import os
+import signal
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
 from mpgrad.autograd import Home, Order, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, TensorRef
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, TensorRef
 from mpgrad.channel import Frame, Pipe, drained
-from mpgrad.crew import CaptureRequest, Chunk, SentGradients, Worker
-from mpgrad.errors import InternalError, PoolClosedError, WorkerDiedError, raised_again
+from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
+from mpgrad.errors import CallTimeoutError, InternalError, PoolClosedError, WorkerDiedError, raised_again
 from mpgrad.homes import GradientReply
+from mpgrad.memory import kills_for_memory
 from mpgrad.messages import (
-    Backward,
-    BackwardCall,
-    Collect,
     Collected,
-    Define,
     Failure,
-    Forward,
-    ForwardCall,
     Gradients,
     Message,
+    Missing,
     NewSlab,
+    Progress,
     Ready,
     Results,
     Returned,
@@ -51,20 +51,22 @@ from mpgrad.messages import (
 )
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Delivered, Operation, PackedCall
+from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
 __all__ = ["Scheduler", "Settings"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
 SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us
 LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
-MOST_CALLS = 256  # in one chunk
-MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 MOST_CODES = 128  # pickled functions that the workers keep for the next operation with the same function
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
-MOST_DEATHS = 3  # of workers that died when a call was next, before it is given up
+IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
 MOST_CODE_BYTES = 64 << 20  # of pickled functions, likewise
 GRAPH_LOST = "the graph that backward needs was lost with it"
+OUT_OF_MEMORY = (
+    "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
+)
 
 
 class Forks:
@@ -88,6 +90,13 @@ class Settings(NamedTuple):
     initializer: bytes  # pickle of (function or None, arguments)
     threads: int  # intra-op
     calls: int | None  # after which a worker is replaced
+    retries: int  # of a call whose worker died; 0: what is lost is lost
+    graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether calls are kept as long as their graphs, to be run again."""
+        return self.retries > 0 or self.graph_bytes is not None
 
 
 class Scheduler(ABC):
@@ -97,8 +106,8 @@ class Scheduler(ABC):
         self._forks = FORKS.count
         self.arena = Arena(0)
         self.lenders = Lenders(self.nudge)
-        self.packer = Packer(self.arena, self.lenders.find)
-        self.copying_packer = Packer(self.arena)
+        self.packer = Packer(self.arena, self.lenders.find, lasting=settings.recoverable)
+        self.copying_packer = Packer(self.arena, lasting=settings.recoverable)
         self._workers: dict[int, Worker] = {}
         self._worker_numbers = itertools.count(1)
         self._call_numbers = itertools.count(1)
@@ -112,6 +121,9 @@ class Scheduler(ABC):
         self._held_gradients = 0
         self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
         self._failed_starts = 0
+        self._deaths = 0
+        self._reruns = 0
+        self._kills_for_memory = kills_for_memory()
         self._broken: BaseException | None = None
         self._closing = False
         self._draining = False
@@ -194,41 +206,40 @@ class Scheduler(ABC):
         self._post(lambda: self._cancel(operation))
 
     def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply:
-        worker = graph.worker
-        assert isinstance(worker, Worker)
-        self._check_reachable(worker, graph.index)
-        reply = GradientReply(self.wait_until, worker.number, graph.index)
+        self._check_alive()
         place = self.copying_packer.place
         placed = [None if grad is None else place(grad, REQUIRES_GRAD if grad.requires_grad else 0) for grad in order.grads]
         number = next(self._call_numbers) if order.create else None
         if self._task_modes[0] != order.task:
             self._task_modes = order.task, current_modes()
-        worker.backlog.append(SentGradients(graph, order, number, placed, self._task_modes[1], reply))
+        what = Differentiation(graph, order._replace(grads=()), number, placed, self._task_modes[1])
+        sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout)
+        self._leave(graph.worker, sent)
         self._held_gradients += 1
         if self._held_gradients >= HELD_GRADIENTS:
             self._held_gradients = 0
             self.hand_over()
-        if worker.gone is not None:  # it died between the check and the append
-            reply.fail(worker.gone)
-        return reply
+        return sent.reply
 
     def request_captures(self, worker: Worker, function: int, task: int, levels: tuple[Level, ...]) -> GradientReply:
-        self._check_reachable(worker, None)
-        reply = GradientReply(self.wait_until, worker.number, None)
-        worker.backlog.append(CaptureRequest(function, task, levels, reply))
+        self._check_alive()
+        reply = GradientReply(self.wait_until, None)
+        self._leave(worker, CaptureRequest(function, task, levels, reply))
         self.wake()
-        if worker.gone is not None:
-            reply.fail(worker.gone)
         return reply
 
-    def _check_reachable(self, worker: Worker, index: int | None) -> None:
-        self.check_process()
-        if self._broken is not None:
-            raise self._broken.with_traceback(None)
-        if isinstance(worker.gone, WorkerDiedError):
-            raise WorkerDiedError(index, "backward", worker.number, worker.gone.exit_code, GRAPH_LOST)
+    def _leave(self, worker: Any, item: SentGradients | CaptureRequest) -> None:
+        """For the worker to take up; or for others, if it is gone, or goes in this moment."""
+        worker.backlog.append(item)
         if worker.gone is not None:
-            raise worker.gone.with_traceback(None)
+            self._inbox.append(lambda: self._rescue(worker))
+            self._settle_if_ended()
+
+    def _check_alive(self) -> None:
+        self.check_process()
+        reason = self._broken or self._ended
+        if reason is not None:
+            raise copy.copy(reason)
 
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
@@ -242,6 +253,30 @@ class Scheduler(ABC):
             if number in worker.functions:
                 worker.forgotten_functions.append((number, nbytes))
         self.nudge()
+
+    def resize(self, workers: int) -> None:
+        self.check_open()
+        self._settings = self._settings._replace(workers=workers)
+        self._post(self.staff)
+
+    def stats(self) -> PoolStats:
+        self.check_process()
+        workers = [
+            WorkerStats(
+                worker.number,
+                worker.pid,
+                resident_bytes(worker.pid),
+                worker.graphs - len(worker.missing),
+                worker.graph_bytes,
+                worker.calls_done,
+                worker.retiring,
+            )
+            for worker in list(self._workers.values())
+            if worker.ready
+        ]
+        resident = sum({worker.pid: worker.resident_bytes for worker in workers}.values())
+        shared = self.arena.bytes_in_use + self.lenders.bytes_in_use
+        return PoolStats(workers, resident, shared, self._deaths, self._reruns)
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -287,75 +322,150 @@ class Scheduler(ABC):
         if self._draining and self._is_idle():
             self._stopping = True
 
+    def staff(self) -> None:
+        """Have as many workers as there should be, apart from those that only keep graphs."""
+        active = [worker for worker in self._workers.values() if not worker.retiring]
+        for _ in range(self._settings.workers - len(active)):
+            self.hire()
+        for worker in active[self._settings.workers :]:
+            worker.retiring = True
+
     def hire(self) -> None:
         number = next(self._worker_numbers)
         worker = Worker(number, self.open_channel(number))
         self._workers[number] = worker
         self.watch(worker)
         settings = self._settings
-        start = Start(settings.initializer, settings.threads, list(sys.path), list(sys.argv), working_directory())
+        directory = working_directory()
+        start = Start(settings.initializer, settings.threads, settings.graph_bytes, list(sys.path), list(sys.argv), directory)
         self._transmit(worker, [start], Payload())
 
     def _retire(self, worker: Worker) -> None:
-        """It has done as many calls as one worker may: a successor comes at once, it stays while it keeps graphs."""
+        """It takes no new calls; it stays while it keeps graphs."""
         if not worker.retiring:
             worker.retiring = True
-            self.hire()
+            self.staff()
         if worker.is_done:
             self._transmit(worker, [Stop()], Payload())
             self._bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+            self._rescue(worker)
             self.tell_waiters()
 
     def _bury(self, worker: Worker, reason: BaseException) -> int | None:
-        """Forget a worker; its graphs and backwards answer with `reason` from here on. Its memory stays while it is viewed."""
+        """Forget a worker. Its memory stays while it is viewed."""
         code = self.close_channel(worker)
         worker.gone = reason
         del self._workers[worker.number]
         self._unmap([number for number in self.lenders.slabs if number >> 32 == worker.number])
-        while worker.backlog:
-            worker.backlog.popleft().reply.fail(reason)
+        worker.take_leave()
         return code
 
+    # --- the scheduling thread: what is lost is done again
+
     def lose(self, worker: Worker) -> None:
-        """The end of its pipe: it died. What it was doing fails, what it had not begun goes to others."""
+        """The end of its pipe: it died. All that it had been given goes to others, but for a call that kills too often."""
+        position, _ = worker.begun()
+        chunks = list(worker.under_way.values())
         died = WorkerDiedError(None, "forward", worker.number, None)
-        died.exit_code = code = self._bury(worker, died)
-        begun, position = (-1, -1) if worker.progress is None else (worker.progress[0], worker.progress[1])
-        running = next(iter(worker.under_way), None)
-        for number, chunk in reversed(worker.under_way.items()):  # so that the first calls are first in the queue again
+        died.exit_code = self._bury(worker, died)
+        self._deaths += 1
+        if chunks:
+            self._blame(worker, died.exit_code, chunks[0], position)
+        for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
-                self._recover(chunk.operation, chunk.calls, position if number == begun else -1, worker.number, code)
-                if number == running != begun and chunk.calls:
-                    self._count_death(chunk.operation, chunk.calls[0][1], worker.number, code)
+                self._reruns += len(chunk.calls)
+                chunk.operation.queue.extendleft(call for _, call in reversed(chunk.calls))
+                self._admit(chunk.operation)
+        for chunk in chunks:
             for sent in chunk.gradients:
-                sent.reply.fail(WorkerDiedError(sent.graph.index, "backward", worker.number, code, GRAPH_LOST))
+                self._revive(sent, worker)
             if chunk.captures is not None:
-                chunk.captures.reply.fail(WorkerDiedError(None, "backward", worker.number, code, GRAPH_LOST))
-        worker.under_way.clear()
+                self._revive(chunk.captures, worker)
+        self._rescue(worker)
         self._failed_starts = 0 if worker.ready else self._failed_starts + 1
         if self._failed_starts == FAILED_STARTS:
+            code = died.exit_code
             self._break(WorkerDiedError(None, "start", worker.number, code, f"so did {FAILED_STARTS} in a row"))
-        elif not worker.retiring:
-            self.hire()
+        else:
+            self.staff()
 
-    def _recover(
-        self, operation: Operation, calls: list[tuple[int, PackedCall]], position: int, worker: int, code: int | None
-    ) -> None:
-        """A chunk was lost with its worker, which had begun its calls up to `position`."""
-        if position >= 0:
-            culprit = calls[position][1].index
-            died = WorkerDiedError(culprit, "forward", worker, code)
-            for _, call in calls[: position + 1]:  # those before it ran too, and their results went with it
-                operation.deliver(call.index, died)
-        operation.queue.extendleft(call for _, call in reversed(calls[position + 1 :]))
-        self._admit(operation)
+    def _blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int) -> None:
+        """The call that was running, or else was next, may be what killed the worker: past the retries it is given up."""
+        retries = self._settings.retries if position >= 0 else max(self._settings.retries, IDLE_DEATHS)
+        if chunk.operation is not None:
+            _, call = chunk.calls[max(position, 0)]
+            call.deaths += 1
+            if call.deaths > retries:
+                del chunk.calls[max(position, 0)]
+                phase = "forward" if position >= 0 else "loading the function"
+                chunk.operation.deliver(call.index, self._death(worker, code, call.index, phase))
+        elif chunk.gradients:
+            sent = chunk.gradients[max(position, 0)]
+            sent.deaths += 1
+            if sent.deaths > retries:
+                del chunk.gradients[max(position, 0)]
+                sent.reply.fail(self._death(worker, code, sent.what.graph.index, "backward"))
 
-    def _count_death(self, operation: Operation, call: PackedCall, worker: int, code: int | None) -> None:
-        """A worker died between receiving a chunk and its first call, and loading that may be what killed it."""
-        call.deaths += 1
-        if call.deaths == MOST_DEATHS and operation.queue and operation.queue[0] is call:
-            operation.queue.popleft()
-            operation.deliver(call.index, WorkerDiedError(call.index, "loading the function", worker, code))
+    def _death(self, worker: Worker, code: int | None, index: int, phase: str) -> BaseException:
+        if worker.overdue is not None:
+            return CallTimeoutError(index, phase, worker.overdue)
+        detail = OUT_OF_MEMORY if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory else ""
+        return WorkerDiedError(index, phase, worker.number, code, detail)
+
+    def _rescue(self, worker: Worker) -> None:
+        """What waited for a worker that is gone."""
+        while worker.backlog:
+            self._revive(worker.backlog.popleft(), worker)
+
+    def _revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
+        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost."""
+        reason = self._broken or self._ended
+        if reason is not None:
+            item.reply.fail(reason)
+        elif isinstance(item, CaptureRequest):
+            item.reply.fail(WorkerDiedError(None, "backward", gone.number, exit_code_of(gone), GRAPH_LOST))
+        elif not can_be_made(item.what.graph):
+            index = item.what.graph.index
+            item.reply.fail(WorkerDiedError(index, "backward", gone.number, exit_code_of(gone), GRAPH_LOST))
+        else:
+            self._reruns += 1
+            item.set_apart()
+            self._rehome(item.what.graph).backlog.append(item)
+
+    def _rehome(self, graph: RemoteGraph) -> Worker:
+        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
+        worker = graph.worker
+        assert isinstance(worker, Worker)
+        if worker.gone is None:
+            return worker
+        recipe = graph.recipe
+        if isinstance(recipe, Differentiation):
+            worker = self._rehome(recipe.graph)
+        else:
+            assert isinstance(recipe, PackedCall)
+            function = recipe.conditions.function
+            function.code = self._code_of(function.pickled)
+            worker = min((each for each in self._workers.values() if not each.retiring), key=lambda each: each.load)
+        graph.worker = worker
+        worker.graphs += 1
+        worker.missing.add(graph.call)
+        return worker
+
+    def enforce_timeouts(self) -> float | None:
+        """Kill workers whose call has run too long; returns the seconds until the next one may have, None where none can."""
+        soonest = None
+        for worker in list(self._workers.values()):
+            chunk = next(iter(worker.under_way.values()), None)
+            if chunk is None or chunk.timeout is None or worker.overdue is not None:
+                continue
+            _, since = worker.begun()
+            left = since + chunk.timeout - time.monotonic()
+            if left <= 0:
+                worker.overdue = chunk.timeout
+                self.kill(worker)
+            elif soonest is None or left < soonest:
+                soonest = left
+        return soonest
 
     def _break(self, error: BaseException) -> None:
         """The pool cannot go on: all that is under way, and all that comes later, gets `error`."""
@@ -375,13 +485,14 @@ class Scheduler(ABC):
                 self._transmit(worker, [Stop()], Payload())
             else:
                 self.kill(worker)
+        self._ended = reason
         for worker in list(self._workers.values()):
             self._bury(worker, reason)
+            self._rescue(worker)
         for chunk in chunks:
             chunk.fail_replies(reason)
         self.arena.close()
         self.lenders.close()
-        self._ended = reason
         self._settle()
 
     def _settle(self) -> None:
@@ -407,11 +518,13 @@ class Scheduler(ABC):
             return
         self._unfinished[operation] = None
         if operation.queue and operation not in self._operations:
-            operation.code = self._code_of(operation.function.pickled)
+            operation.function.code = self._code_of(operation.function.pickled)
             self._operations.append(operation)
 
     def _cancel(self, operation: Operation) -> None:
         operation.cancel()
+        for worker in self._workers.values():
+            worker.cancel(operation)
         self._unfinished.pop(operation, None)
         self.tell_waiters()
 
@@ -438,7 +551,7 @@ class Scheduler(ABC):
     def _give(self, worker: Worker) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
         if worker.backlog:
-            self._send_backward(worker)
+            self._transmit(worker, *worker.backward(self._next_chunk(worker)))
             return
         if worker.retiring:
             self._retire(worker)
@@ -448,7 +561,7 @@ class Scheduler(ABC):
             operation = self._operations[0]
             calls = self._take_calls(operation, min(room, self._chunk_size(operation)))
             if calls:
-                self._send_forward(worker, operation, calls)
+                self._transmit(worker, *worker.forward(self._next_chunk(worker), operation, calls))
                 return
             self._operations.popleft()
 
@@ -477,72 +590,17 @@ class Scheduler(ABC):
         """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK."""
         if operation.chunksize is not None:
             return operation.chunksize
-        seconds = self._seconds.get(operation.code)
+        seconds = self._seconds.get(operation.function.code)
         if seconds is None:
             return 1  # never run before: find out what a call costs
         share = math.ceil(len(operation.queue) / (CHUNKS_UNDER_WAY * self._settings.workers))
         shortest, longest = (max(1, int(limit / max(seconds, 1e-9))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))
         return min(max(share, shortest), longest, MOST_CALLS)
 
-    def _send_forward(self, worker: Worker, operation: Operation, calls: list[tuple[int, PackedCall]]) -> None:
-        payload = Payload()
-        messages: list[Message] = []
-        function = operation.function
-        if function.number not in worker.functions:
-            pickled = None if operation.code in worker.codes else function.pickled
-            messages.append(Define(function.number, operation.code, pickled, function.block, function.refs))
-            worker.functions.add(function.number)
-            worker.codes.add(operation.code)
-            if function.slot is not None:
-                worker.lend(function.slot.address, function.slot)
-        sent = [
-            ForwardCall(number, call.index, call.structure, [self._pack(worker, each, payload) for each in call.placed])
-            for number, call in calls
-        ]
-        chunk = next(self._chunk_numbers)
-        stop = operation.stop_at_failure
-        messages.append(Forward(chunk, function.number, operation.modes, operation.seed, stop, sent))
-        worker.under_way[chunk] = Chunk(operation, calls, [], None)
-        self._transmit(worker, messages, payload)
-
-    def _send_backward(self, worker: Worker) -> None:
-        """One chunk of what waits for the worker: backwards under the same modes, or a request for capture gradients."""
-        chunk = next(self._chunk_numbers)
-        first = worker.backlog[0]
-        if isinstance(first, CaptureRequest):
-            worker.backlog.popleft()
-            worker.under_way[chunk] = Chunk(None, [], [], first)
-            self._transmit(worker, [Collect(chunk, first.function, first.task, first.levels)], Payload())
-            return
-        payload = Payload()
-        sent: list[SentGradients] = []
-        while worker.backlog and len(sent) < MOST_CALLS:
-            item = worker.backlog[0]
-            if isinstance(item, CaptureRequest) or item.modes != first.modes:
-                break
-            worker.backlog.popleft()
-            sent.append(item)
-        calls = [
-            BackwardCall(
-                item.graph.call,
-                item.order.task,
-                item.order.keep,
-                item.order.wanted,
-                item.order.captures,
-                item.order.apart,
-                item.order.levels,
-                item.number,
-                [None if placed is None else self._pack(worker, placed, payload) for placed in item.grads],
-            )
-            for item in sent
-        ]
-        worker.under_way[chunk] = Chunk(None, [], sent, None)
-        self._transmit(worker, [Backward(chunk, first.modes, calls)], payload)
-
-    def _pack(self, worker: Worker, placed: Placed, payload: Payload) -> TensorRef:
-        if placed.holder is not None:
-            worker.lend(placed.address, placed.holder)
-        return payload.add(placed)
+    def _next_chunk(self, worker: Worker) -> int:
+        if not worker.under_way:
+            worker.busy_since = time.monotonic()
+        return next(self._chunk_numbers)
 
     def _transmit(self, worker: Worker, messages: list[Message], payload: Payload) -> None:
         self.collect_returns()
@@ -584,16 +642,11 @@ class Scheduler(ABC):
                 case Results():
                     self._receive_results(worker, message, frame.payload)
                 case Gradients():
-                    chunk = worker.under_way.pop(message.chunk)
-                    chunk.gradients[0].reply.warned = message.warned
-                    for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
-                        if sent.number is not None and not isinstance(found, Failure) and any_connected(found):
-                            sent.reply.graph = self._graph_kept(worker, sent.graph.home, sent.number, sent.graph.index)
-                        self._arrive(sent.reply, found, frame.payload)
+                    self._receive_gradients(worker, message, frame.payload)
                 case Collected():
-                    request = worker.under_way.pop(message.chunk).captures
+                    request = self._answered(worker, message.chunk).captures
                     assert request is not None
-                    self._arrive(request.reply, message.grads, frame.payload)
+                    self._arrive(request.reply, message.grads, frame.payload, worker)
                 case NewSlab():
                     self.lenders.attach(message.number, worker.channel.take_descriptor(), message.nbytes)
                 case SlabsGone():
@@ -604,7 +657,8 @@ class Scheduler(ABC):
                 case Ready():
                     memory = self.lenders.slabs[slab_of(message.progress)].memory
                     offset = message.progress & OFFSET_MASK
-                    worker.progress = memory[offset : offset + 16].cast("q")
+                    worker.progress = memory[offset : offset + 8 * len(Progress)].cast("q")
+                    worker.pid = message.pid
                     worker.ready = True
                     self._failed_starts = 0
                 case StartFailed():
@@ -612,17 +666,23 @@ class Scheduler(ABC):
                 case _:
                     raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
 
+    def _answered(self, worker: Worker, number: int) -> Chunk:
+        worker.busy_since = time.monotonic()
+        return worker.under_way.pop(number)
+
     def _receive_results(self, worker: Worker, message: Results, payload: memoryview) -> None:
-        chunk = worker.under_way.pop(message.chunk)
+        chunk = self._answered(worker, message.chunk)
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)
         worker.calls_done += done
-        mean = message.seconds / done
-        before = self._seconds.get(operation.code, mean)
-        self._seconds[operation.code] = (before + mean) / 2
+        if done:
+            code = operation.function.code
+            mean = message.seconds / done
+            self._seconds[code] = (self._seconds.get(code, mean) + mean) / 2
         operation.mutated = operation.mutated or message.mutated
         operation.warned.extend(message.warned)
+        limit = operation.limit
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
                 operation.deliver(call.index, again(outcome, f"{operation.noun} {call.index}, ", worker))
@@ -630,25 +690,63 @@ class Scheduler(ABC):
             memories = self._borrow(outcome.tensors)
             graph = None
             if outcome.has_graph:
-                graph = self._graph_kept(worker, operation.home, number, call.index)
-            call.placed = []  # the worker has it now
+                graph = self._graph_kept(worker, operation.home, number, call.index, call)
+            if graph is None or graph.recipe is None:
+                call.placed = []  # the worker has it now
             operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call))
+        self._note_graphs(worker, message)
+        if operation.limit != limit:
+            for each in self._workers.values():
+                each.cancel(operation)
         if operation.finished:
             self._unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
             self._retire(worker)
 
-    def _graph_kept(self, worker: Worker, home: Home, number: int, index: int) -> RemoteGraph:
-        worker.graphs += 1
-        return RemoteGraph(home, worker, number, index)
+    def _receive_gradients(self, worker: Worker, message: Gradients, payload: memoryview) -> None:
+        chunk = self._answered(worker, message.chunk)
+        chunk.gradients[0].reply.warned = message.warned
+        self._note_graphs(worker, message)
+        for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
+            graph, number = sent.what.graph, sent.what.number
+            if isinstance(found, Missing):
+                worker.missing.add(graph.call)
+                sent.set_apart()  # whoever collects the sum may have been ahead of us
+                worker.backlog.append(sent)
+                continue
+            if number is not None and not isinstance(found, Failure) and any_connected(found):
+                sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
+            self._arrive(sent.reply, found, payload, worker)
 
-    def _arrive(self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview) -> None:
+    def _note_graphs(self, worker: Worker, message: Results | Gradients) -> None:
+        worker.missing.update(message.dropped)
+        worker.graph_bytes = message.graph_bytes
+
+    def _graph_kept(
+        self, worker: Worker, home: Home, number: int, index: int, recipe: PackedCall | Differentiation
+    ) -> RemoteGraph:
+        worker.graphs += 1
+        return RemoteGraph(home, worker, number, index, recipe if self._settings.recoverable else None)
+
+    def _arrive(
+        self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview, worker: Worker
+    ) -> None:
         refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
-        reply.arrive(found, payload, self._borrow(refs))
+        reply.arrive(found, payload, self._borrow(refs), worker.number)
 
     def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, memoryview]:
         """Claim memory at once, so that it is given back even where nobody ever looks at the result."""
         return {ref.place: self.lenders.borrow(ref.place, ref.nbytes) for ref in refs if ref.place >= 0}
+
+
+def can_be_made(graph: RemoteGraph) -> bool:
+    """Whether there are recipes for it and all that it derives from."""
+    recipe = graph.recipe
+    return can_be_made(recipe.graph) if isinstance(recipe, Differentiation) else recipe is not None
+
+
+def exit_code_of(gone: Worker) -> int | None:
+    return gone.gone.exit_code if isinstance(gone.gone, WorkerDiedError) else None
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

@@ -208,25 +208,29 @@ def test_a_worker_that_dies_in_backward(fresh_pool: mpgrad.Pool, how: str, text:
     results = fresh_pool.map(lambda t: Dies.apply(t), [x])
     with pytest.raises(mpgrad.WorkerDiedError, match=rf"{text} \(phase: backward, item 0\)"):
         results[0].sum().backward()
-    with pytest.raises(mpgrad.WorkerDiedError, match="the graph that backward needs was lost with it"):
+    with pytest.raises(mpgrad.WorkerDiedError, match=rf"{text} \(phase: backward, item 0\)"):
         results[0].sum().backward()
     works(fresh_pool)
 
 
-def test_a_worker_that_dies_between_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
+def test_without_retries_what_is_lost_raises(nursery: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
     weight = torch.ones(2, requires_grad=True)
-    results = fresh_pool.map(lambda k: x * k * weight, range(8), 1)
-    victim = psutil.Process(fresh_pool.apply(os.getpid))
-    victim.kill()
-    fresh_pool._scheduler.wait_until(lambda: victim.pid not in pids(fresh_pool), timeout=10)
-    with pytest.raises(mpgrad.WorkerDiedError, match="phase: backward"):
-        sum(r.sum() for r in results).backward()
-    assert [bool((r == k).all()) for k, r in enumerate(results)] == [True] * 8  # what has come stays valid
-    works(fresh_pool)
+    with mpgrad.Pool(2, retries=0) as pool:
+        results = pool.map(lambda k: x * k * weight, range(8), 1)
+        victim = psutil.Process(pool.apply(os.getpid))
+        victim.kill()
+        pool._scheduler.wait_until(lambda: victim.pid not in pids(), timeout=10)
+        for _ in range(2):
+            with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: backward.*the graph that backward needs was lost with it"):
+                sum(r.sum() for r in results).backward()
+        assert [bool((r == k).all()) for k, r in enumerate(results)] == [True] * 8  # what has come stays valid
+        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 3\)"):
+            pool.map(lambda k: die("SIGKILL") if k == 3 else k, range(6))
+        works(pool)
 
 
-def pids(pool: mpgrad.Pool) -> set[int]:
+def pids() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 

@@ -9,10 +9,13 @@ with its own rules: `retain_graph`, and the RuntimeError of a second backward, a
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
@@ -20,7 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpgrad._torch import gradients, plus
 from mpgrad.batching import Level, over
 
-__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "dress", "edge_of", "run_backward"]
+__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "GraphTable", "dress", "edge_of", "run_backward"]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
 
@@ -31,6 +34,80 @@ class Graph(NamedTuple):
     inputs: list[Edge]  # of the inputs that need gradients, in order
     captures: list[Edge]
     whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+
+
+class GraphTable:
+    """The graphs that are kept, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted.
+
+    With a limit of 0 none is kept, and nothing need be measured.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._graphs: dict[int, Graph] = {}
+        self._sizes: dict[int, int] = {}
+        self._largest: list[tuple[int, int]] = []  # a heap of (-bytes, call); may name some that are gone
+        self._dropped: list[int] = []
+
+    def memory_in_use(self) -> int:
+        """Bytes, where they matter: the rise over a call is what its graph takes."""
+        return memory_in_use() if self.limit else 0
+
+    def keep(self, call: int, graph: Graph, nbytes: int) -> None:
+        self._graphs[call] = graph
+        if self.limit is not None:
+            self.resize(call, max(0, nbytes))
+
+    def resize(self, call: int, nbytes: int) -> None:
+        if self.limit:
+            self.nbytes += nbytes - self._sizes.get(call, 0)
+            self._sizes[call] = nbytes
+            heapq.heappush(self._largest, (-nbytes, call))
+
+    def trim(self) -> None:
+        if self.limit == 0:
+            self._dropped += self._graphs
+            self._graphs.clear()
+        while self.limit and self.nbytes > self.limit:
+            size, call = heapq.heappop(self._largest)
+            if self._sizes.get(call) == -size:
+                self.release(call)
+                self._dropped.append(call)
+
+    def get(self, call: int) -> Graph | None:
+        return self._graphs.get(call)
+
+    def release(self, call: int) -> None:
+        self._graphs.pop(call, None)
+        self.nbytes -= self._sizes.pop(call, 0)
+
+    def take_dropped(self) -> list[int]:
+        """The calls whose graphs were dropped since the last time."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+try:
+    MALLINFO: Any = ctypes.CDLL(None).mallinfo2  # glibc from 2.33 on
+    MALLINFO.restype = Mallinfo
+except AttributeError:
+    MALLINFO = None
+
+
+def memory_in_use() -> int:
+    """Bytes: what the allocator has given out, or else what the process has resident. Its rise over a call is what stays."""
+    if MALLINFO is None:
+        return int(psutil.Process().memory_info().rss)
+    state = MALLINFO()
+    return int(state.uordblks + state.hblkhd)
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:

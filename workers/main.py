@@ -60,7 +60,7 @@ def begin(number: int, link: Pipe, start: Start) -> Worker | None:
     except BaseException as error:
         link.send([StartFailed(failure(error, "initializer"))])
         return None
-    worker = Worker(number, link)
+    worker = Worker(number, link, start.graph_bytes)
     worker.announce(os.getpid())
     return worker
 

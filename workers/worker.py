@@ -18,7 +18,16 @@ from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 import torch
-from mpgrad.workers.graphs import CHECKPOINTS, CaptureSums, Edge, Graph, dress, edge_of, run_backward
+from mpgrad.workers.graphs import (
+    CHECKPOINTS,
+    CaptureSums,
+    Edge,
+    Graph,
+    GraphTable,
+    dress,
+    edge_of,
+    run_backward,
+)
 
 from mpgrad import structure
 from mpgrad.arena import Arena, Lenders, Slot
@@ -51,9 +60,13 @@ from mpgrad.messages import (
     ForwardCall,
     Gradients,
     Message,
+    Missing,
     NewSlab,
+    Progress,
     Ready,
+    Rederive,
     Release,
+    Rerun,
     Result,
     Results,
     Returned,
@@ -75,8 +88,17 @@ class Function(NamedTuple):
     versions: list[int]  # of the captures before any call
 
 
+class Made(NamedTuple):
+    """What a call gave: the tensors of its result, how they go together, and its graph, where one of them needs gradients."""
+
+    structure: Structure
+    tensors: list[torch.Tensor]
+    flags: list[int]
+    graph: Graph | None
+
+
 class Worker:
-    def __init__(self, number: int, link: Pipe) -> None:
+    def __init__(self, number: int, link: Pipe, graph_bytes: int | None) -> None:
         self._link = link
         self._arena = Arena(number)
         self._packer = Packer(self._arena)
@@ -85,11 +107,11 @@ class Worker:
         self._lent: dict[int, Slot] = {}
         self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, bytes] = {}
-        self._graphs: dict[int, Graph] = {}
+        self._graphs = GraphTable(graph_bytes)
         self._sums: dict[tuple[int, int, tuple[Level, ...]], CaptureSums] = {}
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
-        self._progress_slot = self._arena.allocate(16)
+        self._progress_slot = self._arena.allocate(8 * len(Progress))
         self._progress = self._progress_slot.memory.cast("q")
         self._payload = Payload()
         self._handlers: dict[type[Any], Callable[[Any, memoryview], Message | None]] = {
@@ -148,9 +170,9 @@ class Worker:
         started = time.perf_counter()
         with under(message.modes):
             for position, call in enumerate(message.calls):
-                self._progress[0], self._progress[1] = message.chunk, position
-                if message.seed is not None:
-                    seed_item(message.seed, call.item)
+                if self._progress[Progress.CANCELLED] == message.chunk:
+                    break
+                self._begin(message.chunk, position)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
                 outcomes.append(outcome)
                 if isinstance(function, Failure):
@@ -164,20 +186,54 @@ class Worker:
             [c._version for c in function.captures] != function.versions
             or any(c.grad is not None for c in function.edges if isinstance(c, torch.Tensor))
         )
-        return Results(message.chunk, outcomes, seconds, mutated, self._warnings())
+        dropped = self._graphs.take_dropped()
+        return Results(message.chunk, outcomes, seconds, mutated, self._warnings(), dropped, self._graphs.nbytes)
+
+    def _begin(self, chunk: int, position: int) -> None:
+        self._progress[Progress.STARTED] = time.monotonic_ns()
+        self._progress[Progress.POSITION] = position
+        self._progress[Progress.CHUNK] = chunk
 
     def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
-        phase = "forward"
+        phases = ["forward"]
+        before = self._graphs.memory_in_use()
         try:
-            tensors, edges = self._inputs(call.tensors, payload)
-            args, kwargs = arguments(call.structure, tensors)
-            checkpoints = CHECKPOINTS.count
-            value = function.target(*args, **kwargs)
-            phase = "result"
-            whole = CHECKPOINTS.count != checkpoints
-            return self._result(message, call, function, value, tensors, edges, whole)
+            made = self._make(message, call, function, payload, phases)
+            placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+            result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None)
+            graph = made.graph
+            del made, placed
+            if graph is not None:
+                self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
+                self._graphs.trim()
+            return result
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
-            return failure(error, phase)
+            return failure(error, phases[-1])
+
+    def _make(
+        self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
+    ) -> Made:
+        """Run a call; notes in `phases` how far it came."""
+        if message.seed is not None:
+            seed_item(message.seed, call.item)
+        tensors, edges = self._inputs(call.tensors, payload)
+        args, kwargs = arguments(call.structure, tensors)
+        checkpoints = CHECKPOINTS.count
+        value = function.target(*args, **kwargs)
+        phases.append("result")
+        whole = CHECKPOINTS.count != checkpoints
+        shape, found = result_structure(value)
+        flags, outputs = [], []
+        for tensor in found:
+            check_carriable(tensor, "the result")
+            flag = flags_of(tensor)
+            if flag & REQUIRES_GRAD and (not flag & LEAF or any(tensor is each for each in (*tensors, *function.captures))):
+                flag &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
+                if not message.modes.inference:
+                    outputs.append(edge_of(tensor))
+            flags.append(flag)
+        graph = Graph(message.function, outputs, edges, function.edges, whole) if outputs else None
+        return Made(shape, found, flags, graph)
 
     def _inputs(
         self, refs: Sequence[TensorRef], payload: memoryview
@@ -189,46 +245,52 @@ class Worker:
                 plain[k] = torch.nn.Parameter(plain[k], requires_grad=False)
         return dress(plain, needs_grad, [bool(ref.flags & LEAF) for ref in refs])
 
-    def _result(
-        self,
-        message: Forward,
-        call: ForwardCall,
-        function: Function,
-        value: Any,
-        inputs: list[torch.Tensor],
-        edges: list[Edge],
-        whole: bool,
-    ) -> Result:
-        shape, tensors = result_structure(value)
-        placed, outputs = [], []
-        for tensor in tensors:
-            check_carriable(tensor, "the result")
-            flags = flags_of(tensor)
-            if flags & REQUIRES_GRAD and (not flags & LEAF or any(tensor is each for each in (*inputs, *function.captures))):
-                flags &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
-                if not message.modes.inference:
-                    outputs.append(edge_of(tensor))
-            placed.append(self._packer.place(tensor, flags))
-        if outputs:
-            self._graphs[call.call] = Graph(message.function, outputs, edges, function.edges, whole)
-        return Result(shape, [self._lend(each) for each in placed], bool(outputs))
-
     def _give_back_unread(self, call: ForwardCall) -> None:
         self._unread.extend((ref.place, 1) for ref in call.tensors if ref.place >= 0)
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
-        outcomes: list[list[TensorRef | None] | Failure] = []
+        outcomes: list[list[TensorRef | None] | Failure | Missing] = []
         with under(message.modes):
             for position, call in enumerate(message.calls):
-                self._progress[0], self._progress[1] = message.chunk, position
+                self._begin(message.chunk, position)
                 try:
-                    outcomes.append(self._differentiate(call, payload))
+                    if call.before:
+                        self._make_again(call.before, payload)
+                        self._begin(message.chunk, position)
+                    found = self._differentiate(call, payload)
+                    outcomes.append(Missing() if found is None else self._lend_all(found))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
-        return Gradients(message.chunk, outcomes, self._warnings())
+                self._graphs.trim()
+        return Gradients(message.chunk, outcomes, self._warnings(), self._graphs.take_dropped(), self._graphs.nbytes)
 
-    def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[TensorRef | None]:
-        graph = self._graphs[call.call]
+    def _make_again(self, steps: Sequence[Rerun | Rederive], payload: memoryview) -> None:
+        warned = dict(self._warned)
+        for step in steps:
+            before = self._graphs.memory_in_use()
+            with under(step.modes):
+                if isinstance(step, Rederive):
+                    self._differentiate(step.call, payload)
+                    continue
+                function = self._functions[step.function]
+                if isinstance(function, Failure):
+                    raise pickle.loads(function.error)
+                graph = self._make(step, step.call, function, payload, []).graph
+            if graph is not None:
+                self._graphs.keep(step.call.call, graph, self._graphs.memory_in_use() - before)
+        self._warned = warned  # these were given the first time
+
+    def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
+        """The gradients that are wanted; None where the graph is not there any more."""
+        graph = self._graphs.get(call.call)
+        if graph is None:
+            return None
+        if len(graph.outputs) != len(call.grads):
+            raise RuntimeError(
+                f"the function gave {len(graph.outputs)} outputs that need gradients when it was run again, and "
+                f"{len(call.grads)} the first time; with the same inputs and random numbers it must do the same"
+            )
+        before = self._graphs.memory_in_use()
         create = call.graph is not None
         refs = [ref for ref in call.grads if ref is not None]
         incoming, edges = self._inputs(refs, payload) if create else ([view(ref, payload, self._borrow) for ref in refs], [])
@@ -239,23 +301,25 @@ class Worker:
             found, of_captures = found[: len(call.wanted)], found[len(call.wanted) :]
             key = (graph.function, call.task, call.levels)
             self._sums.setdefault(key, CaptureSums(len(of_captures))).add(of_captures)
-        placed = self._lend_all(found)
         if call.graph is not None:
             outputs = [edge_of(grad) for grad in found if grad is not None and grad.requires_grad]
             if outputs:
-                self._graphs[call.graph] = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
-        return placed
+                derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
+                self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
+        elif not call.keep:
+            self._graphs.resize(call.call, 0)  # its buffers are gone; what is left says so to a second backward
+        return found
 
     def _collect(self, message: Collect, payload: memoryview) -> Message:
-        sums = self._sums.pop((message.function, message.task, message.levels))
+        sums = self._sums.pop((message.function, message.task, message.levels), None)
         try:
-            return Collected(message.chunk, self._lend_all(sums.sums))
+            return Collected(message.chunk, [] if sums is None else self._lend_all(sums.sums))
         except BaseException as error:
             return Collected(message.chunk, failure(error, "backward"))
 
     def _release(self, message: Release, payload: memoryview) -> None:
         for call in message.calls:
-            self._graphs.pop(call, None)
+            self._graphs.release(call)
 
     # --- functions
 

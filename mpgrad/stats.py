@@ -1,0 +1,56 @@
+"""What a pool is doing and what it holds, in figures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import psutil
+
+__all__ = ["PoolStats", "WorkerStats", "resident_bytes"]
+
+
+class WorkerStats(NamedTuple):
+    """One worker.
+
+    Attributes:
+        number: counts all workers of the pool from 1; a worker that takes the place of another has a number of its own.
+        pid: of its process (with engines "thread" and "inline", of this one).
+        resident_bytes: of its process, pages that it shares with others included; 0 where it has just ended.
+        graphs: how many it keeps for a backward.
+        graph_bytes: what these take; measured only with `graph_memory`, otherwise 0.
+        calls: how many it has run.
+        retiring: it takes no new calls, and ends when it keeps no graph any more.
+    """
+
+    number: int
+    pid: int
+    resident_bytes: int
+    graphs: int
+    graph_bytes: int
+    calls: int
+    retiring: bool
+
+
+class PoolStats(NamedTuple):
+    """A pool, see `Pool.stats`.
+
+    Attributes:
+        workers: those that have started.
+        resident_bytes: of all their processes.
+        shared_bytes: shared memory in use for tensors on their way, for inputs of graphs that are kept, and for results.
+        deaths: of workers, so far.
+        reruns: calls and backwards that were given to another worker for it.
+    """
+
+    workers: list[WorkerStats]
+    resident_bytes: int
+    shared_bytes: int
+    deaths: int
+    reruns: int
+
+
+def resident_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
