@@ -416,6 +416,7 @@ class Scheduler(ABC):
         """What waited for a worker that is gone."""
         while worker.backlog:
             self._revive(worker.backlog.popleft(), worker)
+        self.tell_waiters()
 
     def _revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
         """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost."""

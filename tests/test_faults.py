@@ -222,7 +222,7 @@ def test_without_retries_what_is_lost_raises(nursery: mpgrad.Pool) -> None:
         victim.kill()
         pool._scheduler.wait_until(lambda: victim.pid not in pids(), timeout=10)
         for _ in range(2):
-            with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: backward.*the graph that backward needs was lost with it"):
+            with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: backward.*the graph .* was lost with it"):
                 sum(r.sum() for r in results).backward()
         assert [bool((r == k).all()) for k, r in enumerate(results)] == [True] * 8  # what has come stays valid
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 3\)"):

@@ -82,8 +82,12 @@ class GraphTable:
         self._graphs.pop(call, None)
         self.nbytes -= self._sizes.pop(call, 0)
 
+    def miss(self, call: int) -> None:
+        """The parent believes that the graph is here."""
+        self._dropped.append(call)
+
     def take_dropped(self) -> list[int]:
-        """The calls whose graphs were dropped since the last time."""
+        """The calls whose graphs are not here, as was found since the last time."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

@@ -79,6 +79,7 @@ from mpgrad.modes import seed_item, under
 __all__ = ["Worker"]
 
 GARBAGE_BYTES = 64 << 20
+WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
 
 class Function(NamedTuple):
@@ -254,9 +255,10 @@ class Worker:
             for position, call in enumerate(message.calls):
                 self._begin(message.chunk, position)
                 try:
-                    if call.before:
-                        self._make_again(call.before, payload)
+                    if call.before and self._make_again(call.before, payload):
                         self._begin(message.chunk, position)
+                        if self._graphs.get(call.call) is None:
+                            raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
                     found = self._differentiate(call, payload)
                     outcomes.append(Missing() if found is None else self._lend_all(found))
                 except BaseException as error:
@@ -264,13 +266,15 @@ class Worker:
                 self._graphs.trim()
         return Gradients(message.chunk, outcomes, self._warnings(), self._graphs.take_dropped(), self._graphs.nbytes)
 
-    def _make_again(self, steps: Sequence[Rerun | Rederive], payload: memoryview) -> None:
+    def _make_again(self, steps: Sequence[Rerun | Rederive], payload: memoryview) -> bool:
+        """Take the steps to a graph; false where one starts from a graph that is not here, which the parent then hears."""
         warned = dict(self._warned)
         for step in steps:
             before = self._graphs.memory_in_use()
             with under(step.modes):
                 if isinstance(step, Rederive):
-                    self._differentiate(step.call, payload)
+                    if self._differentiate(step.call, payload) is None:
+                        return False
                     continue
                 function = self._functions[step.function]
                 if isinstance(function, Failure):
@@ -279,16 +283,17 @@ class Worker:
             if graph is not None:
                 self._graphs.keep(step.call.call, graph, self._graphs.memory_in_use() - before)
         self._warned = warned  # these were given the first time
+        return True
 
     def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
         """The gradients that are wanted; None where the graph is not there any more."""
         graph = self._graphs.get(call.call)
         if graph is None:
+            self._graphs.miss(call.call)
             return None
         if len(graph.outputs) != len(call.grads):
             raise RuntimeError(
-                f"the function gave {len(graph.outputs)} outputs that need gradients when it was run again, and "
-                f"{len(call.grads)} the first time; with the same inputs and random numbers it must do the same"
+                f"{len(graph.outputs)} outputs of the function needed gradients, not {len(call.grads)} as before, {WHEN_RUN_AGAIN}"
             )
         before = self._graphs.memory_in_use()
         create = call.graph is not None
