@@ -20,16 +20,19 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "apply",
     "batched",
     "descriptor_of",
     "dual_level_is_active",
+    "grad_mode",
     "gradients",
     "graph_is_kept",
     "graph_task",
     "has_tangent",
+    "heeding_no_grad",
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
@@ -49,6 +52,7 @@ __all__ = [
     "transforms_are_active",
     "unbatched",
     "unbatched_the_older_way",
+    "unheeded",
     "vmap_levels",
     "vmap_the_older_way",
     "will_run",
@@ -236,6 +240,37 @@ def within_dual_level() -> Iterator[None]:
         else:
             with forward_ad.dual_level():
                 yield
+
+
+class HeedingNoGrad(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and not args[0]:
+            raise NotImplementedError("forward mode follows what is computed under torch.no_grad, which has no derivative")
+        return func(*args, **(kwargs or {}))
+
+
+def unheeded() -> contextlib.AbstractContextManager[Any]:
+    """For our own code within a function that runs under `heeding_no_grad`."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return guard
+
+
+@contextlib.contextmanager
+def grad_mode(enabled: bool) -> Iterator[None]:
+    """`torch.set_grad_enabled`, unheeded."""
+    before = torch.is_grad_enabled()
+    with unheeded():
+        torch.set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with unheeded():
+            torch.set_grad_enabled(before)
+
+
+def heeding_no_grad() -> contextlib.AbstractContextManager[Any]:
+    """`torch.no_grad` in the body raises; to be entered with gradients on."""
+    return HeedingNoGrad()
 
 
 def without_tangents() -> contextlib.AbstractContextManager[None]:

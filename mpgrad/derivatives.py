@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpgrad._torch import grad_mode
 from mpgrad.arguments import Argnums, Arguments
 from mpgrad.modes import kept_random_state
 from mpgrad.pool import Pool, callable_of, positive
-from mpgrad.shares import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
+from mpgrad.shares import Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
 
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "vjp"]
 
+MODES = ("auto", "batched", "forward", "reverse")
 FEW = 8  # calls for each worker, below which they are sent one by one: shares are long, and each worker shall have one
 SAID: set[str] = set()  # what this process has been warned of
 
@@ -45,10 +47,12 @@ def jacobian(
         fn: takes `args`; returns a floating point tensor, or a tuple of them. It may write into the arguments that are
             differentiated, which are copies. All rows and columns of an item meet the same random numbers, fixed by
             `torch.manual_seed`: one number is drawn from the caller's generator (engine "thread": they depend on timing).
+            What it changes outside of itself (running statistics) changes as often as it is evaluated, or, in a pool, not.
         args: a list has one entry for each item, and `fn` is differentiated for each item by itself; anything else is
             shared by all items. What is differentiated are floating point tensors, of any shapes.
         mode: "reverse": one backward per row, which takes any function. "batched": all rows in one backward under a vmap.
-            "forward": all columns in one evaluation on dual numbers under a vmap, or one by one where that cannot be.
+            "forward": all columns in one evaluation on dual numbers under a vmap, or one by one where that cannot be; not
+            for functions that turn gradients off (`torch.no_grad`), which forward mode would not heed.
             "auto": forward where there are more than four rows for each column, otherwise batched; where an operation has no
             forward derivative or no batching rule, the next of forward, batched, reverse, and a warning says so once.
         pool: its workers share the items, and the rows or columns of large items; each share costs an evaluation.
@@ -224,23 +228,30 @@ def differentiated(
     chunk_size: int | None,
     create_graph: bool,
 ) -> Any:
-    if mode not in WAYS:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, WAYS))} (mode: {mode!r})")
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))} (mode: {mode!r})")
     if chunk_size is not None:
         positive("chunk_size", chunk_size)
+    check_pool(pool)
     cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool._processes)
     calls = [
         (item, share, shares, *arguments.of(item))
         for item, shares in enumerate(cut)
         for share in range(shares)
     ]
-    found = iter(run(Jacobian(fn, arguments, create_graph, mode, chunk_size), calls, pool))
-    with torch.inference_mode(False), torch.set_grad_enabled(create_graph):
+    task = Jacobian(fn, arguments, create_graph, mode, chunk_size)
+    found = iter(run_alike(task, calls, pool))
+    with torch.inference_mode(False), grad_mode(create_graph):
         jacobians = [
             joined(list(itertools.islice(found, shares)), arguments.inputs(item), arguments.alone)
             for item, shares in enumerate(cut)
         ]
     return jacobians if arguments.in_items else jacobians[0]
+
+
+def check_pool(pool: object) -> None:
+    if pool is not None and not isinstance(pool, Pool):
+        raise TypeError(f"pool must be an mpgrad.Pool, or None (pool: {pool!r})")
 
 
 def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
@@ -251,16 +262,28 @@ def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
     return [max(1, round(workers * size / total)) if total else 1 for size in sizes]
 
 
-def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any]:
+def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None, stacklevel: int) -> list[Any]:
     """The results, under the modes that the task needs, and with the caller's generators as they were."""
     fn: Any = task
     chunksize = None if pool is None or len(calls) > FEW * pool._processes else 1
-    with kept_random_state(), torch.inference_mode(False), torch.set_grad_enabled(task.create_graph):
+    with kept_random_state(), torch.inference_mode(False), grad_mode(task.create_graph):
         found = list(itertools.starmap(fn, calls)) if pool is None else pool.starmap(fn, calls, chunksize)
     for said in dict.fromkeys(each.said for each in found):
         if said and said not in SAID:
             SAID.add(said)
-            warnings.warn(said, stacklevel=4)
+            warnings.warn(said, stacklevel=stacklevel)
+    return found
+
+
+def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
+    """As `run`; all shares of an item are rows, or all are columns, though an operation may go along with some columns only."""
+    found: list[Share] = run(task, calls, pool, stacklevel=5)
+    by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
+    unlike = [k for k, (call, share) in enumerate(zip(calls, found, strict=True)) if call[0] in by_rows and not share.by_rows]
+    if unlike:
+        task.mode = "rows"
+        for k, share in zip(unlike, run(task, [calls[k] for k in unlike], pool, stacklevel=5), strict=True):
+            found[k] = share
     return found
 
 
@@ -296,12 +319,13 @@ def product(
     argnums: Argnums,
     create_graph: bool,
 ) -> Any:
+    check_pool(pool)
     arguments = Arguments(as_tuple(args), argnums, as_tuple(vectors))
     alone = isinstance(argnums, int) or (argnums is None and not isinstance(args, tuple))
     for item in range(0 if kind is Vjp else arguments.items):
         check_alike(noun, arguments.vectors(item), arguments.inputs(item))
     task = kind(Gradient(fn, arguments, and_value=True) if kind is Hvp else fn, arguments, create_graph)
-    found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool)
+    found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool, stacklevel=4)
     pairs = [
         (
             tuple(each.outputs) if each.several else each.outputs[0],

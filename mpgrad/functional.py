@@ -22,6 +22,7 @@ from mpgrad._torch import (
     level_count,
     older_levels,
     transforms_are_active,
+    unheeded,
     vmap_levels,
 )
 from mpgrad.carrier import overlaps
@@ -115,7 +116,8 @@ class Plan:
         common, own = self.parts(tensors)
         run, pickled, seed, modes, _ = self._operation
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
-        results = run(Runner(pickled, common, seed), calls, modes=modes)
+        with unheeded():
+            results = run(Runner(pickled, common, seed), calls, modes=modes)
         return self.made([shape for shape, _ in results], [list(map(writable, outputs)) for _, outputs in results])
 
     def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:

@@ -48,6 +48,7 @@ def per_item_grad(
         For each result a tensor of its input's shape, or a tuple of them; zeros where it does not depend on the input.
 
     Raises:
+        TypeError: `results` is no sequence, or an input or a gradient no tensor.
         ValueError: a result was not returned by a pool; an input is none of its item's tensors nor a capture; lists of other
             lengths; a `grad_outputs` of another shape, or none for a result of several elements. Names the item.
 
@@ -59,6 +60,8 @@ def per_item_grad(
         ...     mpgrad.per_item_grad(results, c)
         [tensor(1.), tensor(16.)]
     """
+    if not isinstance(results, Sequence):
+        raise TypeError(f"results must be a list of tensors (given: {type(results).__name__}); collect them first, [*results]")
     count = len(results)
     each_inputs = inputs if isinstance(inputs, list) else [inputs] * count
     each_grad = [None] * count if grad_outputs is None else list(grad_outputs)
@@ -107,12 +110,14 @@ def places_of(index: int, node: Any, inputs: Inputs) -> Places:
         known.setdefault(edge, []).append((True, number))
     found = []
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"an input for results[{index}] must be a tensor (given: {type(tensor).__name__})")
         with torch.enable_grad():
             edge = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
         if edge not in known:
             raise ValueError(
                 f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "
-                f"require grad (shape: {tuple(tensor.shape)})"
+                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)})"
             )
         found.append(known[edge])
     return found
@@ -126,6 +131,8 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
                 f"(shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
             )
         return torch.ones_like(result)
+    if not isinstance(grad, torch.Tensor):
+        raise TypeError(f"grad_outputs[{index}] must be a tensor or None (given: {type(grad).__name__})")
     if grad.shape != result.shape:
         raise ValueError(
             f"grad_outputs[{index}] must have the shape of its result ({tuple(result.shape)}; given: {tuple(grad.shape)})"

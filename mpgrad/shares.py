@@ -10,20 +10,23 @@ there, from which rows can be had. Columns take dual numbers, and an evaluation 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from mpgrad._torch import transforms_are_active, within_dual_level
+from mpgrad._torch import grad_mode, has_tangent, heeding_no_grad, transforms_are_active
 from mpgrad.arguments import Arguments, check_real, filled
+from mpgrad.carrier import overlaps
 from mpgrad.modes import draw_seed, seed_item
 
-FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
+FORWARD_MODE = threading.RLock()  # PyTorch has one for all threads of a process
+PATIENCE = 20  # seconds to wait for it
 ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/batch_derivatives.py)
 
 
@@ -40,11 +43,14 @@ class Point:
         self.task = task
         self.item = item
         self.args = args
-        self.inputs = [args[number] if task.create_graph else args[number].detach() for number in task.wanted]
+        self.inputs = [fit(args[number] if task.create_graph else args[number].detach()) for number in task.wanted]
         self.size = sum(tensor.numel() for tensor in self.inputs)
 
-    def evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def seed(self) -> None:
         seed_item(self.task.seed, self.item)
+
+    def evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.seed()
         # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is many times as large
         outputs = self.task.fn(*filled(self.args, self.task.wanted, [tensor.clone() for tensor in inputs]))
         self.several = isinstance(outputs, tuple)
@@ -54,19 +60,54 @@ class Point:
         self.shapes = [output.shape for output in outputs]
         return outputs
 
+    def moved(self, tangents: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Outputs, and their derivatives along the tangents of some inputs."""
+
+        def of_some(*some: Tensor) -> tuple[Tensor, ...]:
+            with heeding_no_grad():
+                return self.evaluate(*filled(self.inputs, list(tangents), some))
+
+        with grad_mode(True):
+            found: Any = torch.func.jvp(of_some, tuple(self.inputs[k] for k in tangents), tuple(tangents.values()))
+        outputs, moved = found
+        return outputs, moved
+
+
+def fit(tensor: Tensor) -> Tensor:
+    """Derivatives are not followed through inference tensors, and tangents are written into the memory layout of the value."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.clone()
+    if tensor.layout is torch.strided and overlaps(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
 
 class Graph:
     """One evaluation with a graph, from which any rows of the Jacobian can be had."""
 
-    @torch.enable_grad()
     def __init__(self, point: Point, history: bool = False) -> None:
+        self.point = point
         self.history = history or point.task.create_graph  # whether gradients are differentiated in their turn
-        self.inputs = [each.view_as(each) if each.requires_grad else each.detach().requires_grad_() for each in point.inputs]
-        self.outputs = point.evaluate(*self.inputs)
+        self._pull_back: Callable[..., tuple[Tensor, ...]] | None = None
+        with grad_mode(True):
+            if transforms_are_active():  # where nothing else may ask for gradients
+                self.inputs = point.inputs
+                found: Any = torch.func.vjp(point.evaluate, *point.inputs)
+                self.outputs, self._pull_back = found
+            else:
+                self.inputs = list(map(own, point.inputs))
+                self.outputs = point.evaluate(*self.inputs)
         self.size = sum(output.numel() for output in self.outputs)
 
     def pull(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Gradients of the inputs; None stands for outputs that play no part."""
+        self.point.seed()
+        if self._pull_back is not None:
+            whole = [
+                torch.zeros_like(out) if cot is None else cot for out, cot in zip(self.outputs, cotangents, strict=True)
+            ]
+            return list(self._pull_back(tuple(whole)))
         pairs = [(out, cot) for out, cot in zip(self.outputs, cotangents, strict=True) if cot is not None and out.requires_grad]
         if not pairs:
             return list(map(torch.zeros_like, self.inputs))
@@ -84,25 +125,43 @@ class Graph:
         return list(torch.func.vmap(self.pull, (dims,), randomness="same")(blocks))
 
 
+def own(tensor: Tensor) -> Tensor:
+    """A tensor of ours that needs gradients, with the history and the tangent of this one."""
+    if tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return (tensor.clone() if has_tangent(tensor) else tensor.detach()).requires_grad_()
+
+
 def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and their derivatives along the tangents of the inputs."""
-    with FORWARD_MODE, within_dual_level():
-        pairs = list(map(forward_ad.unpack_dual, point.evaluate(*map(forward_ad.make_dual, point.inputs, tangents))))
-    primals = [pair.primal for pair in pairs]
-    return primals, [torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent for pair in pairs]
+    with forward_mode():
+        outputs, moved = point.moved(dict(enumerate(tangents)))
+    return list(outputs), list(moved)
 
 
 def column(point: Point, start: int, stop: int) -> list[Tensor]:
-    return [tangent.unsqueeze(0) for tangent in push(point, [one[0] for one in full_basis(point.inputs, start, stop)])[1]]
+    tangents = {k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    with forward_mode():
+        return [tangent.unsqueeze(0) for tangent in point.moved(tangents)[1]]
 
 
 def columns(point: Point, start: int, stop: int) -> list[Tensor]:
-    def pushed(*tangents: Tensor) -> tuple[Tensor, ...]:
-        moved: tuple[Tensor, ...] = torch.func.jvp(point.evaluate, tuple(point.inputs), tangents)[1]
-        return moved
+    tangents = {k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    with forward_mode():
+        return list(torch.func.vmap(lambda tangents: point.moved(tangents)[1], randomness="same")(tangents))
 
-    with FORWARD_MODE:
-        return list(torch.func.vmap(pushed, randomness="same")(*full_basis(point.inputs, start, stop)))
+
+@contextlib.contextmanager
+def forward_mode() -> Iterator[None]:
+    if not FORWARD_MODE.acquire(timeout=PATIENCE):
+        raise RuntimeError(
+            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one for "
+            "all threads of a process; use mode='reverse', or a pool of processes"
+        )
+    try:
+        yield
+    finally:
+        FORWARD_MODE.release()
 
 
 def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
@@ -118,14 +177,6 @@ def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]
         block.diagonal(start - begin).fill_(1)
         blocks.append(block.view(stop - start, *like.shape))
     return blocks
-
-
-def full_basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """With zeros for None, so that all columns move all inputs: an operation goes along with all of them, or with none."""
-    return [
-        like.new_zeros(stop - start, *like.shape) if block is None else block
-        for like, block in zip(likes, basis(likes, start, stop), strict=True)
-    ]
 
 
 class Gradient:
@@ -159,7 +210,7 @@ class Gradient:
 
 def gradients_and_value(value_of: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
     history = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with grad_mode(True):
         for each in inputs:
             each.requires_grad_()
         value = value_of(*inputs)
@@ -184,7 +235,13 @@ ROW = Way("one row at a time", "reverse", True, False)
 ROWS = Way("batched rows", "batched", True, True)
 COLUMN = Way("forward mode, one column at a time", "forward", False, False)
 COLUMNS = Way("batched forward mode", "forward", False, True)
-WAYS = {"auto": [COLUMNS, COLUMN, ROWS, ROW], "batched": [ROWS], "forward": [COLUMNS, COLUMN], "reverse": [ROW]}
+WAYS = {
+    "auto": [COLUMNS, COLUMN, ROWS, ROW],
+    "batched": [ROWS],
+    "forward": [COLUMNS, COLUMN],
+    "reverse": [ROW],
+    "rows": [ROWS, ROW],  # for shares of a matrix of which others could not be had by columns
+}
 
 
 class Task:
@@ -205,8 +262,22 @@ class Task:
         return Point(self, item, every[: self.count]), every[self.count :]
 
     def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Without the history that captures would give them, unless it was asked for."""
-        return list(tensors) if self.create_graph else [tensor.detach() for tensor in tensors]
+        """Each in memory of its own, and without the history that captures would give them, unless it was asked for."""
+        if self.create_graph:
+            return list(tensors)
+        memory = set[int]()
+        return [apart(tensor.detach(), memory) for tensor in tensors]
+
+
+def apart(tensor: Tensor, memory: set[int]) -> Tensor:
+    """In memory that no other has, of which `memory` keeps account."""
+    if transforms_are_active() or tensor.layout is not torch.strided:
+        return tensor
+    pointer = tensor.untyped_storage().data_ptr()
+    if pointer in memory:
+        return tensor.clone()
+    memory.add(pointer)
+    return tensor
 
 
 class Share(NamedTuple):
@@ -261,28 +332,39 @@ class Jacobian(Task):
         if isinstance(source, Graph):
             if start == stop:
                 return [each.new_zeros(0, *each.shape) for each in source.inputs]
-            return gathered(source.rows if way.batched else source.row, start, stop, step, self.create_graph)
-        if source.size == 0:
+            of_batch = source.rows if way.batched else source.row
+            return gathered(of_batch, batches(source.outputs, start, stop, step), self.create_graph)
+        if start == stop:
             return [each.new_zeros(0, *each.shape) for each in source.evaluate(*source.inputs)]
-        ahead = max(stop, start + 1)  # an empty share tries one too, to fail, and go another way, where the others do
         of_batch = functools.partial(columns if way.batched else column, source)
-        return [each[: stop - start] for each in gathered(of_batch, start, ahead, step, self.create_graph)]
+        return gathered(of_batch, batches(source.inputs, start, stop, step), self.create_graph)
+
+
+def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    """Rows or columns `start` to `stop`, so many at a time, and of one tensor at a time.
+
+    A batch over two would bring zeros to each from the other's part, and 0 times an infinite derivative is not 0.
+    """
+    ends = itertools.accumulate(like.numel() for like in likes)
+    cuts = sorted({start, stop, *(end for end in ends if start < end < stop)})
+    return [(at, min(at + step, end)) for begin, end in itertools.pairwise(cuts) for at in range(begin, end, step)]
 
 
 def gathered(
-    of_batch: Callable[[int, int], list[Tensor]], start: int, stop: int, step: int, history: bool
+    of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool
 ) -> list[Tensor]:
-    """Rows or columns `start` to `stop`, so many at a time; copied to their place as they come, if they have no history."""
-    if stop - start <= step:
-        return [each.contiguous() for each in of_batch(start, stop)]
-    batches = (of_batch(at, min(at + step, stop)) for at in range(start, stop, step))
+    """All batches, one after another; copied to their place as they come, if they have no history."""
+    if len(pieces) == 1:
+        return [each.contiguous() for each in of_batch(*pieces[0])]
+    found = itertools.starmap(of_batch, pieces)
     if history:
-        return [torch.cat(each) for each in zip(*batches, strict=True)]
+        return [torch.cat(each) for each in zip(*found, strict=True)]
     whole: list[Tensor] = []
-    for at, batch in zip(range(0, stop - start, step), batches, strict=True):
-        whole = whole or [each.new_empty(stop - start, *each.shape[1:]) for each in batch]
+    first, last = pieces[0][0], pieces[-1][1]
+    for (start, stop), batch in zip(pieces, found, strict=True):
+        whole = whole or [each.new_empty(last - first, *each.shape[1:]) for each in batch]
         for each, part in zip(whole, batch, strict=True):
-            each[at : at + step] = part.detach()
+            each[start - first : stop - first] = part.detach()
     return whole
 
 

@@ -532,3 +532,32 @@ def test_hessian_of_a_function_with_an_expanded_gradient(pool2: mpgrad.Pool, exp
     the worker expanded, as it was made; forward mode gives tangents the strides of their values, and writes them there."""
     found = torch.func.hessian(lambda x: pool2.map(expanded, [x])[0].sum())(SPAN * 2)
     assert torch.equal(found, torch.func.hessian(lambda x: expanded(x).sum())(SPAN * 2))
+
+
+class RaisesForThree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.count = x.numel()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if ctx.count == 3:
+            raise ValueError("no gradient for three")
+        return grad
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 2, 2, 2, 2), (3, 3, 3)])
+def test_a_backward_that_raises_where_only_captures_are_wanted(pool: mpgrad.Pool, counts: tuple[int, ...]) -> None:
+    """Symptom: the capture's gradient lacked that item's part, without an error; where all items of a worker raised, the worker
+    died, and other graphs with it. Cause: nobody took the replies of the calls, only the sum, which might not exist."""
+    c = torch.tensor(2.0, requires_grad=True)
+    others = pool.map(lambda x: (x * c * 3).sum(), [torch.ones(2)] * 4)
+    results = pool.map(lambda x: RaisesForThree.apply(x * c).sum(), [torch.ones(n) for n in counts])
+    with pytest.raises(ValueError, match="no gradient for three"):
+        torch.autograd.grad(sum(results), c)
+    loss = sum(pool.map(lambda x: (x * c).sum(), [torch.ones(2)] * 4))
+    assert torch.autograd.grad(loss, c)[0] == 8
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, c)
+    assert torch.autograd.grad(sum(others), c)[0] == 24

@@ -1071,3 +1071,17 @@ def test_the_package_imports_the_module_when_asked() -> None:
     assert done.stdout.split() == ["False", "mpgrad.workers.contexts"]
     with pytest.raises(AttributeError, match="module 'mpgrad' has no attribute 'no_such_name'"):
         _ = mpgrad.no_such_name  # type: ignore[attr-defined]
+
+
+def test_wrong_gradients_for_an_isolated_backward() -> None:
+    ctx, _ = run_isolated_forward(Product, torch.ones(3, requires_grad=True), torch.ones(3))
+    for grads, error, message in (
+        ((), ValueError, r"one gradient, or None, for each output \(outputs: 1, given: 0\)"),
+        ((torch.ones(3), torch.ones(3)), ValueError, r"\(outputs: 1, given: 2\)"),
+        ((torch.ones(4, 3),), ValueError, r"the gradient of output 0 must have its shape \(\(3,\); given: \(4, 3\)\)"),
+        ((1.0,), TypeError, r"the gradient of output 0 must be a tensor or None \(given: float\)"),
+    ):
+        with pytest.raises(error, match=message):
+            run_isolated_backward(Product, ctx, *grads)
+    with pytest.raises(TypeError, match=r"ctx must be what run_isolated_forward returned \(given: NoneType\)"):
+        run_isolated_backward(Product, None, torch.ones(3))

@@ -14,9 +14,10 @@ from torch.autograd import functional
 
 import mpgrad
 import mpgrad.derivatives
+import mpgrad.shares
 from mpgrad.arguments import Arguments
 from mpgrad.derivatives import hessian, hvp, jacobian, jvp, shares_of, vjp
-from mpgrad.shares import Jacobian, full_basis
+from mpgrad.shares import Jacobian, basis, batches
 
 MODES = ["auto", "batched", "forward", "reverse"]
 Compute = Callable[..., Any]
@@ -72,19 +73,6 @@ class OneByOne(OldSine):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad * ctx.saved_tensors[0].cos() if grad.abs().sum().item() >= 0 else grad
-
-
-class WithTangent(OldSine):
-    """A forward derivative in the older style, which no vmap takes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.x = x
-        return OldSine.forward(ctx, x)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent * ctx.x.cos()
 
 
 # --- every way gives what PyTorch gives
@@ -309,12 +297,33 @@ def test_a_function_without_batching_rule(where: mpgrad.Pool | None) -> None:
         jacobian(lambda c: fn(c).repeat(9), c, pool=where)
 
 
+class NoBatches(torch.autograd.Function):
+    """A forward derivative that looks at numbers, which no vmap takes."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent * ctx.saved_tensors[0].cos() if tangent.abs().sum().item() >= 0 else tangent
+
+
 def test_forward_one_column_at_a_time(where: mpgrad.Pool | None) -> None:
     c = tensor(2)
-    expected = functional.jacobian(WithTangent.apply, c)
+    expected = functional.jacobian(NoBatches.apply, c)
     with pytest.warns(UserWarning, match="one column at a time took the place; mode='forward' goes there"):
-        assert_equal(jacobian(WithTangent, c, mode="forward", pool=where), expected)
-    assert_equal(jacobian(lambda c: WithTangent.apply(c).repeat(3), c, mode="reverse"), expected.repeat(3, 1))
+        assert_equal(jacobian(NoBatches, c, mode="forward", pool=where), expected)
+    assert_equal(jacobian(lambda c: NoBatches.apply(c).repeat(3), c, mode="reverse"), expected.repeat(3, 1))
 
 
 def test_products_without_forward_derivative(where: mpgrad.Pool | None) -> None:
@@ -482,17 +491,163 @@ def test_basis() -> None:
     likes = [tensor(2), tensor(0), tensor(), tensor(2, 2)]
     whole = torch.eye(7, dtype=torch.float64)
     for start, stop in itertools.combinations(range(8), 2):
-        blocks = full_basis(likes, start, stop)
+        blocks = [like.new_zeros(stop - start, *like.shape) if block is None else block
+                  for like, block in zip(likes, basis(likes, start, stop), strict=True)]
         assert torch.equal(torch.cat([block.reshape(stop - start, -1) for block in blocks], 1), whole[start:stop])
-        assert [block.shape[1:] for block in blocks] == [like.shape for like in likes]
+        for step in (1, 2, 100):
+            pieces = batches(likes, start, stop, step)
+            assert [row for piece in pieces for row in range(*piece)] == list(range(start, stop))
+            for piece in pieces:
+                assert sum(block is not None for block in basis(likes, *piece)) == 1
 
 
-def test_a_row_leaves_other_outputs_alone(where: mpgrad.Pool | None) -> None:
-    # a cotangent of 0 would be multiplied by the infinite derivative of sqrt
-    c = torch.zeros(1, dtype=torch.float64)
-    found = jacobian(lambda c: (c.sqrt(), c * 3), c, mode="reverse", pool=where)
-    assert_equal(found, functional.jacobian(lambda c: (c.sqrt(), c * 3), c), exact=True)
-    assert found[1].item() == 3
+@pytest.mark.parametrize("mode", MODES)
+def test_infinite_derivatives_stay_where_they_are(mode: str, where: mpgrad.Pool | None) -> None:
+    # a cotangent or tangent of 0 would be multiplied by the infinite derivative of sqrt
+    c, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for fn, args in (
+        (lambda c: (c.sqrt(), c * 3), (c,)),
+        (lambda a, b: a.sqrt() + b, (c, one)),
+        (lambda a, b: (a.sqrt() + b).repeat(20), (c, one)),
+    ):
+        inputs = args if len(args) > 1 else args[0]
+        for chunk_size in (None, 1):
+            found = jacobian(fn, *args, mode=mode, pool=where, chunk_size=chunk_size)
+            assert_equal(found, functional.jacobian(fn, inputs), exact=True)
+    value: Compute = lambda a, b: a.pow(1.5).sum() + (b**2).sum()  # noqa: E731
+    found = hessian(value, c, one, mode=mode, pool=where)
+    assert_equal(found[1], functional.hessian(value, (c, one))[1])
+
+
+# --- what other modes and levels there are
+
+
+def test_forward_mode_within_forward_mode() -> None:
+    x, five, v = torch.arange(1.0, 4), torch.full((3,), 5.0), torch.ones(3)
+    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v, create_graph=True)[1], x, v), (x, v))
+    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, 0 * v))  # without a graph, a constant
+    assert_equal(jvp(lambda q: hvp(lambda y: (q * y**2).sum(), five, v, create_graph=True)[1], x, v), (2 * x, 2 * v))
+    for mode in MODES:
+        assert_equal(jvp(lambda q: jacobian(lambda y: q * y, five, mode=mode, create_graph=True), x, v)[1], torch.diag(v))
+        inner: Compute = functools.partial(jacobian, torch.sin, mode=mode, create_graph=True)
+        for outer in MODES:
+            assert_equal(jacobian(lambda q: inner(q).sum(0), x, mode=outer), torch.diag(-x.sin()))
+    with torch.autograd.forward_ad.dual_level():
+        c = torch.autograd.forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
+        for mode in ("reverse", "batched"):
+            found = torch.autograd.forward_ad.unpack_dual(jacobian(lambda q: q * c, x, mode=mode, create_graph=True))
+            assert_equal(found.primal.detach(), 2 * torch.eye(3))
+            assert torch.equal(found.tangent, torch.eye(3))
+        with pytest.raises(NotImplementedError, match="Nested forward mode AD is not supported at the moment"):
+            jacobian(lambda q: q * c, x, mode="forward")
+
+
+@pytest.mark.parametrize("mode", ["auto", "batched", "reverse", "forward"])
+def test_within_transforms(mode: str, where: mpgrad.Pool | None) -> None:
+    x = tensor(3)
+    inner: Compute = functools.partial(jacobian, torch.sin, mode=mode, pool=where, create_graph=True)
+    assert_equal(torch.func.jacrev(lambda q: inner(q).sum(0))(x), torch.diag(-x.sin()))
+    assert_equal(torch.func.vmap(inner)(torch.stack([x, x * 2])), torch.stack([torch.diag(x.cos()), torch.diag((x * 2).cos())]))
+    assert_equal(torch.func.jacfwd(lambda q: inner(q).sum(0))(x), torch.diag(-x.sin()))
+
+    def forward() -> torch.Tensor:
+        return torch.func.jvp(lambda q: inner(q).sum(0), (x,), (x,))[1]
+
+    if where is not None and mode == "forward":  # what follows the outer one in a worker is no transform there
+        with pytest.raises(NotImplementedError, match=r"Nested forward mode AD is not supported.*use mode='auto' or"):
+            forward()
+    else:
+        assert_equal(forward(), -x.sin() * x)
+
+
+def test_what_is_computed_under_no_grad_has_no_derivative(where: mpgrad.Pool | None) -> None:
+    """PyTorch's forward mode would follow it, and the way that is taken depends on sizes."""
+
+    def fn(q: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            constant = q**2
+        return (q - constant).repeat(5)
+
+    def value(q: torch.Tensor) -> torch.Tensor:
+        return (fn(q) ** 2).sum()
+
+    x, v = tensor(3), torch.ones(3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"):
+        assert_equal(jacobian(fn, x, pool=where), functional.jacobian(fn, x))
+        assert_equal(jvp(fn, x, v, pool=where), functional.jvp(fn, x, v))
+        assert_equal(hvp(value, x, v, pool=where), functional.hvp(value, x, v))
+    with pytest.raises(NotImplementedError, match=r"torch\.no_grad"):
+        jacobian(fn, x, mode="forward", pool=where)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_odd_tensors_as_arguments(mode: str, where: mpgrad.Pool | None) -> None:
+    with torch.inference_mode():
+        inference = tensor(3)
+    for x in (inference, tensor(5).unfold(0, 3, 1), tensor().expand(3), tensor(3, 4).t()[1:]):
+        plain = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x).clone()
+        v = tensor(*x.shape, seed=1)
+        assert_equal(jacobian(torch.square, x, mode=mode, pool=where), functional.jacobian(torch.square, plain))
+        assert_equal(jvp(torch.square, x, v, pool=where), (plain**2, 2 * plain * v))
+        assert_equal(hvp(lambda x: (x**3).sum(), x, v, pool=where)[1], 6 * plain * v)
+
+
+def test_random_numbers_in_a_backward(where: mpgrad.Pool | None) -> None:
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * torch.rand(3)
+
+    found = []
+    for mode, chunk_size in (("reverse", None), ("batched", None), ("batched", 1)):
+        torch.manual_seed(0)
+        found.append(jacobian(Noisy, torch.ones(3), mode=mode, chunk_size=chunk_size, pool=where))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_results_share_no_memory(mode: str, where: mpgrad.Pool | None) -> None:
+    x = tensor(3)
+    for found in (
+        jacobian(torch.add, x, x, mode=mode, pool=where),
+        jacobian(lambda a: (a, a), x, mode=mode, pool=where),
+        vjp(torch.add, (x, x), x, pool=where)[1],
+    ):
+        before = found[1].clone()
+        found[0].add_(1)
+        assert torch.equal(found[1], before)
+
+
+def test_some_columns_cannot_be_had(where: mpgrad.Pool | None) -> None:
+    class Half(NoBatches):
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+            if tangent[-1].item():
+                raise RuntimeError("not this one")
+            return tangent * ctx.saved_tensors[0].cos()
+
+    x = tensor(4)
+    with pytest.warns(UserWarning, match="not this one|Half"):
+        found = jacobian(lambda q: Half.apply(q).repeat(10), [x, x], pool=where)
+        one = jacobian(lambda q: Half.apply(q).repeat(10), x, pool=where)
+    for each in (*found, one):
+        assert_equal(each, torch.diag(x.cos()).repeat(10, 1))
+
+
+def test_forward_mode_in_a_thread_that_the_caller_waits_for(
+    shared_pools: Callable[[str, int], mpgrad.Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpgrad.shares, "PATIENCE", 0.2)
+    x = tensor(3)
+    threads = shared_pools("thread", 2)
+    with pytest.raises(NotImplementedError, match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for"):
+        jacobian(
+            lambda q: sum(threads.map(lambda t: jacobian(torch.sin, t, mode="forward").sum(0), [x, x])) * q, x, mode="forward"
+        )
 
 
 # --- wrong arguments
@@ -523,6 +678,8 @@ def test_a_row_leaves_other_outputs_alone(where: mpgrad.Pool | None) -> None:
         (lambda c: vjp(torch.sin, c, c[:2]), ValueError, r"cotangents\[0\] must be a torch.float64 tensor of shape \(3,\)"),
         (lambda c: vjp(torch.sin, c, (c, c)), ValueError, r"cotangents must be 1 in number \(given: 2\)"),
         (lambda c: hvp(torch.sum, c, 1.0), ValueError, r"vectors\[0\] must be .* \(given: a float\)"),
+        (lambda c: jacobian(torch.sin, c, pool=3), TypeError, r"pool must be an mpgrad.Pool, or None \(pool: 3\)"),
+        (lambda c: jacobian(torch.sin, c, mode=["auto"]), ValueError, r"mode must be one of"),
         (lambda c: hvp(torch.sum, c, c.float()), ValueError, r"vectors\[0\] must be .* \(given: a torch.float32"),
     ],
 )

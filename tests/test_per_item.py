@@ -87,6 +87,15 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
         (results, c, [torch.ones(3)], "grad_outputs must have one entry for each of the 2 results"),
         (results, c, [torch.ones(3), torch.ones(2)], r"grad_outputs\[1\] must have the shape of its result"),
     ]
+    wrong_types: list[tuple[Any, Any, Any, str]] = [
+        ((r for r in results), c, None, r"results must be a list of tensors \(given: generator\); collect them first"),
+        (results[0], c, None, r"results must be a list of tensors \(given: Tensor\)"),
+        (results, [1, 2], None, r"an input for results\[0\] must be a tensor \(given: int\)"),
+        (results, c, [1.0, 2.0], r"grad_outputs\[0\] must be a tensor or None \(given: float\)"),
+    ]
+    for outputs, inputs, weights, message in wrong_types:
+        with pytest.raises(TypeError, match=message):
+            per_item_grad(outputs, inputs, weights)
     for outputs, inputs, weights, message in cases:
         with pytest.raises(ValueError, match=message):
             per_item_grad(outputs, inputs, weights)

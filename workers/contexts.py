@@ -142,11 +142,28 @@ def run_isolated_backward(func: type[Function], ctx: EmulatedAutogradContext, *g
         One gradient, or None, per argument of the forward.
 
     Raises:
+        TypeError, ValueError: no context, or gradients that do not fit the outputs.
         RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it raises.
     """
     check_function(func)
+    check_gradients(ctx, grad_outputs)
     with torch.no_grad():
         return backward_of(func, ctx, grad_outputs)
+
+
+def check_gradients(ctx: object, grads: Values) -> None:
+    if not isinstance(ctx, EmulatedAutogradContext):
+        raise TypeError(f"ctx must be what run_isolated_forward returned (given: {type(ctx).__name__})")
+    if len(grads) != len(ctx._outputs):
+        counts = f"outputs: {len(ctx._outputs)}, given: {len(grads)}"
+        raise ValueError(f"there must be one gradient, or None, for each output ({counts})")
+    for number, (grad, output) in enumerate(zip(grads, ctx._outputs, strict=True)):
+        if grad is not None and not isinstance(grad, torch.Tensor):
+            raise TypeError(f"the gradient of output {number} must be a tensor or None (given: {type(grad).__name__})")
+        if grad is not None and output is not None and grad.shape != output.shape:
+            raise ValueError(
+                f"the gradient of output {number} must have its shape ({tuple(output.shape)}; given: {tuple(grad.shape)})"
+            )
 
 
 def check_function(func: object) -> None:

@@ -292,28 +292,27 @@ class Worker:
             self._graphs.miss(call.call)
             return None
         if len(graph.outputs) != len(call.grads):
-            raise RuntimeError(
-                f"{len(graph.outputs)} outputs of the function needed gradients, not {len(call.grads)} as before, {WHEN_RUN_AGAIN}"
-            )
+            found, expected = len(graph.outputs), len(call.grads)
+            raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
         before = self._graphs.memory_in_use()
         create = call.graph is not None
         refs = [ref for ref in call.grads if ref is not None]
         incoming, edges = self._inputs(refs, payload) if create else ([view(ref, payload, self._borrow) for ref in refs], [])
         rest = iter(incoming)
         grads = [None if ref is None else next(rest) for ref in call.grads]
-        found = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
+        gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
         if call.captures and not call.apart:
-            found, of_captures = found[: len(call.wanted)], found[len(call.wanted) :]
+            gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
             key = (graph.function, call.task, call.levels)
             self._sums.setdefault(key, CaptureSums(len(of_captures))).add(of_captures)
         if call.graph is not None:
-            outputs = [edge_of(grad) for grad in found if grad is not None and grad.requires_grad]
+            outputs = [edge_of(grad) for grad in gradients if grad is not None and grad.requires_grad]
             if outputs:
                 derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif not call.keep:
             self._graphs.resize(call.call, 0)  # its buffers are gone; what is left says so to a second backward
-        return found
+        return gradients
 
     def _collect(self, message: Collect, payload: memoryview) -> Message:
         sums = self._sums.pop((message.function, message.task, message.levels), None)
