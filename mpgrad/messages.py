@@ -1,7 +1,7 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
     parent ► worker   Start NewSlab SlabsGone Define Forget Forward Backward Collect Release Returned Stop
-    worker ► parent   NewSlab SlabsGone Ready StartFailed Results Gradients Collected Returned
+    worker ► parent   NewSlab SlabsGone Ready StartFailed Results Gradients Collected Returned Printed Logged
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
@@ -26,9 +26,11 @@ __all__ = [
     "Forward",
     "ForwardCall",
     "Gradients",
+    "Logged",
     "Message",
     "Missing",
     "NewSlab",
+    "Printed",
     "Progress",
     "Ready",
     "Rederive",
@@ -91,6 +93,7 @@ class Start(NamedTuple):
     initializer: bytes
     threads: int
     graph_bytes: int | None
+    log_level: int
     path: list[str]
     argv: list[str]
     directory: str | None
@@ -256,6 +259,19 @@ class Gradients(NamedTuple):
     graph_bytes: int
 
 
+class Printed(NamedTuple):
+    """What a task wrote to "stdout" or "stderr"."""
+
+    stream: str
+    text: str
+
+
+class Logged(NamedTuple):
+    """The pickle of a `logging.LogRecord`."""
+
+    record: bytes
+
+
 class Collected(NamedTuple):
     chunk: int
     grads: list[TensorRef | None] | Failure
@@ -278,4 +294,6 @@ Message = (
     | Results
     | Gradients
     | Collected
+    | Printed
+    | Logged
 )

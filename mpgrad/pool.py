@@ -33,6 +33,7 @@ from mpgrad.launch import ThreadLauncher, process_launcher
 from mpgrad.memory import bytes_of
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Shared, SharedFunction, pack_call
+from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
@@ -64,8 +65,9 @@ class Pool:
         context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
             ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
         threads_per_worker: intra-op threads of each worker process.
-        engine: "process"; "thread" for functions that release the GIL (there they share the process's random generators,
-            so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's thread.
+        engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
+            generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
+            thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process").
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
@@ -99,13 +101,15 @@ class Pool:
         context: BaseContext | str | None = None,
         *,
         threads_per_worker: int = 1,
-        engine: str = "process",
+        engine: str | None = None,
         deterministic: bool = False,
         retries: int = 2,
         timeout: float | None = None,
         graphs: str = "keep",
         graph_memory: int | str | None = None,
     ) -> None:
+        if engine is None:
+            engine = "inline" if PLACE.in_worker and timeout is None else "process"
         if engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)} (engine: {engine!r})")
         if initializer is not None and not callable(initializer):

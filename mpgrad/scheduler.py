@@ -37,9 +37,11 @@ from mpgrad.messages import (
     Collected,
     Failure,
     Gradients,
+    Logged,
     Message,
     Missing,
     NewSlab,
+    Printed,
     Progress,
     Ready,
     Results,
@@ -51,6 +53,7 @@ from mpgrad.messages import (
 )
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Delivered, Operation, PackedCall
+from mpgrad.output import logged_again, lowest_log_level, printed_again
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
 __all__ = ["Scheduler", "Settings"]
@@ -337,7 +340,15 @@ class Scheduler(ABC):
         self.watch(worker)
         settings = self._settings
         directory = working_directory()
-        start = Start(settings.initializer, settings.threads, settings.graph_bytes, list(sys.path), list(sys.argv), directory)
+        start = Start(
+            settings.initializer,
+            settings.threads,
+            settings.graph_bytes,
+            lowest_log_level(),
+            list(sys.path),
+            list(sys.argv),
+            directory,
+        )
         self._transmit(worker, [start], Payload())
 
     def _retire(self, worker: Worker) -> None:
@@ -662,6 +673,10 @@ class Scheduler(ABC):
                     worker.pid = message.pid
                     worker.ready = True
                     self._failed_starts = 0
+                case Printed():
+                    printed_again(message)
+                case Logged():
+                    logged_again(message)
                 case StartFailed():
                     self._break(again(message.failure, "", worker))
                 case _:

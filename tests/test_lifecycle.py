@@ -268,11 +268,22 @@ def test_a_pool_from_a_thread_that_has_ended(nursery: mpgrad.Pool) -> None:
 def test_a_pool_inside_a_task(fresh_pool: mpgrad.Pool) -> None:
     def slope(k: float) -> float:
         x = torch.tensor(k, requires_grad=True)
-        with mpgrad.Pool(1, engine="inline") as inner:
+        with mpgrad.Pool(1) as inner:
+            assert inner.apply(os.getpid) == os.getpid()  # inline, unless asked otherwise
             sum(inner.map(lambda t: t**3, [x, x])).backward()
         return float(x.grad)
 
     assert fresh_pool.map(slope, [1.0, 2.0]) == [6.0, 24.0]
+
+
+def test_a_pool_of_processes_inside_a_task(fresh_pool: mpgrad.Pool) -> None:
+    def fn(k: float) -> tuple[bool, float]:
+        x = torch.tensor(k, requires_grad=True)
+        with mpgrad.Pool(1, engine="process") as inner:
+            inner.map(lambda t: t**3, [x])[0].backward()
+            return inner.apply(os.getpid) != os.getpid(), float(x.grad)
+
+    assert fresh_pool.map(fn, [1.0]) == [(True, 3.0)]
 
 
 def test_a_large_message_both_ways(pool2: mpgrad.Pool) -> None:

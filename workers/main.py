@@ -17,10 +17,12 @@ import warnings
 
 import torch
 from mpgrad.workers.graphs import CHECKPOINTS
+from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker, failure
 
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
+from mpgrad.place import PLACE
 
 __all__ = ["begin", "serve", "serve_in_process"]
 
@@ -30,6 +32,7 @@ PR_SET_PDEATHSIG = 1
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
     """Answer frames until `Stop` or the end of the pipe."""
     channel = Channel(end, blocking=True)
+    outlet = None
     try:
         first = channel.receive()
         assert first is not None
@@ -37,9 +40,11 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         assert isinstance(start, Start)
         if in_process:
             settle(start)
+            outlet = Outlet(channel, start.log_level)
         worker = begin(number, channel, start)
-        if in_process and worker is not None:
+        if outlet is not None and worker is not None:
             worker.take_warnings()
+            worker.before_answer = outlet.flush
         while worker is not None and (frame := channel.receive()) is not None:
             if type(frame.messages[-1]) is Stop:
                 return
@@ -68,6 +73,7 @@ def begin(number: int, link: Pipe, start: Start) -> Worker | None:
 def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) -> None:
     """`serve` in a process of its own, made by `parent_pid` where that is known."""
     die_with(parent_pid)
+    PLACE.in_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
     serve(end, number, in_process=True)
 

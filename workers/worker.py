@@ -101,6 +101,7 @@ class Made(NamedTuple):
 class Worker:
     def __init__(self, number: int, link: Pipe, graph_bytes: int | None) -> None:
         self._link = link
+        self.before_answer: Callable[[], None] = lambda: None
         self._arena = Arena(number)
         self._packer = Packer(self._arena)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
@@ -383,6 +384,7 @@ class Worker:
 
     def _send(self, answer: Message) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
+        self.before_answer()
         self._arena.tidy()
         send_slabs(self._link, drained(self._arena.made))
         messages: list[Message] = []

@@ -1,0 +1,116 @@
+"""What tasks print and log, on its way to the parent's streams and loggers.
+
+A worker process inherits the descriptors of its parent, so that C code prints where the parent does. But `sys.stdout` of a
+notebook, of a test runner or under `redirect_stdout` is no descriptor, and log handlers are not inherited at all.
+
+Guarantees: what a task printed or logged has arrived before its result; also what it printed before it crashed.
+Assumes: one thread sends over the link; what others print waits for it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import logging.handlers
+import os
+import pickle
+import sys
+import threading
+from collections import deque
+from typing import TextIO
+
+from mpgrad.channel import Pipe, drained
+from mpgrad.messages import Logged, Message, Printed
+
+__all__ = ["Outlet"]
+
+
+class Outlet:
+    """Gathers what is printed and logged in this process, and sends it."""
+
+    def __init__(self, link: Pipe, log_level: int) -> None:
+        self._link = link
+        self._pid = os.getpid()
+        self._thread = threading.current_thread()
+        self._waiting: deque[Message] = deque()
+        self._streams = Stream(self, "stdout", sys.stdout), Stream(self, "stderr", sys.stderr)
+        sys.stdout, sys.stderr = self._streams
+        logging.root.addHandler(LogHandler(self))
+        logging.root.setLevel(log_level)
+
+    def put(self, message: Message) -> None:
+        self._waiting.append(message)
+        if threading.current_thread() is self._thread:
+            self._send()
+
+    def flush(self) -> None:
+        """Send what waits, unfinished lines too; by the thread that sends."""
+        for stream in self._streams:
+            stream.flush()
+        self._send()
+
+    def _send(self) -> None:
+        if self._waiting:
+            self._link.send(drained(self._waiting))
+
+    @property
+    def is_ours(self) -> bool:
+        """Not in a process that a task has forked: the link is not its own."""
+        return os.getpid() == self._pid
+
+
+class Stream(io.TextIOBase):
+    """Takes the place of `sys.stdout` or `sys.stderr`; a line, or what is flushed, is sent at once."""
+
+    def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:
+        self._outlet = outlet
+        self._name = name
+        self._original = original
+        self._line = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._original.encoding
+
+    @property
+    def buffer(self) -> object:
+        return self._original.buffer
+
+    def fileno(self) -> int:
+        return self._original.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if not self._outlet.is_ours:
+            return self._original.write(text)
+        self._line += text
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._outlet.is_ours:
+            self._original.flush()
+            return
+        text, self._line = self._line, ""
+        if text:
+            self._outlet.put(Printed(self._name, text))
+
+
+class LogHandler(logging.handlers.QueueHandler):
+    """Sends records as text: their arguments and exceptions may be anything."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        logging.Handler.__init__(self)
+        self._outlet = outlet
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self._outlet.is_ours:
+                self._outlet.put(Logged(pickle.dumps(self.prepare(record))))
+        except Exception:
+            self.handleError(record)
