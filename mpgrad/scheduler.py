@@ -15,7 +15,6 @@ import copy
 import itertools
 import math
 import os
-import signal
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -29,10 +28,10 @@ from mpgrad.autograd import Home, Order, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, TensorRef
 from mpgrad.channel import Frame, Pipe, drained
+from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
-from mpgrad.errors import CallTimeoutError, InternalError, PoolClosedError, WorkerDiedError, raised_again
+from mpgrad.errors import InternalError, PoolClosedError, WorkerDiedError, raised_again
 from mpgrad.homes import GradientReply
-from mpgrad.memory import kills_for_memory
 from mpgrad.messages import (
     Collected,
     Failure,
@@ -54,6 +53,7 @@ from mpgrad.messages import (
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Delivered, Operation, PackedCall
 from mpgrad.output import logged_again, lowest_log_level, printed_again
+from mpgrad.recovery import Recovery
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
 __all__ = ["Scheduler", "Settings"]
@@ -61,15 +61,8 @@ __all__ = ["Scheduler", "Settings"]
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
 SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us
 LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
-MOST_CODES = 128  # pickled functions that the workers keep for the next operation with the same function
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
-IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
-MOST_CODE_BYTES = 64 << 20  # of pickled functions, likewise
-GRAPH_LOST = "the graph that backward needs was lost with it"
-OUT_OF_MEMORY = (
-    "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
-)
 
 
 class Forks:
@@ -117,16 +110,13 @@ class Scheduler(ABC):
         self._chunk_numbers = itertools.count(1)
         self._operations: deque[Operation] = deque()  # with calls that no worker has been sent yet
         self._unfinished: dict[Operation, None] = {}
-        self._codes: dict[bytes, int] = {}  # pickled function -> its number; the last used at the end
-        self._code_numbers = itertools.count(1)
-        self._seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
+        self._codes = Codes(self._workers)
+        self._recovery = Recovery(self._workers, self._codes, settings.retries, lambda: self._broken or self._ended)
         self._inbox: deque[Callable[[], None]] = deque()
         self._held_gradients = 0
         self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
         self._failed_starts = 0
         self._deaths = 0
-        self._reruns = 0
-        self._kills_for_memory = kills_for_memory()
         self._broken: BaseException | None = None
         self._closing = False
         self._draining = False
@@ -279,7 +269,7 @@ class Scheduler(ABC):
         ]
         resident = sum({worker.pid: worker.resident_bytes for worker in workers}.values())
         shared = self.arena.bytes_in_use + self.lenders.bytes_in_use
-        return PoolStats(workers, resident, shared, self._deaths, self._reruns)
+        return PoolStats(workers, resident, shared, self._deaths, self._recovery.reruns)
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -380,88 +370,31 @@ class Scheduler(ABC):
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = self._bury(worker, died)
         self._deaths += 1
+        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
+        if self._failed_starts == FAILED_STARTS:
+            so_did_others = f"so did {FAILED_STARTS} in a row"
+            self._break(WorkerDiedError(None, "start", worker.number, died.exit_code, so_did_others))
+        else:
+            self.staff()
         if chunks:
-            self._blame(worker, died.exit_code, chunks[0], position)
+            self._recovery.blame(worker, died.exit_code, chunks[0], position)
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
-                self._reruns += len(chunk.calls)
+                self._recovery.reruns += len(chunk.calls)
                 chunk.operation.queue.extendleft(call for _, call in reversed(chunk.calls))
                 self._admit(chunk.operation)
         for chunk in chunks:
             for sent in chunk.gradients:
-                self._revive(sent, worker)
+                self._recovery.revive(sent, worker)
             if chunk.captures is not None:
-                self._revive(chunk.captures, worker)
+                self._recovery.revive(chunk.captures, worker)
         self._rescue(worker)
-        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
-        if self._failed_starts == FAILED_STARTS:
-            code = died.exit_code
-            self._break(WorkerDiedError(None, "start", worker.number, code, f"so did {FAILED_STARTS} in a row"))
-        else:
-            self.staff()
-
-    def _blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int) -> None:
-        """The call that was running, or else was next, may be what killed the worker: past the retries it is given up."""
-        retries = self._settings.retries if position >= 0 else max(self._settings.retries, IDLE_DEATHS)
-        if chunk.operation is not None:
-            _, call = chunk.calls[max(position, 0)]
-            call.deaths += 1
-            if call.deaths > retries:
-                del chunk.calls[max(position, 0)]
-                phase = "forward" if position >= 0 else "loading the function"
-                chunk.operation.deliver(call.index, self._death(worker, code, call.index, phase))
-        elif chunk.gradients:
-            sent = chunk.gradients[max(position, 0)]
-            sent.deaths += 1
-            if sent.deaths > retries:
-                del chunk.gradients[max(position, 0)]
-                sent.reply.fail(self._death(worker, code, sent.what.graph.index, "backward"))
-
-    def _death(self, worker: Worker, code: int | None, index: int, phase: str) -> BaseException:
-        if worker.overdue is not None:
-            return CallTimeoutError(index, phase, worker.overdue)
-        detail = OUT_OF_MEMORY if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory else ""
-        return WorkerDiedError(index, phase, worker.number, code, detail)
 
     def _rescue(self, worker: Worker) -> None:
         """What waited for a worker that is gone."""
         while worker.backlog:
-            self._revive(worker.backlog.popleft(), worker)
+            self._recovery.revive(worker.backlog.popleft(), worker)
         self.tell_waiters()
-
-    def _revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
-        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost."""
-        reason = self._broken or self._ended
-        if reason is not None:
-            item.reply.fail(reason)
-        elif isinstance(item, CaptureRequest):
-            item.reply.fail(WorkerDiedError(None, "backward", gone.number, exit_code_of(gone), GRAPH_LOST))
-        elif not can_be_made(item.what.graph):
-            index = item.what.graph.index
-            item.reply.fail(WorkerDiedError(index, "backward", gone.number, exit_code_of(gone), GRAPH_LOST))
-        else:
-            self._reruns += 1
-            item.set_apart()
-            self._rehome(item.what.graph).backlog.append(item)
-
-    def _rehome(self, graph: RemoteGraph) -> Worker:
-        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
-        worker = graph.worker
-        assert isinstance(worker, Worker)
-        if worker.gone is None:
-            return worker
-        recipe = graph.recipe
-        if isinstance(recipe, Differentiation):
-            worker = self._rehome(recipe.graph)
-        else:
-            assert isinstance(recipe, PackedCall)
-            function = recipe.conditions.function
-            function.code = self._code_of(function.pickled)
-            worker = min((each for each in self._workers.values() if not each.retiring), key=lambda each: each.load)
-        graph.worker = worker
-        worker.graphs += 1
-        worker.missing.add(graph.call)
-        return worker
 
     def enforce_timeouts(self) -> float | None:
         """Kill workers whose call has run too long; returns the seconds until the next one may have, None where none can."""
@@ -530,7 +463,7 @@ class Scheduler(ABC):
             return
         self._unfinished[operation] = None
         if operation.queue and operation not in self._operations:
-            operation.function.code = self._code_of(operation.function.pickled)
+            self._codes.number(operation.function)
             self._operations.append(operation)
 
     def _cancel(self, operation: Operation) -> None:
@@ -539,19 +472,6 @@ class Scheduler(ABC):
             worker.cancel(operation)
         self._unfinished.pop(operation, None)
         self.tell_waiters()
-
-    def _code_of(self, pickled: bytes) -> int:
-        """The number under which workers keep a pickled function, so that it is sent to each of them once."""
-        code = self._codes.pop(pickled, None) or next(self._code_numbers)
-        self._codes[pickled] = code
-        while len(self._codes) > 1 and (len(self._codes) > MOST_CODES or sum(map(len, self._codes)) > MOST_CODE_BYTES):
-            oldest = self._codes.pop(next(iter(self._codes)))
-            self._seconds.pop(oldest, None)
-            for worker in self._workers.values():
-                if oldest in worker.codes:
-                    worker.codes.discard(oldest)
-                    worker.forgotten_codes.append(oldest)
-        return code
 
     def _feed(self) -> None:
         """Give every worker a chunk before any gets its second."""
@@ -602,7 +522,7 @@ class Scheduler(ABC):
         """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK."""
         if operation.chunksize is not None:
             return operation.chunksize
-        seconds = self._seconds.get(operation.function.code)
+        seconds = self._codes.seconds.get(operation.function.code)
         if seconds is None:
             return 1  # never run before: find out what a call costs
         share = math.ceil(len(operation.queue) / (CHUNKS_UNDER_WAY * self._settings.workers))
@@ -693,9 +613,7 @@ class Scheduler(ABC):
         done = len(message.outcomes)
         worker.calls_done += done
         if done:
-            code = operation.function.code
-            mean = message.seconds / done
-            self._seconds[code] = (self._seconds.get(code, mean) + mean) / 2
+            self._codes.note_seconds(operation.function, message.seconds / done)
         operation.mutated = operation.mutated or message.mutated
         operation.warned.extend(message.warned)
         limit = operation.limit
@@ -753,16 +671,6 @@ class Scheduler(ABC):
     def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, memoryview]:
         """Claim memory at once, so that it is given back even where nobody ever looks at the result."""
         return {ref.place: self.lenders.borrow(ref.place, ref.nbytes) for ref in refs if ref.place >= 0}
-
-
-def can_be_made(graph: RemoteGraph) -> bool:
-    """Whether there are recipes for it and all that it derives from."""
-    recipe = graph.recipe
-    return can_be_made(recipe.graph) if isinstance(recipe, Differentiation) else recipe is not None
-
-
-def exit_code_of(gone: Worker) -> int | None:
-    return gone.gone.exit_code if isinstance(gone.gone, WorkerDiedError) else None
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

@@ -139,6 +139,16 @@ def test_all_die_between_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
     assert_same(run, fresh_pool)
 
 
+def test_the_only_worker_dies(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    once = Once(tmp_path / "once", killed)
+    with mpgrad.Pool(1) as pool:
+        xs = items(3)
+        results = pool.map(lambda x: Around.apply(x, once) ** 2, xs)
+        sum(y.sum() for y in results).backward()
+        assert pool.stats().deaths == 1
+        assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
+
+
 def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
     xs, weight = items(3), torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
 
@@ -261,7 +271,7 @@ def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool) -> 
 
 
 def test_the_likely_cause_is_named(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpgrad.scheduler.kills_for_memory", lambda: 10**9)
+    monkeypatch.setattr("mpgrad.recovery.kills_for_memory", lambda: 10**9)
     with pytest.raises(mpgrad.WorkerDiedError, match="the kernel has killed for want of memory meanwhile; use fewer workers"):
         fresh_pool.apply(killed)
     with pytest.raises(mpgrad.WorkerDiedError) as caught:
