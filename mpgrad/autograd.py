@@ -32,6 +32,7 @@ from mpgrad.batching import Level, levels_of, within, without
 
 __all__ = [
     "Derivative",
+    "Grads",
     "Home",
     "Order",
     "RemoteGraph",
@@ -53,6 +54,9 @@ WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
 ATTACHED = itertools.count()
 
 
+Grads = Sequence[torch.Tensor | None]  # of the outputs of one call
+
+
 class Order(NamedTuple):
     """What a backward of one call has to compute."""
 
@@ -63,7 +67,6 @@ class Order(NamedTuple):
     captures: bool  # gradients of the captures are needed
     apart: bool  # those of this call by themselves, rather than added up in the worker
     levels: tuple[Level, ...]  # gradients are batches with these dimensions in front
-    grads: Sequence[torch.Tensor | None]  # of the outputs
 
 
 class Reply(Protocol):
@@ -85,7 +88,7 @@ class Home(Protocol):
     deterministic: bool  # captures' gradients are added in the order of the items
     timeout: float | None  # seconds for each call
 
-    def send_gradients(self, graph: RemoteGraph, order: Order) -> Reply:
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> Reply:
         """Start the backward of one call; returns at once."""
         ...
 
@@ -129,12 +132,12 @@ class RemoteGraph:
         self.family: list[weakref.ref[Any]] = []  # the `Call`s of this graph and of its derivatives, where there are any
         self._derivatives: dict[int, Derivative] = {}  # by backward: with gradients that no gate has taken yet
 
-    def send(self, order: Order, further: Further | None) -> Derivative:
+    def send(self, order: Order, grads: Grads, further: Further | None) -> Derivative:
         for tensor, version in self.inputs_lent:
             if tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
         self.has_further = self.has_further or further is not None
-        return Derivative(self, order, self.home.send_gradients(self, order), further)
+        return Derivative(self, order, self.home.send_gradients(self, order, grads), further)
 
     def expect(self, derivative: Derivative) -> None:
         self._derivatives[derivative.order.task] = derivative
@@ -306,7 +309,7 @@ def differentiate(
             )
         elif not keep:
             node.inputs = ()  # the worker refuses another backward
-        return graph.send(Order(task, keep, create, wanted, captures, apart, levels, grads), further)
+        return graph.send(Order(task, keep, create, wanted, captures, apart, levels), grads, further)
 
 
 class Gate(torch.autograd.Function):

@@ -45,7 +45,7 @@ class Differentiation(NamedTuple):
     """A backward of one call: also the recipe of the graph of its gradients."""
 
     graph: RemoteGraph
-    order: Order  # without its gradients, which are placed
+    order: Order
     number: int | None  # of the graph of the gradients, where there is to be one
     grads: list[Placed | None]
     modes: Modes
@@ -54,16 +54,18 @@ class Differentiation(NamedTuple):
 class SentGradients:
     """A backward on its way to the worker that keeps the graph, or that makes it again."""
 
-    __slots__ = ("deaths", "reply", "timeout", "what")
+    __slots__ = ("again", "deaths", "reply", "timeout", "what")
 
-    def __init__(self, what: Differentiation, reply: GradientReply, timeout: float | None) -> None:
+    def __init__(self, what: Differentiation, reply: GradientReply, timeout: float | None, again: bool) -> None:
         self.what = what
         self.reply = reply
         self.timeout = timeout
+        self.again = again  # it ran before, perhaps, and freed its graph; that is no mistake of the caller's
         self.deaths = 0  # of workers that ran it
 
     def set_apart(self) -> None:
         """Its captures' gradients come with the reply: the sum that they were to be part of is with another worker."""
+        self.again = True
         if self.what.order.captures and not self.what.order.apart:
             self.what = self.what._replace(order=self.what.order._replace(apart=True))
             self.reply.apart = True
@@ -107,6 +109,7 @@ class Worker:
         self.graphs = 0
         self.graph_bytes = 0  # that they take there, where it is measured
         self.missing: set[int] = set()  # graphs that are to be made there when they are wanted
+        self.freed: set[int] = set()  # graphs whose backward was not to keep them
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
         self.functions: set[int] = set()
@@ -203,8 +206,10 @@ class Worker:
                 break
             self.backlog.popleft()
             sent.append(item)
-            before = self._before(item.what.graph, payload, messages)
+            before = self._before(item.what.graph, payload, messages, item.again)
             calls.append(self._backward_call(item.what, payload, before))
+            if not item.what.order.keep:
+                self._note_freed(item.what.graph)
         messages.append(Backward(number, first.what.modes, calls))
         self.under_way[number] = Chunk(None, [], sent, None, first.timeout)
         return messages, payload
@@ -238,14 +243,23 @@ class Worker:
             before,
         )
 
-    def _before(self, graph: RemoteGraph, payload: Payload, messages: list[Message]) -> list[Rerun | Rederive]:
-        """What makes `graph` again, where it is missing here."""
-        if graph.call not in self.missing:
+    def _note_freed(self, graph: RemoteGraph) -> None:
+        """A graph of gradients is freed together with the one that it derives from: they share nodes."""
+        self.freed.add(graph.call)
+        if isinstance(graph.recipe, Differentiation):
+            self._note_freed(graph.recipe.graph)
+
+    def _before(
+        self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool
+    ) -> list[Rerun | Rederive]:
+        """What makes `graph` again, where it is missing here; or where it was freed, and that does not count."""
+        recipe = graph.recipe
+        if recipe is None or (graph.call not in self.missing and not (again and graph.call in self.freed)):
             return []
         self.missing.discard(graph.call)
-        recipe = graph.recipe
+        self.freed.discard(graph.call)
         if isinstance(recipe, Differentiation):
-            before = self._before(recipe.graph, payload, messages)
+            before = self._before(recipe.graph, payload, messages, again=True)
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
         assert isinstance(recipe, PackedCall)
         function, modes, seed = recipe.conditions
@@ -274,6 +288,7 @@ class Worker:
             released = drained(self.releases)
             self.graphs -= len(released)
             self.missing.difference_update(released)
+            self.freed.difference_update(released)
             news.append(Release(released))
         if self.forgotten_functions or self.forgotten_codes:
             forgotten = drained(self.forgotten_functions)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd import Order, RemoteGraph
+from mpgrad.autograd import Grads, Order, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
@@ -84,7 +84,9 @@ class GradientReply:
 class Carrier(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
-    def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply: ...
+    def send_gradients(
+        self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False
+    ) -> GradientReply: ...
 
     def request_captures(self, worker: Any, function: int, task: int, levels: tuple[Level, ...]) -> GradientReply: ...
 
@@ -96,6 +98,7 @@ class Contribution(NamedTuple):
 
     graph: weakref.ref[RemoteGraph]  # the engine holds it; a backward that fails leaves this behind
     order: Order
+    grads: Grads
     reply: GradientReply
 
 
@@ -110,12 +113,12 @@ class OperationHome:
         # backward -> who adds up what, in the order they were first asked
         self._contributions: dict[int, dict[tuple[object, tuple[Level, ...]], list[Contribution]]] = {}
 
-    def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply:
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply:
         worker = graph.worker
-        reply = self._carrier.send_gradients(graph, order)
+        reply = self._carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
-            sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, reply))
+            sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
@@ -142,7 +145,7 @@ class OperationHome:
         if graph is None:
             raise InternalError("a graph ended before its backward")
         order = lost.order._replace(wanted=(), apart=True)
-        return order, self._carrier.send_gradients(graph, order)
+        return order, self._carrier.send_gradients(graph, order, lost.grads, again=True)
 
     def release(self, graph: RemoteGraph) -> None:
         self._carrier.release(graph)

@@ -8,7 +8,6 @@ NamedTuples rather than dataclasses: they are as frozen, and pickle in a third o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 from mpgrad.batching import Level
@@ -52,9 +51,10 @@ __all__ = [
 Structure = int | bytes | None
 
 
-class Progress(IntEnum):
+class Progress:
     """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
 
+    COUNT = 4
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns

@@ -24,7 +24,7 @@ from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
-from mpgrad.autograd import Home, Order, RemoteGraph
+from mpgrad.autograd import Grads, Home, Order, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, TensorRef
 from mpgrad.channel import Frame, Pipe, drained
@@ -198,15 +198,15 @@ class Scheduler(ABC):
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
         self._post(lambda: self._cancel(operation))
 
-    def send_gradients(self, graph: RemoteGraph, order: Order) -> GradientReply:
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
         place = self.copying_packer.place
-        placed = [None if grad is None else place(grad, REQUIRES_GRAD if grad.requires_grad else 0) for grad in order.grads]
+        placed = [None if grad is None else place(grad, REQUIRES_GRAD if grad.requires_grad else 0) for grad in grads]
         number = next(self._call_numbers) if order.create else None
         if self._task_modes[0] != order.task:
             self._task_modes = order.task, current_modes()
-        what = Differentiation(graph, order._replace(grads=()), number, placed, self._task_modes[1])
-        sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout)
+        what = Differentiation(graph, order, number, placed, self._task_modes[1])
+        sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout, again)
         self._leave(graph.worker, sent)
         self._held_gradients += 1
         if self._held_gradients >= HELD_GRADIENTS:
@@ -589,7 +589,7 @@ class Scheduler(ABC):
                 case Ready():
                     memory = self.lenders.slabs[slab_of(message.progress)].memory
                     offset = message.progress & OFFSET_MASK
-                    worker.progress = memory[offset : offset + 8 * len(Progress)].cast("q")
+                    worker.progress = memory[offset : offset + 8 * Progress.COUNT].cast("q")
                     worker.pid = message.pid
                     worker.ready = True
                     self._failed_starts = 0

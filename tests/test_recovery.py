@@ -179,8 +179,8 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     replies = []
     send = scheduler.send_gradients
 
-    def noted(*arguments: Any) -> Any:
-        replies.append(send(*arguments))
+    def noted(*arguments: Any, **options: Any) -> Any:
+        replies.append(send(*arguments, **options))
         return replies[-1]
 
     def after_a_massacre(*arguments: Any) -> Any:

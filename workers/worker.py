@@ -113,7 +113,7 @@ class Worker:
         self._sums: dict[tuple[int, int, tuple[Level, ...]], CaptureSums] = {}
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
-        self._progress_slot = self._arena.allocate(8 * len(Progress))
+        self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
         self._progress = self._progress_slot.memory.cast("q")
         self._payload = Payload()
         self._handlers: dict[type[Any], Callable[[Any, memoryview], Message | None]] = {
