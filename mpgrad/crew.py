@@ -135,8 +135,8 @@ class Worker:
 
     @property
     def is_done(self) -> bool:
-        """Nothing under way, nothing waiting, no graph that a backward could still need."""
-        return not (self.under_way or self.backlog or self.graphs or self.releases)
+        """Nothing under way, nothing waiting, no graph there that a backward could still need."""
+        return not (self.under_way or self.backlog or self.graphs > len(self.missing) or self.releases)
 
     def begun(self) -> tuple[int, float]:
         """The position of the call that it is at, in its first chunk under way, and since when; -1 where it is at none."""

@@ -18,7 +18,7 @@ from mpgrad.operations import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
 
-
+MOST_BACKWARDS = 256  # of one operation at a time, in threads or nested; one that failed leaves its contributions behind
 Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]
 
 
@@ -118,6 +118,8 @@ class OperationHome:
         reply = self._carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
+            if len(self._contributions) > MOST_BACKWARDS:
+                del self._contributions[next(iter(self._contributions))]
             sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 

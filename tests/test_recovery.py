@@ -515,6 +515,16 @@ def test_resize_while_graphs_are_held(nursery: mpgrad.Pool) -> None:
         pool.resize(2)
 
 
+def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> None:
+    xs = items(6)
+    with mpgrad.Pool(2, graphs="recompute", maxtasksperchild=1) as pool:
+        results = pool.map(lambda x: x**2, xs, 1)
+        pool.map(abs, range(4), 1)
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 2, timeout=10)
+        sum(y.sum() for y in results).backward()
+    assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
+
+
 def test_a_retiring_worker_dies(nursery: mpgrad.Pool) -> None:
     xs = items(6)
     with mpgrad.Pool(2, maxtasksperchild=2) as pool:
