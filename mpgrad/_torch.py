@@ -1,7 +1,8 @@
-"""The private names of PyTorch that mpgrad leans on, all in one place, each with what happens where it is missing.
+"""The private names of PyTorch that mpgrad leans on, all in one place.
 
-Everything else in the package uses the public API only. Tried on torch 2.13.0; the oldest supported version, 2.6, is the
-first whose `torch.autograd.grad` takes `GradientEdge`s on both sides.
+Where one is missing, there is another way below, or the AttributeError names it. Everything else in the package uses the public
+API only. Tried on torch 2.13.0; the oldest supported version, 2.6, is the first whose `torch.autograd.grad` takes
+`GradientEdge`s on both sides.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ __all__ = [
     "graph_is_kept",
     "graph_task",
     "has_tangent",
-    "heeding_no_grad",
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
+    "is_refusing_no_grad",
     "level_count",
     "level_of",
     "load_script",
@@ -44,6 +45,7 @@ __all__ = [
     "outside_transforms",
     "parametrize_again",
     "plus",
+    "refusing_no_grad",
     "saved_tensor_hooks",
     "set_priority",
     "shared_storage",
@@ -52,11 +54,11 @@ __all__ = [
     "transforms_are_active",
     "unbatched",
     "unbatched_the_older_way",
-    "unheeded",
     "vmap_levels",
     "vmap_the_older_way",
     "will_run",
     "within_dual_level",
+    "without_refusal",
     "without_tangents",
 ]
 
@@ -242,35 +244,44 @@ def within_dual_level() -> Iterator[None]:
                 yield
 
 
-class HeedingNoGrad(TorchFunctionMode):
+class RefusingNoGrad(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
             raise NotImplementedError("forward mode follows what is computed under torch.no_grad, which has no derivative")
         return func(*args, **(kwargs or {}))
 
 
-def unheeded() -> contextlib.AbstractContextManager[Any]:
-    """For our own code within a function that runs under `heeding_no_grad`."""
+def without_refusal() -> contextlib.AbstractContextManager[Any]:
+    """For our own code within a function that runs under `refusing_no_grad`. Other function modes are off there too."""
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
 
 
 @contextlib.contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
-    """`torch.set_grad_enabled`, unheeded."""
+    """`torch.set_grad_enabled`, without_refusal."""
     before = torch.is_grad_enabled()
-    with unheeded():
+    with without_refusal():
         torch.set_grad_enabled(enabled)
     try:
         yield
     finally:
-        with unheeded():
+        with without_refusal():
             torch.set_grad_enabled(before)
 
 
-def heeding_no_grad() -> contextlib.AbstractContextManager[Any]:
+function_modes: Any = torch.overrides._get_current_function_mode_stack
+
+
+def is_refusing_no_grad() -> bool:
+    return any(isinstance(mode, RefusingNoGrad) for mode in function_modes())
+
+
+@contextlib.contextmanager
+def refusing_no_grad() -> Iterator[None]:
     """`torch.no_grad` in the body raises; to be entered with gradients on."""
-    return HeedingNoGrad()
+    with torch._C._EnableTorchFunction(), RefusingNoGrad():  # a task in the caller's thread may run `without_refusal`
+        yield
 
 
 def without_tangents() -> contextlib.AbstractContextManager[None]:

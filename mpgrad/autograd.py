@@ -41,6 +41,7 @@ __all__ = [
     "capture_gate",
     "differentiate",
     "edges_of",
+    "forget_oldest",
     "gate",
     "is_call",
     "modified_in_place",
@@ -52,6 +53,8 @@ SEND = 1 << 40
 WAIT = 1
 WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
 ATTACHED = itertools.count()
+
+MOST_TASKS = 256  # backwards of one operation at a time: in threads, or nested
 
 
 Grads = Sequence[torch.Tensor | None]  # of the outputs of one call
@@ -210,6 +213,7 @@ def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Fur
     assert node is not None  # the engine holds it
     graph.family = node.graph.family
     attached = attach(graph, outputs, node.token, [*further.grads, *map(gate, node.inputs)])
+    graph.family[:] = [ref for ref in graph.family if ref() is not None]
     graph.family.append(weakref.ref(attached[0].grad_fn))
     return attached
 
@@ -256,7 +260,14 @@ class Call(torch.autograd.Function):
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
                 capture_node.apart.setdefault(derivative.order.task, []).append(derivative)
+                forget_oldest(capture_node.apart)
         return None, None, None, *ctx.graph.placeholders
+
+
+def forget_oldest(by_task: dict[int, Any]) -> None:
+    """A backward that failed leaves behind what nobody takes any more."""
+    if len(by_task) > MOST_TASKS:
+        del by_task[next(iter(by_task))]
 
 
 def relatives_will_run(node: Any) -> bool:

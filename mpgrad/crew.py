@@ -75,6 +75,7 @@ class CaptureRequest(NamedTuple):
     function: int
     task: int
     levels: tuple[Level, ...]
+    timeout: float | None
     reply: GradientReply
 
 
@@ -196,7 +197,7 @@ class Worker:
         payload, messages = Payload(), list[Message]()
         if isinstance(first, CaptureRequest):
             self.backlog.popleft()
-            self.under_way[number] = Chunk(None, [], [], first, None)
+            self.under_way[number] = Chunk(None, [], [], first, first.timeout)
             return [Collect(number, first.function, first.task, first.levels)], payload
         sent: list[SentGradients] = []
         calls: list[BackwardCall] = []

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from mpgrad._torch import grad_mode
 from mpgrad.arguments import Argnums, Arguments
+from mpgrad.functional import may_be_followed
 from mpgrad.modes import kept_random_state
 from mpgrad.pool import Pool, callable_of, positive
-from mpgrad.shares import Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
+from mpgrad.shares import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
 
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "vjp"]
 
-MODES = ("auto", "batched", "forward", "reverse")
+MODES = tuple(WAYS)
 FEW = 8  # calls for each worker, below which they are sent one by one: shares are long, and each worker shall have one
 SAID: set[str] = set()  # what this process has been warned of
 
@@ -59,7 +60,7 @@ def jacobian(
         chunk_size: rows or columns that are batched at a time, to bound the memory; None for all.
         argnums: which arguments to differentiate; None for all.
         create_graph: let the result be differentiated, with respect to the arguments and to the tensors that `fn` captures,
-            which are constants otherwise.
+            which are constants otherwise. Inside of a transform or another of these functions it always can be.
 
     Returns:
         A tensor of shape (*output, *input) and the input's dtype, as `torch.autograd.functional.jacobian`, zeros where there
@@ -233,12 +234,13 @@ def differentiated(
     if chunk_size is not None:
         positive("chunk_size", chunk_size)
     check_pool(pool)
-    cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool._processes)
+    cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool.processes)
     calls = [
         (item, share, shares, *arguments.of(item))
         for item, shares in enumerate(cut)
         for share in range(shares)
     ]
+    create_graph = create_graph or may_be_followed()  # by a transform, which asks for no graph, but for what follows
     task = Jacobian(fn, arguments, create_graph, mode, chunk_size)
     found = iter(run_alike(task, calls, pool))
     with torch.inference_mode(False), grad_mode(create_graph):
@@ -265,7 +267,7 @@ def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
 def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None, stacklevel: int) -> list[Any]:
     """The results, under the modes that the task needs, and with the caller's generators as they were."""
     fn: Any = task
-    chunksize = None if pool is None or len(calls) > FEW * pool._processes else 1
+    chunksize = None if pool is None or len(calls) > FEW * pool.processes else 1
     with kept_random_state(), torch.inference_mode(False), grad_mode(task.create_graph):
         found = list(itertools.starmap(fn, calls)) if pool is None else pool.starmap(fn, calls, chunksize)
     for said in dict.fromkeys(each.said for each in found):
@@ -281,8 +283,7 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
     unlike = [k for k, (call, share) in enumerate(zip(calls, found, strict=True)) if call[0] in by_rows and not share.by_rows]
     if unlike:
-        task.mode = "rows"
-        for k, share in zip(unlike, run(task, [calls[k] for k in unlike], pool, stacklevel=5), strict=True):
+        for k, share in zip(unlike, run(task.by_rows(), [calls[k] for k in unlike], pool, stacklevel=5), strict=True):
             found[k] = share
     return found
 
@@ -324,6 +325,7 @@ def product(
     alone = isinstance(argnums, int) or (argnums is None and not isinstance(args, tuple))
     for item in range(0 if kind is Vjp else arguments.items):
         check_alike(noun, arguments.vectors(item), arguments.inputs(item))
+    create_graph = create_graph or may_be_followed()
     task = kind(Gradient(fn, arguments, and_value=True) if kind is Hvp else fn, arguments, create_graph)
     found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool, stacklevel=4)
     pairs = [

@@ -19,11 +19,13 @@ from mpgrad._torch import (
     dual_level_is_active,
     has_tangent,
     is_functorch_wrapped,
+    is_refusing_no_grad,
     level_count,
     older_levels,
+    plus,
     transforms_are_active,
-    unheeded,
     vmap_levels,
+    without_refusal,
 )
 from mpgrad.carrier import overlaps
 from mpgrad.modes import Modes, current_modes
@@ -76,7 +78,8 @@ def run_followed(
             "check_batched_forward_grad=True); use torch.func.jacfwd"
         )
     counts = [len(tensors) for tensors in own]
-    plan = Plan(run, pickled, draw_seed(), current_modes(), vmap_levels(), programs, len(common), counts)
+    around = current_modes(), vmap_levels(), is_refusing_no_grad()
+    plan = Plan(run, pickled, draw_seed(), *around, programs, len(common), counts)
     outputs = plan.apply(common, own)
     return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
 
@@ -94,12 +97,14 @@ class Plan:
         seed: int | None,
         modes: Modes,
         vmaps: frozenset[int],
+        refusal: bool,
         programs: Sequence[Program],
         common_count: int,
         own_counts: Sequence[int],
     ) -> None:
-        self._operation = run, pickled, seed, modes, vmaps
+        self._operation = run, pickled, seed, modes, vmaps, refusal
         self.vmaps = vmaps  # that were running around the map
+        self.refusal = refusal  # of `torch.no_grad`, by a derivative of ours that is being taken around the map
         self.programs = programs
         self.common_count = common_count
         self.own_counts = own_counts
@@ -114,9 +119,9 @@ class Plan:
 
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         common, own = self.parts(tensors)
-        run, pickled, seed, modes, _ = self._operation
+        run, pickled, seed, modes, *_ = self._operation
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
-        with unheeded():
+        with without_refusal():
             results = run(Runner(pickled, common, seed), calls, modes=modes)
         return self.made([shape for shape, _ in results], [list(map(writable, outputs)) for _, outputs in results])
 
@@ -179,7 +184,7 @@ class Mapped(torch.autograd.Function):
                 of_own[call][k] = grad
             for k, grad in zip(common_wanted, found[count:], strict=True):
                 held = of_common[k]
-                of_common[k] = grad if held is None else held + grad
+                of_common[k] = grad if held is None else plus(held, grad)
         return None, *of_common, *itertools.chain(*of_own)
 
     @staticmethod
@@ -193,7 +198,8 @@ class Mapped(torch.autograd.Function):
         for call, outputs in enumerate(outputs_of):
             moving = present(of_own[call])
             if outputs and (moving or common_moving):
-                program = Jvp(plan.programs[call], len(own[call]), len(common), outputs, moving, common_moving)
+                counts = len(own[call]), len(common)
+                program = Jvp(plan.programs[call], *counts, outputs, moving, common_moving, plan.refusal)
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
         # PyTorch wants a tangent for every output that could have one

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd import Grads, Order, RemoteGraph
+from mpgrad.autograd import Grads, Order, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
@@ -18,7 +18,6 @@ from mpgrad.operations import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
 
-MOST_BACKWARDS = 256  # of one operation at a time, in threads or nested; one that failed leaves its contributions behind
 Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]
 
 
@@ -88,7 +87,9 @@ class Carrier(Protocol):
         self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False
     ) -> GradientReply: ...
 
-    def request_captures(self, worker: Any, function: int, task: int, levels: tuple[Level, ...]) -> GradientReply: ...
+    def request_captures(
+        self, worker: Any, function: int, task: int, levels: tuple[Level, ...], timeout: float | None
+    ) -> GradientReply: ...
 
     def release(self, graph: RemoteGraph) -> None: ...
 
@@ -118,28 +119,28 @@ class OperationHome:
         reply = self._carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
-            if len(self._contributions) > MOST_BACKWARDS:
-                del self._contributions[next(iter(self._contributions))]
+            forget_oldest(self._contributions)
             sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        request = self._carrier.request_captures
         asked = [
-            (levels, contributions, self._carrier.request_captures(worker, self._function.number, task, levels))
+            (levels, contributions, request(worker, self._function.number, task, levels, self.timeout))
             for (worker, levels), contributions in self._contributions.pop(task, {}).items()
         ]
-        for levels, contributions, request in asked:
+        for levels, contributions, reply in asked:
             for each in contributions:
                 each.reply.wait()  # raises what it raised
             lost: list[Contribution] = []
             try:
-                if found := request.gradients():
+                if found := reply.gradients():
                     yield levels, found
             except WorkerDiedError:
                 lost = [each for each in contributions if not each.reply.apart]
             again = list(map(self._send_apart, lost))
-            for order, reply in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
-                yield levels, reply.gradients()[len(order.wanted) :]
+            for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
+                yield levels, own.gradients()[len(order.wanted) :]
 
     def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
         """Once more, of a backward that was done: its part of the sum was lost with the worker."""

@@ -37,6 +37,14 @@ class Modes(NamedTuple):
     anomaly_nan: bool
     matmul_precision: str
 
+    @property
+    def determinism(self) -> tuple[bool, bool]:
+        return self.deterministic, self.deterministic_warn_only
+
+    @property
+    def detection(self) -> tuple[bool, bool]:
+        return self.anomaly, self.anomaly_nan
+
 
 def current_modes() -> Modes:
     return Modes(
@@ -81,11 +89,11 @@ def set_process_modes(modes: Modes, now: Modes) -> None:
     """The modes that belong to the process rather than to a thread; each is set only where it differs."""
     if modes.default_dtype != now.default_dtype:
         torch.set_default_dtype(dtype_named(modes.default_dtype))
-    if modes[6:8] != now[6:8]:
+    if modes.determinism != now.determinism:
         torch.use_deterministic_algorithms(modes.deterministic, warn_only=modes.deterministic_warn_only)
     if modes.matmul_precision != now.matmul_precision:
         torch.set_float32_matmul_precision(modes.matmul_precision)
-    if modes[8:10] != now[8:10]:
+    if modes.detection != now.detection:
         torch.autograd.set_detect_anomaly(modes.anomaly, modes.anomaly_nan)
 
 

@@ -36,6 +36,8 @@ def per_item_grad(
 ) -> list[Any]:
     """The gradient of each of a pool's results with respect to its own input, or to a captured tensor: not summed.
 
+    Hooks on results and inputs are not called: nothing goes through autograd's engine here.
+
     Args:
         results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it.
         inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
@@ -73,6 +75,7 @@ def per_item_grad(
     cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
     keep = create_graph if retain_graph is None else retain_graph
     last = {node: index for index, node in enumerate(nodes)}  # an item may have several results here, on one graph
+    task = next(TASKS)
     with torch.set_grad_enabled(create_graph):
         sent = [
             differentiate(
@@ -80,7 +83,7 @@ def per_item_grad(
                 [grad if number == result.output_nr else None for number in range(node.output_count)],
                 tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
                 any(captured for each in where for captured, _ in each),
-                next(TASKS),
+                task,
                 keep or last[node] != index,
                 create_graph,
                 apart=True,
@@ -125,6 +128,8 @@ def places_of(index: int, node: Any, inputs: Inputs) -> Places:
 
 def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     if grad is None:
+        if result.is_complex():
+            raise ValueError(f"results[{index}] is complex, and no grad_outputs says what to take for its gradient")
         if result.numel() != 1:
             raise ValueError(
                 f"results[{index}] has several elements, and no grad_outputs says how to weigh them "

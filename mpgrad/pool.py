@@ -74,7 +74,7 @@ class Pool:
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
-            given up like one whose worker died. None for no limit. Engine "process" only.
+            given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
         graphs: "keep", or "recompute": workers keep no graphs, and a backward runs the forward again.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit.
@@ -287,6 +287,11 @@ class Pool:
         """
         self._scheduler.drain()
         self._scheduler.join()
+
+    @property
+    def processes(self) -> int:
+        """The number of workers."""
+        return self._processes
 
     def resize(self, processes: int) -> None:
         """Have another number of workers. Those that are too many take no new calls, and end when they keep no graph any more.

@@ -10,6 +10,7 @@ another, which is how transforms are nested. Parents make and pickle them, worke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
-from mpgrad._torch import transforms_are_active, within_dual_level
+from mpgrad._torch import refusing_no_grad, transforms_are_active, within_dual_level
 from mpgrad.modes import Modes, seed_item, under
 
 __all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
@@ -184,6 +185,7 @@ class Jvp(Derived):
         outputs: Sequence[int],
         own_moving: Sequence[int],
         common_moving: Sequence[int],
+        refusal: bool,
     ) -> None:
         super().__init__(inner)
         self.tangents += 1
@@ -192,6 +194,7 @@ class Jvp(Derived):
         self.outputs = outputs
         self.own_moving = own_moving  # those that have a tangent
         self.common_moving = common_moving
+        self.refusal = refusal  # of `torch.no_grad`
 
     def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
         own, common = list(own), list(common)
@@ -205,7 +208,8 @@ class Jvp(Derived):
                 own[k] = next(rest)
             for k in self.common_moving:
                 common[k] = next(rest)
-            found = self.run_inner(load, common, own, plain)
+            with refusing_no_grad() if self.refusal else contextlib.nullcontext():
+                found = self.run_inner(load, common, own, plain)
             return [found[k] for k in self.outputs]
 
         if not plain:

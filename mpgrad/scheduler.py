@@ -203,9 +203,11 @@ class Scheduler(ABC):
         place = self.copying_packer.place
         placed = [None if grad is None else place(grad, REQUIRES_GRAD if grad.requires_grad else 0) for grad in grads]
         number = next(self._call_numbers) if order.create else None
-        if self._task_modes[0] != order.task:
-            self._task_modes = order.task, current_modes()
-        what = Differentiation(graph, order, number, placed, self._task_modes[1])
+        task, modes = self._task_modes  # read once: another thread's backward may put its own there
+        if task != order.task:
+            modes = current_modes()
+            self._task_modes = order.task, modes
+        what = Differentiation(graph, order, number, placed, modes)
         sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout, again)
         self._leave(graph.worker, sent)
         self._held_gradients += 1
@@ -214,10 +216,12 @@ class Scheduler(ABC):
             self.hand_over()
         return sent.reply
 
-    def request_captures(self, worker: Worker, function: int, task: int, levels: tuple[Level, ...]) -> GradientReply:
+    def request_captures(
+        self, worker: Worker, function: int, task: int, levels: tuple[Level, ...], timeout: float | None
+    ) -> GradientReply:
         self._check_alive()
         reply = GradientReply(self.wait_until, None)
-        self._leave(worker, CaptureRequest(function, task, levels, reply))
+        self._leave(worker, CaptureRequest(function, task, levels, timeout, reply))
         self.wake()
         return reply
 

@@ -11,6 +11,7 @@ there, from which rows can be had. Columns take dual numbers, and an evaluation 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import threading
@@ -20,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpgrad._torch import grad_mode, has_tangent, heeding_no_grad, transforms_are_active
+from mpgrad._torch import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
 from mpgrad.arguments import Arguments, check_real, filled
 from mpgrad.carrier import overlaps
 from mpgrad.modes import draw_seed, seed_item
 
-FORWARD_MODE = threading.RLock()  # PyTorch has one for all threads of a process
-PATIENCE = 20  # seconds to wait for it
+FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
+PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
 ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/batch_derivatives.py)
 
 
@@ -64,7 +65,7 @@ class Point:
         """Outputs, and their derivatives along the tangents of some inputs."""
 
         def of_some(*some: Tensor) -> tuple[Tensor, ...]:
-            with heeding_no_grad():
+            with refusing_no_grad():
                 return self.evaluate(*filled(self.inputs, list(tangents), some))
 
         with grad_mode(True):
@@ -151,12 +152,16 @@ def columns(point: Point, start: int, stop: int) -> list[Tensor]:
         return list(torch.func.vmap(lambda tangents: point.moved(tangents)[1], randomness="same")(tangents))
 
 
+class ForwardModeBusyError(RuntimeError):
+    """No fault of the function's: no other way is taken for it."""
+
+
 @contextlib.contextmanager
 def forward_mode() -> Iterator[None]:
     if not FORWARD_MODE.acquire(timeout=PATIENCE):
-        raise RuntimeError(
-            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one for "
-            "all threads of a process; use mode='reverse', or a pool of processes"
+        raise ForwardModeBusyError(
+            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one "
+            "level of it for all threads of a process; use mode='reverse', or a pool of processes"
         )
     try:
         yield
@@ -240,7 +245,6 @@ WAYS = {
     "batched": [ROWS],
     "forward": [COLUMNS, COLUMN],
     "reverse": [ROW],
-    "rows": [ROWS, ROW],  # for shares of a matrix of which others could not be had by columns
 }
 
 
@@ -296,13 +300,20 @@ class Jacobian(Task):
     ) -> None:
         super().__init__(fn, arguments, create_graph)
         self.mode = mode
+        self.ways = WAYS[mode]
         self.chunk_size = chunk_size
+
+    def by_rows(self) -> Jacobian:
+        """The same, by rows only: for shares of a matrix of which others could not be had by columns."""
+        other = copy.copy(self)
+        other.ways = [ROWS, ROW]
+        return other
 
     def __call__(self, item: int, share: int, shares: int, *own: Any) -> Share:
         point, _ = self.at(item, own)
-        ways = WAYS[self.mode]
-        graph = None if self.mode == "forward" else Graph(point)
-        if self.mode == "auto" and graph is not None:
+        ways = self.ways
+        graph = Graph(point) if ways[-1].by_rows else None
+        if graph is not None and not ways[0].by_rows:
             if graph.size > ROWS_PER_COLUMN * point.size:
                 graph = None  # not to be kept beside dual numbers; made again where these do not work
             else:
@@ -315,7 +326,7 @@ class Jacobian(Task):
                 said = fallback(self.fn, failures, way.name, way.mode)
                 return Share(way.by_rows, self.finished(tensors), point.shapes, point.several, said)
             except Exception as error:
-                if way is ROW:
+                if way is ROW or isinstance(error, MemoryError | ForwardModeBusyError):
                     raise
                 failures.append(f"{way.name} ({first_line(error)})")
                 if way is ways[-1]:
@@ -383,6 +394,8 @@ class Jvp(Task):
         said = ""
         try:
             outputs, moved = push(point, tangents)
+        except ForwardModeBusyError:
+            raise
         except Exception as error:  # or the function's own, which then comes again
             outputs, moved = push_by_two_backwards(point, tangents)
             said = fallback(self.fn, [f"forward mode ({first_line(error)})"], "two backwards")
@@ -406,6 +419,8 @@ class Hvp(Task):
         said = ""
         try:
             outputs, (*products, _) = push(point, vectors)
+        except ForwardModeBusyError:
+            raise
         except Exception as error:
             graph = Graph(point)
             outputs, products = list(graph.outputs), graph.pull([*vectors, None])

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import mpgrad
+import mpgrad.derivatives
 from mpgrad.testing import assert_same_as_serial
 
 SPAN = torch.arange(3, dtype=torch.float64)
@@ -561,3 +562,58 @@ def test_a_backward_that_raises_where_only_captures_are_wanted(pool: mpgrad.Pool
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(loss, c)
     assert torch.autograd.grad(sum(others), c)[0] == 24
+
+
+def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.Pool) -> None:
+    """Symptom: the derivative followed what `no_grad` hides, or not, depending on the output's size. Cause: what refuses that
+    in the caller is a function mode of its thread, which no worker has."""
+
+    def fn(c: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            constant = c.sum()
+        return torch.cat([c * constant] * 10)
+
+    c, expected = torch.tensor([2.0]), torch.full((10, 1), 2.0)
+    mpgrad.derivatives.SAID.clear()
+    with pytest.warns(UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"):
+        assert torch.equal(mpgrad.jacobian(lambda c: pool.map(fn, [c])[0], c), expected)
+        assert torch.equal(mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0])
+
+
+def test_a_complex_result_has_no_implied_gradient(pool2: mpgrad.Pool) -> None:
+    x = torch.ones(1, dtype=torch.complex64, requires_grad=True)
+    results = pool2.map(lambda x: x * 2, [x])
+    with pytest.raises(ValueError, match=r"results\[0\] is complex, and no grad_outputs says"):
+        mpgrad.per_item_grad(results, x)
+
+
+def test_many_derivatives_of_one_graph_do_not_add_up(pool2: mpgrad.Pool) -> None:
+    """Symptom: each backward took longer than the one before. Cause: a list of all derivatives a graph ever had."""
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    (y,) = pool2.map(lambda x: x**3, [x])
+    for _ in range(20):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    gc.collect()
+    torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert len(y.grad_fn.graph.family) <= 3
+
+
+def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
+    """Symptom: memory in caller and workers for every backward that failed. Cause: what would be collected at its end."""
+    c = torch.ones(3, requires_grad=True)
+    xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    results = pool.map(lambda x: x * c, xs)
+    home = results[0].grad_fn.graph.home
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("by hook")
+
+    handle = xs[0].register_hook(fails)
+    for _ in range(300):
+        with pytest.raises(ValueError, match="by hook"):
+            sum(y.sum() for y in results).backward(retain_graph=True)
+    assert len(home._contributions) <= 257
+    handle.remove()
+    c.grad = None
+    sum(y.sum() for y in results).backward()
+    assert torch.equal(c.grad, torch.full((3,), 2.0))

@@ -525,7 +525,8 @@ def test_infinite_derivatives_stay_where_they_are(mode: str, where: mpgrad.Pool 
 def test_forward_mode_within_forward_mode() -> None:
     x, five, v = torch.arange(1.0, 4), torch.full((3,), 5.0), torch.ones(3)
     assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v, create_graph=True)[1], x, v), (x, v))
-    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, 0 * v))  # without a graph, a constant
+    assert_equal(jvp(lambda q: jvp(lambda y: q * y, five, v)[1], x, v), (x, v))  # here a graph need not be asked for
+    assert_equal(torch.func.grad(lambda q: jacobian(torch.sin, q).sum())(x), -x.sin())
     assert_equal(jvp(lambda q: hvp(lambda y: (q * y**2).sum(), five, v, create_graph=True)[1], x, v), (2 * x, 2 * v))
     for mode in MODES:
         assert_equal(jvp(lambda q: jacobian(lambda y: q * y, five, mode=mode, create_graph=True), x, v)[1], torch.diag(v))
@@ -644,7 +645,7 @@ def test_forward_mode_in_a_thread_that_the_caller_waits_for(
     monkeypatch.setattr(mpgrad.shares, "PATIENCE", 0.2)
     x = tensor(3)
     threads = shared_pools("thread", 2)
-    with pytest.raises(NotImplementedError, match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for"):
+    with pytest.raises(RuntimeError, match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for"):
         jacobian(
             lambda q: sum(threads.map(lambda t: jacobian(torch.sin, t, mode="forward").sum(0), [x, x])) * q, x, mode="forward"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -197,6 +198,25 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     assert all(torch.equal(x.grad, torch.ones(4, dtype=torch.float64)) for x in xs)
 
 
+def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered every call, and hangs when it is to hand over what it added up: that may time out too."""
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with mpgrad.Pool(2, timeout=1) as pool:
+        results = pool.map(lambda x: x * weight, items(8), 1)
+        scheduler: Any = pool._scheduler
+        request = scheduler.request_captures
+        victims = workers_of(pool)
+
+        def after_a_stop(*arguments: Any) -> Any:
+            if victims:
+                os.kill(victims.pop(), signal.SIGSTOP)
+            return request(*arguments)
+
+        monkeypatch.setattr(scheduler, "request_captures", after_a_stop)
+        sum(y.sum() for y in results).backward()
+    torch.testing.assert_close(weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14)
+
+
 def test_an_input_that_the_task_writes_to(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     """The second worker has to find it as the first one did, not half written."""
     once = Once(tmp_path / "once", killed)
@@ -318,10 +338,10 @@ def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
             once()
         return k * k
 
-    with mpgrad.Pool(2, timeout=0.3) as pool:
+    with mpgrad.Pool(2, timeout=1) as pool:
         begin = time.monotonic()
         assert pool.map(fn, range(12)) == [k * k for k in range(12)]
-        assert 0.3 < time.monotonic() - begin < 5
+        assert 1 < time.monotonic() - begin < 10
         assert pool.stats().deaths == 1
 
 
@@ -335,18 +355,18 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str) -> None:
     xs = items(4)
     with mpgrad.Pool(2, retries=1) as pool:
         begin = time.monotonic()
-        message = rf"item 2 ran longer than its timeout \(0.3 s, phase: {phase}\), and was killed with its worker"
+        message = rf"item 2 ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed with its worker"
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
-            results = pool.map(fn, xs, timeout=0.3)
+            results = pool.map(fn, xs, timeout=1)
             sum(y.sum() for y in results).backward()
-        assert 0.6 < time.monotonic() - begin < 5
-        assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 0.3)
+        assert 2 < time.monotonic() - begin < 12
+        assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 1.0)
         assert isinstance(caught.value, TimeoutError)
         assert pool.map(abs, [-1], timeout=5) == [1]
 
 
 def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(2, timeout=0.5) as pool:
+    with mpgrad.Pool(2, timeout=1) as pool:
         assert pool.map(abs, range(4)) == list(range(4))
         victim = workers_of(pool)[0]
         os.kill(victim, signal.SIGSTOP)
@@ -355,8 +375,8 @@ def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_timeout_is_that_of_a_call_and_not_of_a_chunk(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, timeout=0.5) as pool:
-        assert pool.map(time.sleep, [0.1] * 12, 12) == [None] * 12
+    with mpgrad.Pool(1, timeout=1.5) as pool:
+        assert pool.map(time.sleep, [0.2] * 12, 12) == [None] * 12
         assert pool.stats().deaths == 0
 
 
@@ -571,7 +591,12 @@ print("ok")
     return done.stdout.strip()
 
 
-def test_deaths_while_several_threads_use_the_pool(fresh_pool: mpgrad.Pool) -> None:
+def test_deaths_while_several_threads_use_the_pool(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2, retries=1000) as pool:
+        run_threads_under_fire(pool)
+
+
+def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     stop = threading.Event()
     errors: list[BaseException] = []
     rounds: list[int] = []
@@ -581,7 +606,7 @@ def test_deaths_while_several_threads_use_the_pool(fresh_pool: mpgrad.Pool) -> N
             for _ in range(12):
                 weight = torch.full((3,), float(seed), requires_grad=True)
                 xs: Sequence[Tensor] = [torch.full((3,), float(k), requires_grad=True) for k in range(6)]
-                results = fresh_pool.map(lambda x: x * weight, xs)
+                results = pool.map(lambda x: x * weight, xs)
                 sum(y.sum() for y in results).backward()
                 assert weight.grad is not None and weight.grad.tolist() == [15.0] * 3
                 assert all(x.grad is not None and x.grad.tolist() == [seed] * 3 for x in xs)
@@ -593,13 +618,14 @@ def test_deaths_while_several_threads_use_the_pool(fresh_pool: mpgrad.Pool) -> N
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        for pid in workers_of(fresh_pool)[:1]:
-            os.kill(pid, signal.SIGKILL)
+        for pid in workers_of(pool)[:1]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.kill(pid, signal.SIGKILL)
         stop.wait(0.05)
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert len(rounds) == 48 and fresh_pool.stats().deaths > 3
+    assert len(rounds) == 48 and pool.stats().deaths > 3
 
 
 @pytest.mark.parametrize(

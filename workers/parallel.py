@@ -343,13 +343,15 @@ def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]
         for written, read in itertools.product(ctx.dirty_tensors, args):
             if isinstance(read, torch.Tensor) and overlap(written, read):
                 raise ValueError(
-                    f"call {writer} wrote in place to a tensor that call {reader} takes too, while both were running; "
+                    f"call {writer} wrote in place to memory that call {reader} may have read, while both were running; "
                     "give each call a tensor of its own (tensor.clone())"
                 )
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the stretches of memory from first to last element have a byte in common."""
+    """Whether the stretches of memory from first to last element have a byte in common; sparse tensors have none."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
     (start, end), (other_start, other_end) = stretch(a), stretch(b)
     return max(start, other_start) < min(end, other_end)
 

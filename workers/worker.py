@@ -79,6 +79,7 @@ from mpgrad.modes import seed_item, under
 __all__ = ["Worker"]
 
 GARBAGE_BYTES = 64 << 20
+MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
 
@@ -110,7 +111,7 @@ class Worker:
         self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, bytes] = {}
         self._graphs = GraphTable(graph_bytes)
-        self._sums: dict[tuple[int, int, tuple[Level, ...]], CaptureSums] = {}
+        self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
@@ -304,8 +305,10 @@ class Worker:
         gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
-            key = (graph.function, call.task, call.levels)
-            self._sums.setdefault(key, CaptureSums(len(of_captures))).add(of_captures)
+            sums = self._sums.setdefault(graph.function, {})
+            sums.setdefault((call.task, call.levels), CaptureSums(len(of_captures))).add(of_captures)
+            if len(sums) > MOST_TASKS:  # a backward that failed leaves its sum behind
+                del sums[next(iter(sums))]
         if call.graph is not None:
             outputs = [edge_of(grad) for grad in gradients if grad is not None and grad.requires_grad]
             if outputs:
@@ -316,7 +319,7 @@ class Worker:
         return gradients
 
     def _collect(self, message: Collect, payload: memoryview) -> Message:
-        sums = self._sums.pop((message.function, message.task, message.levels), None)
+        sums = self._sums.get(message.function, {}).pop((message.task, message.levels), None)
         try:
             return Collected(message.chunk, [] if sums is None else self._lend_all(sums.sums))
         except BaseException as error:
@@ -346,10 +349,9 @@ class Worker:
     def _forget(self, message: Forget, payload: memoryview) -> None:
         for function in message.functions:
             self._functions.pop(function, None)
+            self._sums.pop(function, None)
         for code in message.codes:
             self._codes.pop(code, None)
-        for key in [key for key in self._sums if key[0] in message.functions]:
-            del self._sums[key]
         self._forgotten_bytes += message.nbytes
         if self._forgotten_bytes > GARBAGE_BYTES:  # a recursive function is a cycle, which would keep its captures for long
             self._forgotten_bytes = 0
