@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -875,7 +876,7 @@ def test_in_place_on_a_leaf_is_refused_as_serially() -> None:
 
 def test_in_place_on_what_another_call_reads_is_refused() -> None:
     buffer = rand(4)
-    refused = "call 0 wrote in place to a tensor that call 1 takes too"
+    refused = "call 0 wrote in place to memory that call 1 may have read"
     for other in (buffer, buffer[1:]):
         with pytest.raises(ValueError, match=refused):
             map_with_parallel_backward(AddInPlace, (buffer, rand(4)), (rand(other.shape[0]), other))
@@ -1085,3 +1086,24 @@ def test_wrong_gradients_for_an_isolated_backward() -> None:
             run_isolated_backward(Product, ctx, *grads)
     with pytest.raises(TypeError, match=r"ctx must be what run_isolated_forward returned \(given: NoneType\)"):
         run_isolated_backward(Product, None, torch.ones(3))
+
+
+def test_in_a_pool_all_calls_end_before_the_first_error_is_raised(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    class Fails(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, call: int) -> torch.Tensor:
+            if call == 0:
+                raise ValueError("at once")
+            time.sleep(0.3)
+            (tmp_path / str(call)).touch()
+            raise ArithmeticError("later")
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return grad, None
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="at once") as caught:
+        map_with_parallel_backward(Fails, (x, 0), (x, 1), pool=pool2)
+    assert (tmp_path / "1").exists()
+    assert "raised in call 0, phase: forward; call 1 failed too (ArithmeticError: later)" in caught.value.__notes__

@@ -128,6 +128,13 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
     def wrong_structure(x: torch.Tensor) -> object:
         return [x] if os.getpid() == caller else x
 
+    def negative_zero(x: torch.Tensor) -> torch.Tensor:
+        return x * (0.0 if os.getpid() == caller else -0.0)
+
+    def transposed(x: torch.Tensor) -> torch.Tensor:
+        square = x.repeat(2, 1)
+        return square.clone() if os.getpid() == caller else square.t().clone(memory_format=torch.contiguous_format).t()
+
     def detached(x: torch.Tensor) -> torch.Tensor:
         return x * 1 if os.getpid() == caller else (x * 1).detach()
 
@@ -137,6 +144,8 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
             (WrongGradient.apply, "gradient of input 0: the pool and the serial loop differ by up to"),
             (wrong_value, "item 0, value: the pool and the serial loop differ by up to"),
             (wrong_structure, "item 0: the pool gave a Tensor, the serial loop a list"),
+            (negative_zero, "item 0, value: the pool and the serial loop differ by up to 0"),
+            (transposed, r"item 0, value: the pool gave a .* strides \(1, 2\), the serial loop a .* strides \(2, 1\)"),
             (detached, "item 0: requires_grad is False, serially True"),
         ):
             with pytest.raises(AssertionError, match=message):

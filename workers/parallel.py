@@ -36,7 +36,7 @@ from mpgrad.workers.contexts import (
 )
 from torch.autograd.function import Function
 
-from mpgrad._torch import apply, graph_is_kept, has_tangent, is_functorch_wrapped
+from mpgrad._torch import apply, dual_level_is_active, graph_is_kept, has_tangent, is_functorch_wrapped, transforms_are_active
 from mpgrad.errors import add_note
 from mpgrad.modes import current_modes, under
 
@@ -48,8 +48,9 @@ T = TypeVar("T")
 class Starmap(Protocol):
     """What is used of a pool."""
 
-    def starmap(self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None = ...) -> list[Any]:
-        ...
+    def starmap(
+        self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None = ..., *, on_error: str = ...
+    ) -> list[Any]: ...
 
 
 def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[Any], pool: Starmap | None = None) -> Values:
@@ -199,16 +200,23 @@ def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, 
 
     with ThreadPoolExecutor(len(tasks) or 1, "mpgrad-call") as executor:
         futures = {call: executor.submit(run, task) for call, task in tasks.items()}
-    errors = [(call, error) for call, future in futures.items() if (error := future.exception()) is not None]
+    errors = {call: error for call, future in futures.items() if (error := future.exception()) is not None}
     if errors:
-        (first, error), *others = errors
-        also = [f"; call {call} failed too ({type(other).__name__}: {other})" for call, other in others]
-        add_note(error, f"raised in call {first}, phase: {phase}{''.join(also)}")
-        try:
-            raise error
-        finally:
-            del error, errors, others, futures  # else the error would hold itself through its traceback, and the tensors too
+        futures.clear()  # else the error would hold itself through its traceback, and the tensors too
+        raise_first(phase, errors)
     return {call: future.result() for call, future in futures.items()}
+
+
+def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
+    """The error of the first call that failed, with a note of all the others; clears `errors`."""
+    (first, error), *others = errors.items()
+    also = [f"; call {call} failed too ({type(other).__name__}: {other})" for call, other in others]
+    add_note(error, f"raised in call {first}, phase: {phase}{''.join(also)}")
+    try:
+        raise error
+    finally:
+        errors.clear()
+        del error, others
 
 
 # --- the backward of the backward
@@ -317,7 +325,12 @@ def joint(values: Values) -> Values:
 
 def in_pool(func: type[Function], calls: Sequence[Values], pool: Starmap) -> Values:
     entered = parted(joint(joined(calls)), [len(args) for args in calls])
-    results = pool.starmap(func, entered, chunksize=1)
+    followed = transforms_are_active() or dual_level_is_active()  # there the first error ends all
+    results = pool.starmap(func, entered, chunksize=1, on_error="raise" if followed else "return")
+    errors = {call: result for call, result in enumerate(results) if isinstance(result, BaseException)}
+    if errors:
+        results.clear()
+        raise_first("forward", errors)
     outputs = [as_tuple(result) for result in results]
     left = parted(joint(joined(outputs)), [len(own) for own in outputs])
     return tuple([own if isinstance(result, tuple) else own[0] for result, own in zip(results, left, strict=True)])
