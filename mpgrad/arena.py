@@ -231,6 +231,8 @@ class Lenders:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.slabs: dict[int, Slab] = {}
+        self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
+        self._refused: list[tuple[int, int]] = []  # given back at once, because the slab could not be mapped
         self._closed = False
         self._notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
@@ -244,16 +246,52 @@ class Lenders:
         """Borrowed here."""
         return sum(nbytes for _, nbytes in list(self._views))
 
-    def attach(self, number: int, descriptor: int, nbytes: int) -> None:
-        self.slabs[number] = Slab.attach(number, descriptor, nbytes)
+    def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
+        """A slab that may be borrowed from; without a descriptor, if this process had none free to receive it with."""
+        if descriptor is not None:
+            self._unmapped[number] = descriptor, nbytes
 
     def detach(self, number: int) -> None:
         self.slabs.pop(number, None)
+        descriptor, _ = self._unmapped.pop(number, (None, 0))
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of all slabs, mapped or not."""
+        return [*self.slabs, *self._unmapped]
+
+    def slab(self, number: int) -> Slab:
+        """Mapped when it is first wanted.
+
+        Raises:
+            SharedMemoryError: the system refuses, now; it can be tried again.
+        """
+        if number in self._unmapped:
+            descriptor, nbytes = self._unmapped[number]
+            try:
+                self.slabs[number] = Slab.attach(number, os.dup(descriptor), nbytes)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise no_mapping(f"{nbytes:,} bytes of them") from error
+            del self._unmapped[number]
+            os.close(descriptor)
+        if number not in self.slabs:
+            raise no_mapping("no file descriptor was free to receive it with")
+        return self.slabs[number]
 
     def borrow(self, address: int, nbytes: int, private: bool = False) -> memoryview:
-        """The memory at `address`; `private` where others use it too, so that writing to it must not show."""
+        """The memory at `address`; `private` where others use it too, so that writing to it must not show.
+
+        Raises:
+            SharedMemoryError: it cannot be mapped here; it counts as given back.
+        """
         key = address, nbytes
-        slab, offset = self.slabs[slab_of(address)], address & OFFSET_MASK
+        try:
+            slab, offset = self.slab(slab_of(address)), address & OFFSET_MASK
+        except SharedMemoryError:
+            self._refused.append((address, 1))
+            raise
         self._received[key] = self._received.get(key, 0) + 1
         known = self._views.get(key)
         memory = known() if known is not None else None
@@ -285,12 +323,14 @@ class Lenders:
     def close(self) -> None:
         """Nobody is left to give anything back to; each slab goes when its last view dies."""
         self._closed = True
+        for number in list(self._unmapped):
+            self.detach(number)
         for table in (self.slabs, self._views, self._received, self._pointers, self._dead):
             table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
         """What is not needed here any more, since the last time: addresses, and how often each was received."""
-        returned = []
+        returned, self._refused = self._refused, []
         while self._dead:
             key, pointer, view = self._dead.popleft()
             if self._pointers.get(pointer, (0, None, None))[2] is view:
@@ -321,6 +361,13 @@ def hollow_out(slab: Slab, offset: int, size: int) -> None:
     """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
     if sys.platform == "linux":
         LIBC.fallocate(slab.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
+
+
+def no_mapping(why: str) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"the system refuses to map shared memory of another process here ({why}); drop results that are no longer needed, or "
+        "raise the limits of the process (ulimit -v, ulimit -n)"
+    )
 
 
 def no_room(nbytes: int) -> SharedMemoryError:

@@ -41,7 +41,7 @@ class Pipe(Protocol):
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None: ...
 
-    def take_descriptor(self) -> int: ...
+    def take_descriptor(self) -> int | None: ...
 
 
 class Channel:
@@ -51,7 +51,8 @@ class Channel:
         self._socket = end
         end.setblocking(blocking)
         self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._descriptors: deque[int] = deque()  # received, in the order of the frames that name them
+        self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
+        self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
         self._incoming = bytearray()
         self._body: bytearray | None = None  # of a frame whose header has come; filled up to _filled
         self._filled = 0
@@ -119,14 +120,18 @@ class Channel:
             count = self._socket.recv_into(memoryview(self._body)[self._filled :])
             self._filled += count
         else:
-            data, ancillary, _, _ = self._socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS))
+            data, ancillary, flags, _ = self._socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS))
             count = len(data)
             self._incoming += data
+            received = array.array("i")
             for _, kind, content in ancillary:
                 if kind == socket.SCM_RIGHTS:
-                    received = array.array("i")
                     received.frombytes(content[: len(content) - len(content) % received.itemsize])
-                    self._descriptors.extend(received)
+            if flags & socket.MSG_CTRUNC:  # this process may not have that many open
+                close_all(received)
+                self._received.append(None)
+            elif received:
+                self._received.append(received.tolist())
         if count == 0:
             raise EOFError
 
@@ -144,19 +149,23 @@ class Channel:
         if self._filled < len(self._body):
             return None
         content = memoryview(self._body)
-        pickled, _, _ = self._header
+        pickled, _, descriptors = self._header
         self._body = None
+        if descriptors:
+            self._descriptors.extend(self._received.popleft() or [None] * descriptors)
         return Frame(pickle.loads(content[:pickled]), content[pickled:])
 
-    def take_descriptor(self) -> int:
-        """The descriptor that belongs to the `NewSlab` message just read."""
+    def take_descriptor(self) -> int | None:
+        """The descriptor that belongs to the `NewSlab` message just read; None where there was none free to receive it."""
         return self._descriptors.popleft()
 
     def close(self) -> None:
         for _, descriptors in self._outgoing:
             close_all(descriptors)
         self._outgoing.clear()
-        close_all(self._descriptors)
+        for received in (*self._received, self._descriptors):
+            close_all([descriptor for descriptor in received or () if descriptor is not None])
+        self._received.clear()
         self._descriptors.clear()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that still reads here
@@ -176,6 +185,6 @@ def drained(queue: deque[Any]) -> list[Any]:
     return [queue.popleft() for _ in range(len(queue))]
 
 
-def close_all(descriptors: Sequence[int] | deque[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

@@ -148,12 +148,12 @@ class Worker:
         return progress[Progress.POSITION], max(self.busy_since, progress[Progress.STARTED] / 1e9)
 
     def cancel(self, operation: Operation) -> None:
-        """Have it leave out what it has not begun of a chunk that nobody waits for."""
-        number, chunk = next(iter(self.under_way.items()), (0, None))
-        if chunk is None or chunk.operation is not operation or self.progress is None:
+        """Have it leave out what it has not begun of chunks that nobody waits for."""
+        if self.progress is None:
             return
-        if chunk.calls[0][1].index >= operation.limit:
-            self.progress[Progress.CANCELLED] = number
+        for place, (number, chunk) in zip((Progress.CANCELLED, Progress.CANCELLED + 1), self.under_way.items(), strict=False):
+            if chunk.operation is operation and chunk.calls[0][1].index >= operation.limit:
+                self.progress[place] = number
 
     def take_leave(self) -> None:
         """It is gone, and holds nothing of ours any more; graphs may refer to it for long."""

@@ -54,11 +54,11 @@ Structure = int | bytes | None
 class Progress:
     """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
 
-    COUNT = 4
+    COUNT = 5
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns
-    CANCELLED = 3  # by the parent: a chunk that nobody waits for any more
+    CANCELLED = 3  # by the parent, here and in the next: a chunk that nobody waits for any more
 
 
 # --- both ways: memory

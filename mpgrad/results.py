@@ -205,6 +205,7 @@ class ResultIterator:
     def _fill(self) -> None:
         """Add calls until the window is full or the source is empty."""
         before = self._operation.added, self._operation.sealed
+        batch = 1  # the workers begin with the first; the source may be slow
         while not self._operation.sealed and self._operation.added - self._next < self._window:
             try:
                 self._operation.add(next(self._calls)())
@@ -213,6 +214,9 @@ class ResultIterator:
             except Exception as error:
                 self._source_error = error
                 self._operation.sealed = True
+            if self._operation.added - before[0] == batch:
+                batch *= 4
+                self._desk.admit(self._operation)
         if (self._operation.added, self._operation.sealed) != before:
             self._desk.admit(self._operation)
 

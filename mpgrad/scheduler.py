@@ -30,7 +30,7 @@ from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, TensorRef
 from mpgrad.channel import Frame, Pipe, drained
 from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
-from mpgrad.errors import InternalError, PoolClosedError, WorkerDiedError, raised_again
+from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError, raised_again
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
     Collected,
@@ -361,7 +361,7 @@ class Scheduler(ABC):
         code = self.close_channel(worker)
         worker.gone = reason
         del self._workers[worker.number]
-        self._unmap([number for number in self.lenders.slabs if number >> 32 == worker.number])
+        self._unmap([number for number in self.lenders.numbers if number >> 32 == worker.number])
         worker.take_leave()
         return code
 
@@ -478,7 +478,11 @@ class Scheduler(ABC):
         self.tell_waiters()
 
     def _feed(self) -> None:
-        """Give every worker a chunk before any gets its second."""
+        """Give every worker a chunk before any gets its second.
+
+        A second one has to wait for the first, perhaps for long, while another worker starts or ends what it does. So it is
+        given where it is known to be short.
+        """
         for depth in range(CHUNKS_UNDER_WAY):
             for worker in list(self._workers.values()):
                 if worker.ready and len(worker.under_way) <= depth:
@@ -495,6 +499,9 @@ class Scheduler(ABC):
         room = self._room(worker)
         while self._operations and room > 0:
             operation = self._operations[0]
+            seconds = self._codes.seconds.get(operation.function.code, math.inf)
+            if worker.under_way and seconds > LONGEST_CHUNK and operation.queue:
+                return
             calls = self._take_calls(operation, min(room, self._chunk_size(operation)))
             if calls:
                 self._transmit(worker, *worker.forward(self._next_chunk(worker), operation, calls))
@@ -591,9 +598,10 @@ class Scheduler(ABC):
                     for address, times in message.slots:
                         worker.take_back(address, times)
                 case Ready():
-                    memory = self.lenders.slabs[slab_of(message.progress)].memory
-                    offset = message.progress & OFFSET_MASK
-                    worker.progress = memory[offset : offset + 8 * Progress.COUNT].cast("q")
+                    with contextlib.suppress(SharedMemoryError):  # then nothing is known of how far it has come
+                        memory = self.lenders.slab(slab_of(message.progress)).memory
+                        offset = message.progress & OFFSET_MASK
+                        worker.progress = memory[offset : offset + 8 * Progress.COUNT].cast("q")
                     worker.pid = message.pid
                     worker.ready = True
                     self._failed_starts = 0
@@ -625,10 +633,14 @@ class Scheduler(ABC):
             if isinstance(outcome, Failure):
                 operation.deliver(call.index, again(outcome, f"{operation.noun} {call.index}, ", worker))
                 continue
-            memories = self._borrow(outcome.tensors)
             graph = None
             if outcome.has_graph:
                 graph = self._graph_kept(worker, operation.home, number, call.index, call)
+            try:
+                memories = self._borrow(outcome.tensors)
+            except SharedMemoryError as error:
+                operation.deliver(call.index, error)
+                continue
             if graph is None or graph.recipe is None:
                 call.placed = []  # the worker has it now
             operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call))
@@ -670,11 +682,28 @@ class Scheduler(ABC):
         self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview, worker: Worker
     ) -> None:
         refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
-        reply.arrive(found, payload, self._borrow(refs), worker.number)
+        try:
+            reply.arrive(found, payload, self._borrow(refs), worker.number)
+        except SharedMemoryError as error:
+            reply.fail(error)
 
     def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, memoryview]:
-        """Claim memory at once, so that it is given back even where nobody ever looks at the result."""
-        return {ref.place: self.lenders.borrow(ref.place, ref.nbytes) for ref in refs if ref.place >= 0}
+        """Claim memory at once, so that it is given back even where nobody ever looks at the result.
+
+        Raises:
+            SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
+        """
+        found: dict[int, memoryview] = {}
+        refused: SharedMemoryError | None = None
+        for ref in refs:
+            try:
+                if ref.place >= 0:
+                    found[ref.place] = self.lenders.borrow(ref.place, ref.nbytes)
+            except SharedMemoryError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+        return found
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

@@ -183,25 +183,26 @@ def reaches_tensor(value: object) -> bool:
     Raises:
         TypeError: it reaches one that needs gradients through a module, of which the worker would import its own copy.
     """
-    return bool(tensors_reached(value, set()))
+    return bool(tensors_reached(value, set(), set()))
 
 
-def tensors_reached(value: object, seen: set[int]) -> list[torch.Tensor]:
+def tensors_reached(value: object, seen: set[int], behind_modules: set[int]) -> list[torch.Tensor]:
+    """Of what was `seen`, nothing again; of what was seen `behind_modules`, nothing again there."""
     if isinstance(value, torch.Tensor):
         return [value]
     if id(value) in seen or isinstance(value, (types.ModuleType, str, bytes, int, float)):
         return []
     seen.add(id(value))
     found = [*value.parameters(), *value.buffers()] if isinstance(value, Module) else []
-    for part in parts_of(value):
-        found += tensors_reached(part, seen)
+    for part in parts_of(value, behind_modules):
+        found += tensors_reached(part, seen, behind_modules)
     return found
 
 
-def parts_of(value: object) -> list[object]:
+def parts_of(value: object, behind_modules: set[int]) -> list[object]:
     """What `value` may lead to; nothing for what belongs to a library."""
     if isinstance(value, types.FunctionType):
-        return [] if is_library(value.__module__) else reach_of(value)
+        return [] if is_library(value.__module__) else reach_of(value, behind_modules)
     if isinstance(value, (types.MethodType, functools.partial)):
         parts = [value.__func__, value.__self__] if isinstance(value, types.MethodType) else [value.func, *value.args]
         return [*parts, *getattr(value, "keywords", {}).values()]
@@ -225,7 +226,7 @@ def parts_of(value: object) -> list[object]:
     return [type(value), *getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
 
 
-def reach_of(function: types.FunctionType) -> list[object]:
+def reach_of(function: types.FunctionType, behind_modules: set[int]) -> list[object]:
     parts: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:
@@ -238,12 +239,12 @@ def reach_of(function: types.FunctionType) -> list[object]:
     for module in [*parts, *imported]:  # imported by the function itself: its own copy, in a worker
         if isinstance(module, types.ModuleType) and not is_library(module.__name__):
             for name in names & vars(module).keys():
-                refuse_if_lost(f"{module.__name__}.{name}", vars(module)[name])
+                refuse_if_lost(f"{module.__name__}.{name}", vars(module)[name], behind_modules)
     return parts
 
 
-def refuse_if_lost(path: str, value: object) -> None:
-    if any(tensor.requires_grad for tensor in tensors_reached(value, set())):
+def refuse_if_lost(path: str, value: object, behind_modules: set[int]) -> None:
+    if any(tensor.requires_grad for tensor in tensors_reached(value, behind_modules, behind_modules)):
         raise TypeError(
             f"the function reaches a tensor that needs gradients through a module ({path}), of which a worker imports its own "
             "copy, so that gradients would be lost; import the name itself (from module import name), or pass it as an argument"

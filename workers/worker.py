@@ -173,7 +173,7 @@ class Worker:
         started = time.perf_counter()
         with under(message.modes):
             for position, call in enumerate(message.calls):
-                if self._progress[Progress.CANCELLED] == message.chunk:
+                if message.chunk in self._progress[Progress.CANCELLED :]:
                     break
                 self._begin(message.chunk, position)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
