@@ -141,7 +141,10 @@ class Channel:
                 return None
             self._header = HEADER.unpack_from(self._incoming)
             size = self._header[0] + self._header[1]
-            self._body = bytearray(size)
+            try:
+                self._body = bytearray(size)
+            except MemoryError as error:
+                raise MemoryError(f"no memory for a message of {size:,} bytes; return less, or tensors") from error
             there = self._incoming[HEADER.size : HEADER.size + size]
             self._body[: len(there)] = there
             self._filled = len(there)

@@ -103,6 +103,7 @@ class Worker:
         self.retiring = False  # takes no new calls: it has done as many as one worker may
         self.gone: BaseException | None = None  # what its graphs answer after its end
         self.overdue: float | None = None  # the timeout of the call for which it was killed
+        self.unreadable = ""  # why its answer could not be read, for which it was killed
         self.pid = -1
         self.progress: memoryview | None = None  # of int64, see `Progress`
         self.busy_since = 0.0  # when its first chunk under way became the first

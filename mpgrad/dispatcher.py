@@ -161,6 +161,10 @@ class Dispatcher(Scheduler):
                 self.receive(worker, frame)
         except (EOFError, ConnectionError):
             self.lose(worker)
+        except MemoryError as error:  # its answer cannot be read, nor what comes behind it
+            worker.unreadable = str(error)
+            self.kill(worker)
+            self.lose(worker)
         self.tell_waiters()
 
     def watch(self, worker: Worker) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from mpgrad.autograd import RemoteGraph
 from mpgrad.codes import Codes
 from mpgrad.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
-from mpgrad.errors import CallTimeoutError, WorkerDiedError
+from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.memory import kills_for_memory
 from mpgrad.operations import PackedCall
 
@@ -60,6 +60,8 @@ class Recovery:
     def _death(self, worker: Worker, code: int | None, index: int, phase: str) -> BaseException:
         if worker.overdue is not None:
             return CallTimeoutError(index, phase, worker.overdue)
+        if worker.unreadable:
+            return SharedMemoryError(f"{worker.unreadable} (item {index}, phase: {phase})")
         detail = OUT_OF_MEMORY if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory else ""
         return WorkerDiedError(index, phase, worker.number, code, detail)
 

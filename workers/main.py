@@ -53,6 +53,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
     except (EOFError, ConnectionError):
         return  # the parent is gone, and nobody is left to tell
     finally:
+        if outlet is not None:
+            outlet.close()
         channel.close()
 
 

@@ -38,6 +38,10 @@ class Outlet:
         logging.root.addHandler(LogHandler(self))
         logging.root.setLevel(log_level)
 
+    def close(self) -> None:
+        """Nothing can be sent any more; what is still printed goes where it would have gone."""
+        sys.stdout, sys.stderr = (stream.original for stream in self._streams)
+
     def put(self, message: Message) -> None:
         self._waiting.append(message)
         if threading.current_thread() is self._thread:
@@ -65,19 +69,19 @@ class Stream(io.TextIOBase):
     def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:
         self._outlet = outlet
         self._name = name
-        self._original = original
+        self.original = original
         self._line = ""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return self._original.encoding
+        return self.original.encoding
 
     @property
     def buffer(self) -> object:
-        return self._original.buffer
+        return self.original.buffer
 
     def fileno(self) -> int:
-        return self._original.fileno()
+        return self.original.fileno()
 
     def writable(self) -> bool:
         return True
@@ -86,7 +90,7 @@ class Stream(io.TextIOBase):
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if not self._outlet.is_ours:
-            return self._original.write(text)
+            return self.original.write(text)
         self._line += text
         if "\n" in text:
             self.flush()
@@ -94,7 +98,7 @@ class Stream(io.TextIOBase):
 
     def flush(self) -> None:
         if not self._outlet.is_ours:
-            self._original.flush()
+            self.original.flush()
             return
         text, self._line = self._line, ""
         if text:
