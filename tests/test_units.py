@@ -264,13 +264,14 @@ class FakeHome:
     """Answers a backward with the gradient times 10, and records the order of events."""
 
     deterministic = False
+    timeout = None
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def send_gradients(self, graph: autograd.RemoteGraph, order: autograd.Order) -> FakeHome.Reply:
+    def send_gradients(self, graph: autograd.RemoteGraph, order: autograd.Order, grads: autograd.Grads) -> FakeHome.Reply:
         self.events.append(("send", graph.index))
-        return self.Reply(self, graph.index, [grad * 10 for grad in order.grads for _ in order.wanted])
+        return self.Reply(self, graph.index, [grad * 10 for grad in grads for _ in order.wanted])
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[()], list[torch.Tensor | None]]]:
         self.events.append(("captures", -1))
