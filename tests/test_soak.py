@@ -127,3 +127,15 @@ def test_refuses_no_time(script: Any, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         script.main(["--seconds", "0"])
     assert "must be more than 0 (0)" in capsys.readouterr().err
+
+
+def test_time_to_error_prints_its_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    out = tmp_path / "seconds.json"
+    assert importlib.import_module("time_to_error").main(["--repeats", "1", "--out", str(out)]) == 0
+    seconds = json.loads(out.read_text())["seconds"]
+    assert len(seconds) == 3 and all(0 < each[0] < 10 for each in seconds.values())
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in seconds)
