@@ -6,9 +6,11 @@ gradients, the same exceptions. Only the time differs.
 
 import importlib as _importlib
 import typing as _typing
+from concurrent.futures import as_completed, wait
 
 from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
 from mpgrad.errors import (
+    AncestorFailedError,
     CallTimeoutError,
     InternalError,
     PoolClosedError,
@@ -26,6 +28,7 @@ if _typing.TYPE_CHECKING:
     from mpgrad.workers.parallel import map_with_parallel_backward
 
 __all__ = [
+    "AncestorFailedError",
     "AsyncResult",
     "CallTimeoutError",
     "EmulatedAutogradContext",
@@ -37,6 +40,7 @@ __all__ = [
     "ResultIterator",
     "SharedMemoryError",
     "WorkerDiedError",
+    "as_completed",
     "hessian",
     "hvp",
     "jacobian",
@@ -46,6 +50,7 @@ __all__ = [
     "run_isolated_backward",
     "run_isolated_forward",
     "vjp",
+    "wait",
 ]
 
 

@@ -7,6 +7,9 @@ one call is split over two kinds of node, and the engine's own priorities put al
     captures ──► CaptureGate (runs last of all) ────┴─► Call ──► outputs                         forward, left to right
     real gradients ◄── wait, take ◄─────────────────── send the outputs' gradients, return at once   backward, right to left
 
+A call may have been given the result of another one that nobody else sees (`hidden`). Then its gate does not wait: it passes
+on a `Promise`, and the gradient goes from worker to worker as soon as it is there, whatever this thread waits for meanwhile.
+
 With `create_graph=True` the worker keeps a graph of that backward too, and the gradients that the gates take are the outputs
 of another `Call`, whose inputs are the outputs' gradients, the item's tensors and the captures. Nothing is special about it,
 so there are derivatives of every order.
@@ -35,6 +38,7 @@ __all__ = [
     "Grads",
     "Home",
     "Order",
+    "Promise",
     "RemoteGraph",
     "Reply",
     "attach",
@@ -43,6 +47,7 @@ __all__ = [
     "edges_of",
     "forget_oldest",
     "gate",
+    "gate_behind",
     "is_call",
     "modified_in_place",
 ]
@@ -57,7 +62,14 @@ ATTACHED = itertools.count()
 MOST_TASKS = 256  # backwards of one operation at a time: in threads, or nested
 
 
-Grads = Sequence[torch.Tensor | None]  # of the outputs of one call
+class Promise(NamedTuple):
+    """A gradient that another backward computes."""
+
+    reply: Any  # the `Reply` to that backward
+    place: int  # among the gradients that it gives
+
+
+Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call: the parts of each sum; none: no gradient
 
 
 class Order(NamedTuple):
@@ -91,6 +103,11 @@ class Home(Protocol):
     deterministic: bool  # captures' gradients are added in the order of the items
     timeout: float | None  # seconds for each call
 
+    @property
+    def carrier(self) -> object:
+        """By which graphs are reached: that of one pool."""
+        ...
+
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> Reply:
         """Start the backward of one call; returns at once."""
         ...
@@ -112,12 +129,15 @@ class RemoteGraph:
         "_derivatives",
         "call",
         "family",
+        "gates_behind",
         "has_further",
+        "hidden",
         "home",
         "index",
         "inputs_lent",
         "number",
         "placeholders",
+        "promises",
         "recipe",
         "worker",
     )
@@ -134,6 +154,9 @@ class RemoteGraph:
         self.has_further = False  # a derivative of this graph enters through the same gates
         self.family: list[weakref.ref[Any]] = []  # the `Call`s of this graph and of its derivatives, where there are any
         self._derivatives: dict[int, Derivative] = {}  # by backward: with gradients that no gate has taken yet
+        self.hidden = False  # the caller cannot see the outputs, only calls that were given them
+        self.gates_behind: list[weakref.ref[Any]] = []  # of those calls
+        self.promises: dict[int, list[tuple[int, Promise]]] = {}  # by backward: to which output
 
     def send(self, order: Order, grads: Grads, further: Further | None) -> Derivative:
         for tensor, version in self.inputs_lent:
@@ -156,6 +179,22 @@ class RemoteGraph:
     def is_expected(self, task: int) -> bool:
         return task in self._derivatives
 
+    def promise(self, task: int, number: int) -> Promise | None:
+        """Instead of `take`; None where the gradient has to be seen on its way."""
+        derivative = self._derivatives[task]
+        promise = derivative.promise(number)
+        if derivative.is_taken:
+            del self._derivatives[task]
+        return promise
+
+    def reveal(self) -> None:
+        """The caller may see the outputs now, and their gradients: those that come have to be waited for, after all is sent."""
+        self.hidden = False
+        for ref in self.gates_behind:
+            if (node := ref()) is not None and node.graph is not None:
+                set_priority(node, WAIT + node.graph.number)
+        self.gates_behind.clear()
+
     def __del__(self) -> None:
         self.home.release(self)
 
@@ -175,11 +214,19 @@ class Derivative:
         self.number = graph.number
         self._reply = reply
         self._further = further
-        self._found: dict[int, torch.Tensor | None] | None = None  # by input; those of the captures under None
+        self._left = set(order.wanted)  # inputs whose gradients nobody has taken
+        self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: list[torch.Tensor | None] = []
 
     def take(self, number: int) -> torch.Tensor | None:
+        self._left.discard(number)
         return self._results().pop(number)
+
+    def promise(self, number: int) -> Promise | None:
+        if self.order.levels or self.order.create:
+            return None
+        self._left.discard(number)
+        return Promise(self._reply, self.order.wanted.index(number))
 
     def take_captures(self) -> list[torch.Tensor | None]:
         self._results()
@@ -188,7 +235,7 @@ class Derivative:
 
     @property
     def is_taken(self) -> bool:
-        return self._found is not None and not self._found
+        return not self._left
 
     def _results(self) -> dict[int, torch.Tensor | None]:
         if self._found is None:
@@ -255,7 +302,8 @@ class Call(torch.autograd.Function):
         if wanted or captures:
             ctx.task = task = graph_task()
             keep = graph_is_kept() or relatives_will_run(ctx)
-            derivative = differentiate(ctx, grads, wanted, captures, task, keep, torch.is_grad_enabled())
+            promises = ctx.graph.promises.pop(task, ())
+            derivative = differentiate(ctx, grads, wanted, captures, task, keep, torch.is_grad_enabled(), promises=promises)
             if wanted:
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
@@ -297,8 +345,12 @@ def differentiate(
     keep: bool,
     create: bool,
     apart: bool = False,
+    promises: Sequence[tuple[int, Promise]] = (),
 ) -> Derivative:
-    """Send the backward of the call whose `Call` is `node` to its worker; returns at once."""
+    """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
+
+    `promises` are parts of the gradients of outputs, besides `grads`.
+    """
     if any(grad is not None and has_tangent(grad) for grad in grads):
         raise TypeError(
             "a gradient that came to a pool's result has a tangent, which would be lost; for forward over reverse, "
@@ -320,7 +372,10 @@ def differentiate(
             )
         elif not keep:
             node.inputs = ()  # the worker refuses another backward
-        return graph.send(Order(task, keep, create, wanted, captures, apart, levels), grads, further)
+        parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
+        for output, promise in promises:
+            parts[output].append(promise)
+        return graph.send(Order(task, keep, create, wanted, captures, apart, levels), parts, further)
 
 
 class Gate(torch.autograd.Function):
@@ -332,6 +387,8 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
+        ctx.graph = None
+        ctx.source = None  # the graph of the call that gave `tensor`, where it is a result that was passed on
         # No view: until the result is fetched the caller may write to `tensor` in place, which would move a view to the new
         # history. An argument that is returned as it is becomes one.
         return tensor.detach()
@@ -339,6 +396,13 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
         graph, number, task = ctx.graph, ctx.number, graph_task()
+        source: RemoteGraph | None = ctx.source
+        if source is not None and source.hidden and not graph.has_further:
+            promise = graph.promise(task, number)
+            if promise is not None:
+                source.promises.setdefault(task, []).append((ctx.output, promise))
+                forget_oldest(source.promises)
+                return None
         if not graph.has_further:
             return graph.take(task, number)  # type: ignore[no-any-return]
         # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
@@ -351,6 +415,16 @@ class Gate(torch.autograd.Function):
 def gate(tensor: torch.Tensor) -> torch.Tensor:
     """Let `tensor` into an operation: an identity whose node learns in `attach` which gradient it waits for."""
     gated: torch.Tensor = apply(Gate, tensor)
+    return gated
+
+
+def gate_behind(source: RemoteGraph | None, tensor: torch.Tensor) -> torch.Tensor:
+    """A gate for an output of `source` that is passed on to another call."""
+    gated = gate(tensor)
+    node: Any = gated.grad_fn
+    if source is not None and source.hidden:
+        node.source, node.output = source, tensor.output_nr
+        source.gates_behind.append(weakref.ref(node))
     return gated
 
 
@@ -370,7 +444,8 @@ def attach(
     for number, tensor in enumerate(gated):
         node: Any = tensor.grad_fn
         node.graph, node.number = graph, number
-        set_priority(node, WAIT + graph.number)
+        waits = node.source is None or not node.source.hidden
+        set_priority(node, (WAIT if waits else SEND) + graph.number)
     if token is None and not gated:
         token = ROOT
     if torch.is_grad_enabled():

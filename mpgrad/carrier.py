@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,18 @@ from torch.nn.parameter import is_lazy
 from mpgrad._torch import has_tangent, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
 
-__all__ = ["Packer", "Payload", "Placed", "TensorRef", "are_distinct_tensors", "check_carriable", "flags_of", "view"]
+__all__ = [
+    "Packer",
+    "Payload",
+    "Placed",
+    "TensorRef",
+    "are_distinct_tensors",
+    "check_carriable",
+    "flags_of",
+    "placed_again",
+    "stand_in",
+    "view",
+]
 
 RIDE_BYTES = 8192
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
@@ -121,6 +132,16 @@ class Placed(NamedTuple):
     flags: int
     body: bytes | None
     holder: Slot | Borrowed | None
+
+
+def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed]) -> Placed:
+    """What one process has sent us, ready to be sent to another."""
+    dtype, shape, form, place, nbytes, flags = ref
+    if flags & REQUIRES_GRAD and not flags & LEAF:
+        flags &= ~PARAMETER  # the output of a call is none, whatever it was there
+    if place >= 0:
+        return Placed(dtype, shape, form, place, nbytes, flags | SHARED, None, memories[place])
+    return Placed(dtype, shape, form, -1, nbytes, flags, bytes(payload[-1 - place : -1 - place + nbytes]), None)
 
 
 class Packer:
@@ -286,6 +307,11 @@ class Payload:
         return TensorRef(dtype, shape, form, -1 - offset, nbytes, flags)
 
 
+def stand_in(ref: TensorRef) -> torch.Tensor:
+    """A tensor like the one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
+    return torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device="cpu")
+
+
 def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
     """The tensor that `ref` stands for, over the memory where it lies; the memory lives as long as the tensor."""
     form = ref.form
@@ -305,9 +331,7 @@ def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memo
     return tensor
 
 
-def view_sparse(
-    ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]
-) -> torch.Tensor:
+def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
     memory = payload[-1 - ref.place :] if ref.place < 0 else borrow(ref)
     parts = [view(part, memory, borrow) for part in form.parts]
     layout = SPARSE_LAYOUTS[form.layout]

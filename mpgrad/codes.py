@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from mpgrad.crew import Worker
-from mpgrad.operations import SharedFunction
+from mpgrad.packing import SharedFunction
 
 __all__ = ["Codes"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpgrad.arena import Borrowed, Slab, Slot
-from mpgrad.autograd import Order, RemoteGraph
+from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import Payload, Placed, TensorRef
 from mpgrad.channel import Pipe, drained, send_slabs
@@ -32,7 +32,8 @@ from mpgrad.messages import (
     SlabsGone,
 )
 from mpgrad.modes import Modes
-from mpgrad.operations import Operation, PackedCall, SharedFunction
+from mpgrad.operations import Operation
+from mpgrad.packing import PackedCall, SharedFunction
 
 __all__ = ["CaptureRequest", "Chunk", "Differentiation", "SentGradients", "Worker"]
 
@@ -47,7 +48,7 @@ class Differentiation(NamedTuple):
     graph: RemoteGraph
     order: Order
     number: int | None  # of the graph of the gradients, where there is to be one
-    grads: list[Placed | None]
+    grads: list[list[Placed | Promise]]  # the parts of each; promises only until it is sent
     modes: Modes
 
 
@@ -227,11 +228,12 @@ class Worker:
             self.lend(function.slot.address, function.slot)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        return ForwardCall(number, call.index, call.structure, [self._pack(each, payload) for each in call.placed])
+        tensors = [self._pack(each, payload) for each in call.placed]
+        return ForwardCall(number, call.index, call.structure, tensors, call.claimed)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
-        grads = [None if placed is None else self._pack(placed, payload) for placed in what.grads]
+        grads = [tuple([self._pack(part, payload) for part in parts if isinstance(part, Placed)]) for parts in what.grads]
         return BackwardCall(
             what.graph.call,
             order.task,

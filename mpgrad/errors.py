@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 __all__ = [
+    "AncestorFailedError",
     "CallTimeoutError",
     "InternalError",
     "PoolClosedError",
@@ -19,6 +20,8 @@ __all__ = [
     "RemoteTraceback",
     "SharedMemoryError",
     "WorkerDiedError",
+    "add_note",
+    "ancestor_failed",
     "raised_again",
     "warned_again",
 ]
@@ -74,6 +77,10 @@ class CallTimeoutError(TimeoutError):
         return f"{subject} ran longer than its timeout ({self.seconds} s, phase: {self.phase}), and was killed with its worker"
 
 
+class AncestorFailedError(RuntimeError):
+    """A call did not run, because one that was to give it an argument failed or was cancelled: see the `__cause__`."""
+
+
 class SharedMemoryError(MemoryError):
     """The outside has no room for a tensor in shared memory; nothing was changed."""
 
@@ -95,6 +102,18 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n"""\n{self.text}"""'
+
+
+def ancestor_failed(error: BaseException, subject: str) -> AncestorFailedError:
+    """The error of a call (for example "item 3") whose ancestor raised `error`, or did not run either."""
+    origin = error.__cause__ if isinstance(error, AncestorFailedError) else error
+    failed = AncestorFailedError(f"{subject} did not run, because a call that it needs failed ({describe_error(origin)})")
+    failed.__cause__ = origin
+    return failed
+
+
+def describe_error(error: BaseException | None) -> str:
+    return type(error).__name__ if error is None or not str(error) else f"{type(error).__name__}: {error}"
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -9,28 +9,30 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mpgrad.arena import Borrowed
 from mpgrad.autograd import Grads, Order, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, TensorRef, view
+from mpgrad.carrier import REQUIRES_GRAD, Placed, TensorRef, placed_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
-from mpgrad.operations import SharedFunction
+from mpgrad.packing import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
 
-Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, memoryview]]
+Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed]]
 
 
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_outcome", "_subject", "_wait_until", "apart", "graph", "warned")
+    __slots__ = ("_outcome", "_subject", "_wait_until", "apart", "dependents", "graph", "warned")
 
     def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | None) -> None:
         self._wait_until = wait_until
         self._subject = "" if index is None else f"item {index}, "
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
+        self.dependents: list[Callable[[], None]] = []  # of the scheduling thread: to be told when it is there
         self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
         self.graph: RemoteGraph | None = None
         self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
@@ -43,21 +45,43 @@ class GradientReply:
         self,
         found: Sequence[TensorRef | None] | Failure,
         payload: memoryview,
-        memories: dict[int, memoryview],
+        memories: dict[int, Borrowed],
         worker: int,
     ) -> None:
         if isinstance(found, Failure):
             again = found.error, found.traceback, found.phase, self._subject, worker
-            self._outcome = lambda: raised_again(*again)
+            self._arrived(lambda: raised_again(*again))
         else:
-            self._outcome = found, payload, memories
+            self._arrived((found, payload, memories))
 
     def fail(self, error: BaseException) -> None:
-        self._outcome = lambda: copy.copy(error)
+        self._arrived(lambda: copy.copy(error))
+
+    def fail_as(self, other: GradientReply) -> None:
+        """Of the gradients that were needed here, `other` has none, but an error."""
+        assert callable(other._outcome)
+        self._arrived(other._outcome)
+
+    def _arrived(self, outcome: Outcome | Callable[[], BaseException]) -> None:
+        self._outcome = outcome
+        dependents, self.dependents = self.dependents, []
+        for tell in dependents:
+            tell()
+
+    def passed_on(self, place: int) -> Placed | None:
+        """One of the gradients, for another worker."""
+        assert self._outcome is not None and not callable(self._outcome)
+        found, payload, memories = self._outcome
+        ref = found[place]
+        return None if ref is None else placed_again(ref, payload, memories)
+
+    @property
+    def has_failed(self) -> bool:
+        return callable(self._outcome)
 
     def gradients(self) -> list[torch.Tensor | None]:
         found, payload, memories = self._wait()
-        return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place]) for ref in found]
+        return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place].memory) for ref in found]
 
     def wait(self) -> None:
         """Raises what the backward raised."""
@@ -107,7 +131,7 @@ class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
     def __init__(self, carrier: Carrier, function: SharedFunction, deterministic: bool, timeout: float | None) -> None:
-        self._carrier = carrier
+        self.carrier = carrier
         self._function = function
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
@@ -116,7 +140,7 @@ class OperationHome:
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply:
         worker = graph.worker
-        reply = self._carrier.send_gradients(graph, order, grads)
+        reply = self.carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
             forget_oldest(self._contributions)
@@ -124,7 +148,7 @@ class OperationHome:
         return reply
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
-        request = self._carrier.request_captures
+        request = self.carrier.request_captures
         asked = [
             (levels, contributions, request(worker, self._function.number, task, levels, self.timeout))
             for (worker, levels), contributions in self._contributions.pop(task, {}).items()
@@ -148,7 +172,7 @@ class OperationHome:
         if graph is None:
             raise InternalError("a graph ended before its backward")
         order = lost.order._replace(wanted=(), apart=True)
-        return order, self._carrier.send_gradients(graph, order, lost.grads, again=True)
+        return order, self.carrier.send_gradients(graph, order, lost.grads, again=True)
 
     def release(self, graph: RemoteGraph) -> None:
-        self._carrier.release(graph)
+        self.carrier.release(graph)

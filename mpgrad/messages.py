@@ -120,10 +120,13 @@ class Forget(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
+    """`claimed`: results of other calls among the arguments, the structure and number of tensors of each; these come last."""
+
     call: int
     item: int  # its index
     structure: Structure
     tensors: list[TensorRef]
+    claimed: Sequence[tuple[Structure, int]] = ()
 
 
 class Forward(NamedTuple):
@@ -150,8 +153,9 @@ class BackwardCall(NamedTuple):
     """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed.
 
     Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
-    a graph of all these gradients is kept under it. Gradients are batches over `levels`, which are in front. `before` makes
-    the call's graph again where it is missing.
+    a graph of all these gradients is kept under it. `grads` are the parts of each output's gradient, to be added up; none where
+    it has none. Gradients are batches over `levels`, which are in front. `before` makes the call's graph again where it is
+    missing.
     """
 
     call: int
@@ -162,7 +166,7 @@ class BackwardCall(NamedTuple):
     apart: bool
     levels: tuple[Level, ...]
     graph: int | None
-    grads: list[TensorRef | None]
+    grads: list[tuple[TensorRef, ...]]
     before: Sequence[Rerun | Rederive] = ()
 
 

@@ -8,148 +8,28 @@ Assumes: `deliver` and `fail` come from the dispatcher's thread only; whoever wa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
+import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 import torch
 
 from mpgrad import structure
-from mpgrad._torch import outside_transforms, transforms_are_active
+from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed
-from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, modified_in_place
-from mpgrad.carrier import (
-    LEAF,
-    PARAMETER,
-    REQUIRES_GRAD,
-    SHARED,
-    Packer,
-    Placed,
-    are_distinct_tensors,
-    check_carriable,
-    flags_of,
-    view,
-)
+from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
+from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import warned_again
-from mpgrad.messages import Result, Structure, Warned
+from mpgrad.messages import Result, Warned
 from mpgrad.modes import Modes
+from mpgrad.packing import Conditions, PackedCall, SharedFunction
 
-__all__ = ["Delivered", "Operation", "PackedCall", "Shared", "SharedFunction", "pack_call"]
-
-
-Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
-
-
-class SharedFunction:
-    """A function as it is during one operation: its pickle, and its captures in one slot of shared memory."""
-
-    numbers = itertools.count(1)
-
-    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int, int], None]) -> None:
-        try:
-            self.pickled, captures = structure.dumps(function)
-        except Exception as error:
-            raise structure.transported(error, "the function") from error
-        for tensor in captures:
-            check_carriable(tensor, "the function")
-        self.number = next(self.numbers)
-        self.code = 0  # the scheduler's number of the pickle
-        self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
-        self.refs, self.slot = packer.place_together(captures)
-        self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
-        self._forget = forget
-
-    @property
-    def block(self) -> tuple[int, int] | None:
-        return None if self.slot is None else (self.slot.address, self.slot.memory.nbytes)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_forget"):
-            self._forget(self.number, self.nbytes)
-
-
-class Conditions(NamedTuple):
-    """What all calls of an operation run with, and run with again where a graph is lost."""
-
-    function: SharedFunction
-    modes: Modes
-    seed: int | None
-
-
-class PackedCall:
-    """One call, ready to send; while its graph may be needed, also the recipe of that."""
-
-    __slots__ = ("conditions", "deaths", "gated", "index", "inputs_lent", "placed", "structure", "ungated")
-
-    conditions: Conditions
-
-    def __init__(self, index: int, shape: Structure, placed: list[Placed]) -> None:
-        self.index = index
-        self.structure = shape
-        self.placed = placed
-        self.gated: Sequence[torch.Tensor] = ()
-        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
-        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
-        self.deaths = 0  # of workers that ran this call, or came no further than to receive it
-
-    @property
-    def message_bytes(self) -> int:
-        pickled = len(self.structure) if isinstance(self.structure, bytes) else 0
-        return pickled + sum(len(each.body) for each in self.placed if each.body is not None)
-
-
-def pack_call(
-    packer: Packer,
-    index: int,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    grad: bool,
-    shared: Shared | None = None,
-) -> PackedCall:
-    """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
-
-    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common.
-
-    Raises:
-        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
-        SharedMemoryError: no room for a tensor.
-    """
-    if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
-        with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared)
-    shape, tensors = arguments_structure(index, args, kwargs)
-    placed = []
-    for tensor in tensors:
-        check_carriable(tensor, "item", index)
-        placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
-    call = PackedCall(index, shape, placed)
-    if grad:
-        call.gated = [gate(tensor) for tensor in tensors if tensor.requires_grad]
-        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
-        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
-    else:
-        needing = [tensor for tensor in tensors if tensor.requires_grad]
-        call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
-    return call
-
-
-def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared) -> Placed:
-    known = shared.get(id(tensor))
-    if known is None:
-        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED)
-    return known[1]
-
-
-def arguments_structure(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Structure, list[torch.Tensor]]:
-    if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
-        return len(args), list(args)
-    try:
-        return structure.dumps((tuple(args), kwargs))
-    except Exception as error:
-        raise structure.transported(error, f"item {index}") from error
+__all__ = ["Claim", "Delivered", "Operation", "Submitted"]
 
 
 class Delivered(NamedTuple):
@@ -157,9 +37,19 @@ class Delivered(NamedTuple):
 
     result: Result
     payload: memoryview
-    memories: dict[int, memoryview]  # borrowed, by address
+    memories: dict[int, Borrowed]  # by address
     graph: RemoteGraph | None
     call: PackedCall
+    worker: object  # that gave it
+
+    def views(self, private: bool = False) -> list[torch.Tensor]:
+        """Its tensors, without a history; `private`: not in memory where workers may still read them."""
+        memories = {place: own(memory) if private else memory for place, (memory, _) in self.memories.items()}
+        return [view(ref, self.payload, lambda ref: memories[ref.place]) for ref in self.result.tensors]
+
+
+def own(memory: memoryview) -> memoryview:
+    return memoryview(bytearray(memory))
 
 
 class Operation:
@@ -192,6 +82,7 @@ class Operation:
         self.on_finished: Callable[[], None] = lambda: None
         # written by the caller
         self.queue: deque[PackedCall] = deque()
+        self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
         self.added = 0
         self.sealed = False  # no call will be added
         # written by the dispatcher
@@ -205,12 +96,19 @@ class Operation:
 
     def add(self, call: PackedCall) -> None:
         call.conditions = self.conditions
+        if any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
+            raise ValueError(f"{self.noun} {call.index} has a future of another pool; pass its value (future.result())")
         self.added += 1
-        self.queue.append(call)
+        (self.waiting if call.claims else self.queue).append(call)
 
     @property
     def finished(self) -> bool:
-        return self.sealed and self.delivered >= min(self.added, self.limit)
+        return self.sealed and self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """All calls that were added up to now have an outcome."""
+        return self.delivered >= min(self.added, self.limit)
 
     def first_error(self) -> BaseException | None:
         """What is to be raised, as the serial loop would have: the exception of the first failing item."""
@@ -262,30 +160,31 @@ class Operation:
     def _build(self, outcome: Delivered | BaseException) -> Any:
         if isinstance(outcome, BaseException):
             return outcome
-        result, graph, call = outcome.result, outcome.graph, outcome.call
-        tensors = [view(ref, outcome.payload, lambda ref: outcome.memories[ref.place]) for ref in result.tensors]
+        tensors = outcome.views()
+        self._give_history(outcome, tensors)
+        return structure.loads_result(outcome.result.structure, tensors)
+
+    def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
+        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""
+        graph, call = outcome.graph, outcome.call
         inner = []
-        for number, ref in enumerate(result.tensors):
+        for number, ref in enumerate(outcome.result.tensors):
             needs_grad = bool(ref.flags & REQUIRES_GRAD)
             if needs_grad and not ref.flags & LEAF:
                 inner.append(number)
             elif ref.flags & PARAMETER:
                 tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=needs_grad)
             elif needs_grad:
-                tensors[number].requires_grad_()  # a leaf that the function made
+                tensors[number].requires_grad_()
         if graph is not None:
             graph.inputs_lent = call.inputs_lent
             if not self.modes.grad:
                 self._let_in(call)
-            outputs = attach(graph, [tensors[number] for number in inner], self.token, call.gated)
-            call.gated = call.ungated = ()  # they lead to the graph, which may keep the call
+            gated = [*call.gated, *gates_to(call.claims)]
+            outputs = attach(graph, [tensors[number] for number in inner], self.token, gated)
+            call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
-        if result.structure is None:
-            return tensors[0]
-        if isinstance(result.structure, int):
-            return tuple(tensors)
-        return structure.loads(result.structure, tensors)
 
     @torch.enable_grad()
     def _let_in(self, call: PackedCall) -> None:
@@ -318,6 +217,7 @@ class Operation:
     def fail(self, error: BaseException) -> None:
         """Give every call that is still to come the same error."""
         self.queue.clear()
+        self.waiting.clear()
         for index in range(self.added):
             if index not in self.outcomes:
                 self.deliver(index, error)
@@ -327,4 +227,144 @@ class Operation:
         self.limit = 0
         self.sealed = True
         self.queue.clear()
+        self.waiting.clear()
         self.outcomes.clear()
+
+
+class Submitted(Operation):
+    """An operation of one call, whose result other calls may be given before it is there.
+
+        a = submit(f, x); b = submit(g, a)       the scheduler puts a's outcome into g's call as soon as it comes
+        b.result()                               gives both calls their nodes, a's first
+    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which get their memory when
+    somebody does. Its graph is hidden so long, and gradients go to it from worker to worker.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._making = threading.Lock()
+        self._claims: list[weakref.ref[Claim]] = []
+        self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
+        self._taken = False
+        self._value: Any = None
+        # of the dispatcher: to be told when there is an outcome
+        self.dependents: deque[Callable[[], None]] = deque()
+        self.on_passed_on: Callable[[], None] = lambda: None  # its failure is somebody else's now
+
+    @property
+    def outcome(self) -> Delivered | BaseException | None:
+        found = self.outcomes.get(0)
+        return CancelledError() if found is None and self.limit == 0 else found
+
+    def claim(self) -> Claim | None:
+        """To the result as it comes from the worker; None where the caller has it, and may have changed it."""
+        with self._making:
+            if self._taken:
+                return None
+            claim = Claim(self)
+            self._claims.append(weakref.ref(claim))
+            return claim
+
+    def take(self) -> Any:
+        """The value, which has come, as tensors with gradients; the same object at every call."""
+        with self._making:
+            if not self._taken:
+                self._warn()
+                outcome = self.outcomes[0]
+                assert isinstance(outcome, Delivered)
+                with self.modes_of_caller():
+                    tensors = outcome.views(private=bool(self._claims))
+                    if self._tensors is None:
+                        self._give_history(outcome, tensors)
+                        self._tensors = tensors
+                    else:
+                        for tensor, memory in zip(self._tensors, tensors, strict=True):
+                            tensor.data = memory
+                    self._value = structure.loads_result(outcome.result.structure, self._tensors)
+                if outcome.graph is not None:
+                    outcome.graph.reveal()
+                for claim in self._open_claims():
+                    claim.settle(outcome, self._tensors)
+                self.outcomes.clear()
+                self._tensors, self._taken = None, True
+            return self._value
+
+    def connect(self) -> None:
+        """Give the call its node, though nobody has asked for its value."""
+        with self._making:
+            if self._tensors is None and not self._taken:
+                outcome = self.outcomes[0]
+                assert isinstance(outcome, Delivered)
+                with self.modes_of_caller():
+                    tensors = list(map(stand_in, outcome.result.tensors))
+                    self._give_history(outcome, tensors)
+                if outcome.graph is not None:
+                    outcome.graph.hidden = True
+                self._tensors = tensors
+            if self._tensors is not None:
+                for claim in self._open_claims():
+                    claim.settle(self.outcomes[0], self._tensors)
+
+    def unconnected(self) -> list[Submitted]:
+        """Those that gave its call something, and have no node yet."""
+        outcome = self.outcomes.get(0)
+        if self._tensors is not None or not isinstance(outcome, Delivered):
+            return []
+        return [claim.source for claim in outcome.call.claims if not claim.is_settled]
+
+    def _open_claims(self) -> list[Claim]:
+        return [claim for ref in self._claims if (claim := ref()) is not None and not claim.is_settled]
+
+    def deliver(self, index: int, outcome: Delivered | BaseException) -> None:
+        super().deliver(index, outcome)
+        self._tell_dependents()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._tell_dependents()
+
+    def _tell_dependents(self) -> None:
+        while self.dependents:
+            self.dependents.popleft()()
+
+
+class Claim:
+    """To the result of a submitted call, which stands among the arguments of another one."""
+
+    __slots__ = ("__weakref__", "_gates", "_outcome", "is_settled", "source")
+
+    def __init__(self, source: Submitted) -> None:
+        self.source = source
+        self.is_settled = False  # the gates are there
+        self._gates: list[torch.Tensor] = []
+        self._outcome: Delivered | BaseException | None = None
+
+    @property
+    def outcome(self) -> Delivered | BaseException | None:
+        return self.source.outcome or self._outcome  # in this order: when the value is taken, the second is set first
+
+    def settle(self, outcome: Delivered | BaseException, tensors: Sequence[torch.Tensor]) -> None:
+        """The tensors have their history, which the caller cannot have changed yet."""
+        assert isinstance(outcome, Delivered)
+        self._outcome = outcome
+        with torch.enable_grad():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    self._gates.append(gate(tensor) if tensor.is_leaf else gate_behind(outcome.graph, tensor))
+        self.is_settled = True
+
+    def gates(self) -> list[torch.Tensor]:
+        self.source.connect()
+        return self._gates
+
+
+def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
+    """Gates to the results that a call was given; the calls that gave them get their nodes first, the oldest first of all."""
+    stack = [claim.source for claim in claims if not claim.is_settled]
+    while stack:  # no recursion: a chain may be long
+        earlier = stack[-1].unconnected()
+        if earlier:
+            stack += earlier
+        else:
+            stack.pop().connect()
+    return [each for claim in claims for each in claim.gates()]

@@ -10,7 +10,6 @@ and captures it came from, and its backward runs in the worker that made it.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import operator
 import weakref
@@ -32,11 +31,12 @@ from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
 from mpgrad.memory import bytes_of
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
-from mpgrad.operations import Operation, Shared, SharedFunction, pack_call
+from mpgrad.operations import Operation, Submitted
+from mpgrad.packing import Shared, SharedFunction, pack_call
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
-from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
+from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
@@ -129,6 +129,7 @@ class Pool:
         self._timeout = self._seconds(timeout)
         self._deterministic = deterministic
         self._processes = settings.workers
+        self._uncollected = Uncollected()
         self._scheduler = start_scheduler(engine, settings, context)
         # not a method of the pool: a finalizer that refers to it would keep it alive
         self._finalizer = weakref.finalize(self, self._scheduler.terminate)
@@ -335,22 +336,43 @@ class Pool:
     # --- beyond it
 
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """``fn(*args, **kwargs)`` on a worker, as a Future whose result is differentiable.
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+        """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
+
+        A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
+        starts when its arguments are there, without anybody waiting here, and gradients flow through the graph of calls. A
+        result that only calls ask for does not come to the caller's memory. Where a future's value has been asked for,
+        further calls are given the value as it is then.
 
         Example:
             >>> import torch, mpgrad
             >>> x = torch.ones(3, requires_grad=True)
             >>> with mpgrad.Pool(processes=1) as pool:
-            ...     future = pool.submit(torch.mul, x, 5)
-            ...     future.result().sum().backward()
+            ...     five = pool.submit(torch.mul, x, 5)
+            ...     total = pool.submit(torch.sum, five)
+            ...     total.result().backward()
             >>> x.grad
             tensor([5., 5., 5.])
+
+        Raises (`result`):
+            AncestorFailedError: a call that was to give an argument failed or was cancelled; that is the `__cause__`.
+            concurrent.futures.CancelledError: the call was cancelled.
+            Exception: what the call raised.
         """
-        operation = self._begin(fn)
-        future = DifferentiableFuture(self._scheduler, operation)
+        operation = self._begin(fn, kind=Submitted)
+        assert isinstance(operation, Submitted)
+        future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
         return future
+
+    def synchronize(self) -> None:
+        """Wait until all that was submitted up to now has ended: by `submit`, `map_async` and the like, or other threads.
+
+        Raises:
+            Exception: the first failure of a call whose future or result nobody has asked for; it is then forgotten.
+        """
+        self._scheduler.await_all()
+        self._uncollected.surface()
 
     @not_compiled
     def reduce(
@@ -455,6 +477,7 @@ class Pool:
         modes: Modes | None = None,
         timeout: float | None = None,
         on_error: str = "raise",
+        kind: type[Operation] = Operation,
     ) -> Operation:
         function = under_hooks(callable_of(function))
         check_untraced()
@@ -470,7 +493,7 @@ class Pool:
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
             token = capture_gate(home, shared.differentiable) if reaches_gradients else None
-        return Operation(
+        return kind(
             shared,
             home,
             token,
@@ -517,10 +540,10 @@ class Pool:
                 operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared))
                 packed += 1
                 if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
-                    self._scheduler.admit(operation)
+                    self._scheduler.admit(operation, waits=borrow)
                     batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
             operation.sealed = True
-            self._scheduler.admit(operation)
+            self._scheduler.admit(operation, waits=borrow)
         except BaseException:
             self._scheduler.cancel(operation)
             raise
@@ -578,7 +601,7 @@ class Pool:
         error_callback: Callable[[BaseException], object] | None,
         fetch: Callable[[Operation], Any] = Operation.values,
     ) -> AsyncResult:
-        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback)
+        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self._uncollected)
         self._add_all(operation, calls, borrow=False)
         return result
 

@@ -20,7 +20,7 @@ from mpgrad.codes import Codes
 from mpgrad.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.memory import kills_for_memory
-from mpgrad.operations import PackedCall
+from mpgrad.packing import PackedCall
 
 __all__ = ["Recovery"]
 

@@ -6,17 +6,23 @@ All of them make tensors and autograd nodes in the thread that asks, never in th
 from __future__ import annotations
 
 import concurrent.futures
+import functools
+import itertools
 import logging
 import multiprocessing
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from mpgrad._torch import not_compiled
-from mpgrad.operations import Operation, PackedCall
+from mpgrad.errors import add_note
+from mpgrad.operations import Claim, Operation, Submitted
+from mpgrad.packing import PackedCall
+from mpgrad.structure import Deferred
 
-__all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator"]
+__all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator", "Uncollected"]
 
 log = logging.getLogger("mpgrad")
 
@@ -30,6 +36,40 @@ class Desk(Protocol):
 
     def cancel(self, operation: Operation) -> None: ...
 
+    def stop(self, operation: Operation) -> None: ...
+
+    def stop_at(self, moment: float, operation: Operation) -> None: ...
+
+
+class Uncollected:
+    """Failures of asynchronous calls that nobody has asked for."""
+
+    MOST = 1000
+
+    def __init__(self) -> None:
+        self._errors: dict[int, BaseException] = {}
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """For a result that may become a failure."""
+        return next(self._numbers)
+
+    def note(self, number: int, error: BaseException) -> None:
+        if len(self._errors) < self.MOST:
+            self._errors[number] = error
+
+    def collected(self, number: int) -> None:
+        self._errors.pop(number, None)
+
+    def surface(self) -> None:
+        """Raise the failure of what was submitted first, and forget them all."""
+        errors, self._errors = self._errors, {}
+        if errors:
+            first = errors.pop(min(errors))
+            if errors:
+                add_note(first, f"failures that nobody asked for, besides this one: {len(errors)}")
+            raise first
+
 
 class AsyncResult:
     """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`."""
@@ -41,8 +81,11 @@ class AsyncResult:
         fetch: Callable[[Operation], Any],
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
+        uncollected: Uncollected,
     ) -> None:
         self._desk = desk
+        self._uncollected = uncollected
+        self._number = uncollected.number()
         self._operation = operation
         self._fetch = fetch
         self._callback = callback
@@ -51,8 +94,7 @@ class AsyncResult:
         self._value: Any = None
         self._error: BaseException | None = None
         self._fetched = False
-        if callback is not None or error_callback is not None:
-            operation.on_finished = self._call_back
+        operation.on_finished = self._finish
 
     @not_compiled
     def get(self, timeout: float | None = None) -> Any:
@@ -64,6 +106,7 @@ class AsyncResult:
         """
         if not self._desk.wait_until(self.ready, timeout):
             raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+        self._uncollected.collected(self._number)
         with self._lock:
             if not self._fetched:
                 try:
@@ -89,13 +132,16 @@ class AsyncResult:
         """
         if not self.ready():
             raise ValueError("the result is not ready; wait for it first (result.wait())")
+        self._uncollected.collected(self._number)
         if self._fetched:
             return self._error is None
         return self._operation.first_error() is None
 
-    def _call_back(self) -> None:
+    def _finish(self) -> None:
+        error = self._operation.first_error()
+        if error is not None and self._error_callback is None:
+            self._uncollected.note(self._number, error)
         try:
-            error = self._operation.first_error()
             if error is None and self._callback is not None:
                 self._callback(self.get())
             elif error is not None and self._error_callback is not None:
@@ -104,38 +150,79 @@ class AsyncResult:
             log.exception("a callback of the pool raised")
 
 
-class DifferentiableFuture(concurrent.futures.Future[Any]):
-    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it."""
+class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
+    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
 
-    def __init__(self, desk: Desk, operation: Operation) -> None:
+    It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is there.
+    """
+
+    def __init__(self, desk: Desk, operation: Submitted, uncollected: Uncollected) -> None:
         super().__init__()
         self._desk = desk
         self._operation = operation
-        self._making = threading.Lock()
-        self._made = False
+        self._uncollected = uncollected
+        self._number = uncollected.number()
         self._told = False  # that it was cancelled
-        self._value: Any = None
+        self._stopped = False
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts
         operation.on_outcome = self._finish
+        operation.on_passed_on = functools.partial(uncollected.collected, self._number)
 
     @not_compiled
     def result(self, timeout: float | None = None) -> Any:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
         if not self.done():
             self._desk.wait_until(self.done, timeout)
+        self._uncollected.collected(self._number)
         super().result(timeout=0)
-        with self._making:
-            if not self._made:
-                self._value = self._operation.value(0)
-                self._made = True
-            return self._value
+        return self._operation.take()
 
-    def cancel(self) -> bool:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As in `concurrent.futures`: what the call raised, or None."""
+        if not self.done():
+            self._desk.wait_until(self.done, timeout)
+        self._uncollected.collected(self._number)
+        if self._stopped:
+            raise concurrent.futures.CancelledError
+        return super().exception(timeout=0)
+
+    def cancel(self, force: bool = False) -> bool:
+        """Cancel the call, unless it runs or is done; calls that were given its result then fail.
+
+        Args:
+            force: also if it runs: its worker is killed, and what else that one had is done by others (engine "thread": it runs
+                to its end, and nobody hears of it).
+
+        Returns:
+            Whether it is cancelled. With `force`: whether it was not done.
+        """
         cancelled = super().cancel()
         if cancelled:
             self._desk.cancel(self._operation)
+        elif force and not self.done():
+            self._desk.stop(self._operation)
+            return True
         return cancelled
+
+    def cancelled(self) -> bool:
+        return self._stopped or super().cancelled()
+
+    def cancel_after(self, seconds: float) -> None:
+        """A deadline: cancel the call with `force`, unless it is done `seconds` from now.
+
+        Raises:
+            ValueError: `seconds` is negative.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds must not be negative (seconds: {seconds})")
+        self._desk.stop_at(time.monotonic() + seconds, self._operation)
+
+    def claim(self) -> Claim | None:
+        return self._operation.claim()
+
+    def taken(self) -> Any:
+        return self._operation.take()
 
     def _starts(self) -> bool:
         """A call begins, unless it was cancelled; of that the future is told once."""
@@ -151,6 +238,9 @@ class DifferentiableFuture(concurrent.futures.Future[Any]):
             return  # cancelled
         try:
             if isinstance(outcome, BaseException):
+                self._stopped = isinstance(outcome, concurrent.futures.CancelledError)
+                if not self._stopped:
+                    self._uncollected.note(self._number, outcome)
                 self.set_exception(outcome)
             else:
                 self.set_result(None)  # the value is made by `result`

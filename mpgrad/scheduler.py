@@ -12,26 +12,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import heapq
 import itertools
 import logging
 import math
 import os
 import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
-from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
-from mpgrad.autograd import Grads, Home, Order, RemoteGraph
+import torch
+
+from mpgrad.arena import OFFSET_MASK, Arena, Borrowed, Lenders, slab_of
+from mpgrad.autograd import Grads, Home, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, TensorRef
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Payload, Placed, TensorRef, placed_again
 from mpgrad.channel import Frame, Pipe, drained
 from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
-from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError, raised_again
+from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError, ancestor_failed, raised_again
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
     Collected,
@@ -52,8 +56,9 @@ from mpgrad.messages import (
     Stop,
 )
 from mpgrad.modes import Modes, current_modes
-from mpgrad.operations import Delivered, Operation, PackedCall
+from mpgrad.operations import Delivered, Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
+from mpgrad.packing import PackedCall
 from mpgrad.recovery import Recovery
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
@@ -119,6 +124,8 @@ class Scheduler(ABC):
         self._inbox: deque[Callable[[], None]] = deque()
         self._held_gradients = 0
         self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
+        self._deadlines: list[tuple[float, int, weakref.ref[Operation]]] = []  # a heap
+        self._deadline_numbers = itertools.count()
         self._failed_starts = 0
         self._deaths = 0
         self._broken: BaseException | None = None
@@ -192,20 +199,37 @@ class Scheduler(ABC):
                 "make a new one there"
             )
 
-    def admit(self, operation: Operation) -> None:
-        """Have the calls in the operation's queue run; again after more were added."""
+    def admit(self, operation: Operation, waits: bool = False) -> None:
+        """Have the calls in the operation's queue run; again after more were added. `waits`: the caller needs the results."""
         self._inbox.append(lambda: self._admit(operation))
-        self.hand_over()
+        if waits:
+            self.hand_over()
+        else:
+            self.wake()
         self._settle_if_ended()
 
     def cancel(self, operation: Operation) -> None:
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
         self._post(lambda: self._cancel(operation))
 
+    def stop(self, operation: Operation) -> None:
+        """As `cancel`, and what is under way is ended too, with its worker; whatever else that one had goes to others."""
+        self._post(lambda: self._stop(operation))
+
+    def stop_at(self, moment: float, operation: Operation) -> None:
+        """`stop` it, unless it has ended by then: on the clock of time.monotonic."""
+        entry = moment, next(self._deadline_numbers), weakref.ref(operation)
+        self._post(lambda: heapq.heappush(self._deadlines, entry))
+
+    def await_all(self) -> None:
+        """Wait until all that was admitted up to now has ended."""
+        found: list[list[Operation]] = []
+        self._post(lambda: found.append(list(self._unfinished)))
+        self.wait_until(lambda: bool(found) and all(operation.has_ended for operation in found[0]))
+
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
-        place = self.copying_packer.place
-        placed = [None if grad is None else place(grad, REQUIRES_GRAD if grad.requires_grad else 0) for grad in grads]
+        placed = [[part if isinstance(part, Promise) else self._place_grad(part) for part in parts] for parts in grads]
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
         if task != order.task:
@@ -213,12 +237,19 @@ class Scheduler(ABC):
             self._task_modes = order.task, modes
         what = Differentiation(graph, order, number, placed, modes)
         sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout, again)
-        self._leave(graph.worker, sent)
+        if any(isinstance(part, Promise) for parts in placed for part in parts):
+            self._inbox.append(lambda: self._await_grads(sent))
+            self._settle_if_ended()
+        else:
+            self._leave(graph.worker, sent)
         self._held_gradients += 1
         if self._held_gradients >= HELD_GRADIENTS:
             self._held_gradients = 0
             self.hand_over()
         return sent.reply
+
+    def _place_grad(self, grad: torch.Tensor) -> Placed:
+        return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0)
 
     def request_captures(
         self, worker: Worker, function: int, task: int, levels: tuple[Level, ...], timeout: float | None
@@ -411,8 +442,16 @@ class Scheduler(ABC):
         self.tell_waiters()
 
     def enforce_timeouts(self) -> float | None:
-        """Kill workers whose call has run too long; returns the seconds until the next one may have, None where none can."""
+        """End what has run too long; returns the seconds until something next may have, None where nothing can."""
         soonest = None
+        while self._deadlines:
+            left = self._deadlines[0][0] - time.monotonic()
+            if left > 0:
+                soonest = left
+                break
+            operation = heapq.heappop(self._deadlines)[2]()
+            if operation is not None:
+                self._stop(operation)
         for worker in list(self._workers.values()):
             chunk = next(iter(worker.under_way.values()), None)
             if chunk is None or chunk.timeout is None or worker.overdue is not None:
@@ -476,16 +515,75 @@ class Scheduler(ABC):
             self.tell_waiters()
             return
         self._unfinished[operation] = None
+        while operation.waiting:
+            self._await(operation, operation.waiting.popleft())
         if operation.queue and operation not in self._operations:
             self._codes.number(operation.function)
             self._operations.append(operation)
 
+    def _await(self, operation: Operation, call: PackedCall) -> None:
+        """Put into a call what other calls give it, and queue it; or come back when the first that is missing has come."""
+        if call.index in operation.outcomes or call.index >= operation.limit:
+            return
+        for claim in call.claims:
+            if claim.outcome is None:
+                claim.source.dependents.append(lambda: self._inbox.append(lambda: self._await(operation, call)))
+                return
+            if isinstance(claim.outcome, BaseException):
+                claim.source.on_passed_on()
+                operation.deliver(call.index, ancestor_failed(claim.outcome, f"{operation.noun} {call.index}"))
+                self._cancel_rest(operation)
+                return
+        outcomes = [claim.outcome for claim in call.claims]
+        for claim, outcome in zip(call.claims, outcomes, strict=True):
+            self._put_in(call, outcome)
+            operation.warned.extend(drained(claim.source.warned))
+        operation.queue.append(call)
+        if operation not in self._operations:
+            self._codes.number(operation.function)
+            self._operations.appendleft(operation)  # what has begun is finished first, and its memory given back
+        worker = outcomes[-1].worker
+        if worker.ready and worker.gone is None and not worker.under_way:
+            self._give(worker)  # who has a part of the input goes on with it, rather than whoever is looked at first
+
+    def _put_in(self, call: PackedCall, outcome: Delivered) -> None:
+        refs = outcome.result.tensors
+        if outcome.graph is None:  # then only leaves need gradients
+            refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
+        call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
+        call.claimed.append((outcome.result.structure, len(refs)))
+
+    def _await_grads(self, sent: SentGradients) -> None:
+        """As `_await`, for a backward whose gradients come from other backwards."""
+        promises = [part for parts in sent.what.grads for part in parts if isinstance(part, Promise)]
+        for promise in promises:
+            if not promise.reply.arrived:
+                promise.reply.dependents.append(lambda: self._inbox.append(lambda: self._await_grads(sent)))
+                return
+            if promise.reply.has_failed:
+                sent.reply.fail_as(promise.reply)
+                self.tell_waiters()
+                return
+        sent.what = sent.what._replace(grads=[kept_promises(parts) for parts in sent.what.grads])
+        self._leave(sent.what.graph.worker, sent)
+
     def _cancel(self, operation: Operation) -> None:
+        operation.starts()  # a future that was cancelled tells who waits for it
         operation.cancel()
         for worker in self._workers.values():
             worker.cancel(operation)
         self._unfinished.pop(operation, None)
         self.tell_waiters()
+
+    def _stop(self, operation: Operation) -> None:
+        if operation.finished:
+            return
+        operation.fail(CancelledError())
+        self._cancel_rest(operation)
+        for worker in list(self._workers.values()):
+            running = next(iter(worker.under_way.values()), None)
+            if running is not None and running.operation is operation:
+                self.kill(worker)
 
     def _feed(self) -> None:
         """Give every worker a chunk before any gets its second.
@@ -653,15 +751,24 @@ class Scheduler(ABC):
                 continue
             if graph is None or graph.recipe is None:
                 call.placed = []  # the worker has it now
-            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call))
+                if graph is None:
+                    call.claims = ()  # of what gave it something, no gradient is wanted
+            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker))
         self._note_graphs(worker, message)
         if operation.limit != limit:
-            for each in self._workers.values():
-                each.cancel(operation)
+            self._cancel_rest(operation)
         if operation.finished:
             self._unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
             self._retire(worker)
+
+    def _cancel_rest(self, operation: Operation) -> None:
+        """Nobody wants the calls after the first that failed."""
+        for worker in self._workers.values():
+            worker.cancel(operation)
+        if operation.finished:
+            self._unfinished.pop(operation, None)
+            self.tell_waiters()
 
     def _receive_gradients(self, worker: Worker, message: Gradients, payload: memoryview) -> None:
         chunk = self._answered(worker, message.chunk)
@@ -697,18 +804,19 @@ class Scheduler(ABC):
         except SharedMemoryError as error:
             reply.fail(error)
 
-    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, memoryview]:
+    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, Borrowed]:
         """Claim memory at once, so that it is given back even where nobody ever looks at the result.
 
         Raises:
             SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
         """
-        found: dict[int, memoryview] = {}
+        found: dict[int, Borrowed] = {}
         refused: SharedMemoryError | None = None
         for ref in refs:
             try:
                 if ref.place >= 0:
-                    found[ref.place] = self.lenders.borrow(ref.place, ref.nbytes)
+                    memory = self.lenders.borrow(ref.place, ref.nbytes)
+                    found[ref.place] = Borrowed(memory, self.lenders.slab(slab_of(ref.place)))
             except SharedMemoryError as error:
                 refused = error
         if refused is not None:
@@ -718,6 +826,11 @@ class Scheduler(ABC):
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:
     return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
+
+
+def kept_promises(parts: Sequence[Placed | Promise]) -> list[Placed | Promise]:
+    there = (part.reply.passed_on(part.place) if isinstance(part, Promise) else part for part in parts)
+    return [part for part in there if part is not None]
 
 
 def again(failure: Failure, subject: str, worker: Worker) -> BaseException:

@@ -7,6 +7,8 @@ decided elsewhere. The tensors that a *function* reaches in this way are its cap
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
 order in which it met them, so they stand at the end of the list, the first one last. Scripted and parametrized modules, which
 refuse to be pickled, are taken apart here and put together again around the tensors.
+
+A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
 """
 
 from __future__ import annotations
@@ -31,7 +33,19 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpgrad._torch import load_script, parametrize_again
 from mpgrad.carrier import RIDE_BYTES
 
-__all__ = ["dumps", "loads", "transported"]
+__all__ = ["Deferred", "dumps", "dumps_arguments", "loads", "loads_result", "transported"]
+
+
+class Deferred:
+    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it is one.)"""
+
+    def claim(self) -> object | None:
+        """What will lead to the value; None where it has been taken, so that it is here, and may have been changed since."""
+        raise NotImplementedError
+
+    def taken(self) -> Any:
+        """The value, where `claim` gave None."""
+        raise NotImplementedError
 
 
 def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
@@ -42,9 +56,24 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
-def loads(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value again, with `tensors` in the places of those that `dumps` took out."""
-    return TensorUnpickler(io.BytesIO(pickled), tensors).load()
+def dumps_arguments(value: object) -> tuple[bytes, list[torch.Tensor], list[Any]]:
+    """`dumps` of what may have `Deferred` values in it; and the claims to those, in the order in which pickle meets them."""
+    buffer = io.BytesIO()
+    pickler = TensorPickler(buffer, claims=[])
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1], pickler.claims or []
+
+
+def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = ()) -> Any:
+    """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own."""
+    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed).load()
+
+
+def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
+    """The result of a call (see `mpgrad.messages.Structure`)."""
+    if shape is None:
+        return tensors[0]
+    return tuple(tensors) if isinstance(shape, int) else loads(shape, tensors)
 
 
 def transported(error: BaseException, subject: str) -> BaseException:
@@ -54,21 +83,35 @@ def transported(error: BaseException, subject: str) -> BaseException:
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    def __init__(self, buffer: io.BytesIO) -> None:
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
         super().__init__(buffer, protocol=5, buffer_callback=self._stays_in_band)
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
+        self.claims = claims
         self._number: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, torch.Tensor):
-            return None
+            return self._number_of_claim(value) if isinstance(value, Deferred) else None
         number = self._number.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
         return number
 
+    def _number_of_claim(self, value: Deferred) -> int | None:
+        if self.claims is None:
+            raise TypeError("a future can be an argument of a call, not part of its function or result; pass it as one")
+        if id(value) not in self._number:
+            claim = value.claim()
+            if claim is None:
+                return None
+            self.claims.append(claim)
+            self._number[id(value)] = -len(self.claims)
+        return self._number[id(value)]
+
     def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Deferred):
+            return itself, (value.taken(),)
         # Functions and classes of an importable module go by name, and the worker would import tensors of its own, not ours.
         if isinstance(value, types.FunctionType) and reaches_tensor(value):
             return self._dynamic_function_reduce(value)
@@ -90,12 +133,17 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
 
 
 class TensorUnpickler(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any]) -> None:
         super().__init__(buffer, buffers=map(torch.Tensor.numpy, reversed(tensors)))
         self._tensors = tensors
+        self._claimed = claimed
 
-    def persistent_load(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
+    def persistent_load(self, number: int) -> Any:
+        return self._tensors[number] if number >= 0 else self._claimed[-1 - number]
+
+
+def itself(value: Any) -> Any:
+    return value
 
 
 def cached_again(function: Any, parameters: dict[str, Any]) -> Any:

@@ -271,7 +271,7 @@ class FakeHome:
 
     def send_gradients(self, graph: autograd.RemoteGraph, order: autograd.Order, grads: autograd.Grads) -> FakeHome.Reply:
         self.events.append(("send", graph.index))
-        return self.Reply(self, graph.index, [grad * 10 for grad in grads for _ in order.wanted])
+        return self.Reply(self, graph.index, [grad * 10 for (grad,) in grads for _ in order.wanted])
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[()], list[torch.Tensor | None]]]:
         self.events.append(("captures", -1))

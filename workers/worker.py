@@ -7,7 +7,9 @@ Guarantees: every Forward, Backward and Collect is answered once, whatever the t
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import pickle
 import time
 import traceback
@@ -30,6 +32,7 @@ from mpgrad.workers.graphs import (
 )
 
 from mpgrad import structure
+from mpgrad._torch import plus
 from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
 from mpgrad.carrier import (
@@ -220,7 +223,7 @@ class Worker:
         if message.seed is not None:
             seed_item(message.seed, call.item)
         tensors, edges = self._inputs(call.tensors, payload)
-        args, kwargs = arguments(call.structure, tensors)
+        args, kwargs = arguments(call, tensors)
         checkpoints = CHECKPOINTS.count
         value = function.target(*args, **kwargs)
         phases.append("result")
@@ -298,10 +301,10 @@ class Worker:
             raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
         before = self._graphs.memory_in_use()
         create = call.graph is not None
-        refs = [ref for ref in call.grads if ref is not None]
+        refs = [ref for parts in call.grads for ref in parts]
         incoming, edges = self._inputs(refs, payload) if create else ([view(ref, payload, self._borrow) for ref in refs], [])
         rest = iter(incoming)
-        grads = [None if ref is None else next(rest) for ref in call.grads]
+        grads = [functools.reduce(plus, [next(rest) for _ in parts]) if parts else None for parts in call.grads]
         gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
@@ -406,11 +409,14 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], mem
     return tensor.requires_grad_(needs_grad)
 
 
-def arguments(shape: Structure, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-    if isinstance(shape, bytes):
-        args, kwargs = structure.loads(shape, tensors)
-        return args, kwargs
-    return tensors, {}
+def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+    if not isinstance(call.structure, bytes):
+        return tensors, {}
+    own = len(tensors) - sum(count for _, count in call.claimed)
+    rest = iter(tensors[own:])
+    claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
+    args, kwargs = structure.loads(call.structure, tensors[:own], claimed)
+    return args, kwargs
 
 
 def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:

@@ -1,0 +1,151 @@
+"""A call made ready to send: its arguments as bytes and references, its function and what it runs under.
+
+Pickle would copy tensors and lose their history. Here they are placed where a worker can read them, and let in through gates;
+a result that another call is still to give leaves a number, and is put in by the scheduler when it comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad import structure
+from mpgrad._torch import outside_transforms, transforms_are_active
+from mpgrad.arena import Borrowed
+from mpgrad.autograd import gate
+from mpgrad.carrier import SHARED, Packer, Placed, are_distinct_tensors, check_carriable, flags_of
+from mpgrad.messages import Structure
+from mpgrad.modes import Modes
+
+__all__ = ["Conditions", "PackedCall", "Shared", "SharedFunction", "pack_call"]
+
+
+Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
+
+
+class SharedFunction:
+    """A function as it is during one operation: its pickle, and its captures in one slot of shared memory."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int, int], None]) -> None:
+        try:
+            self.pickled, captures = structure.dumps(function)
+        except Exception as error:
+            raise structure.transported(error, "the function") from error
+        for tensor in captures:
+            check_carriable(tensor, "the function")
+        self.number = next(self.numbers)
+        self.code = 0  # the scheduler's number of the pickle
+        self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
+        self.refs, self.slot = packer.place_together(captures)
+        self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
+        self._forget = forget
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        return None if self.slot is None else (self.slot.address, self.slot.memory.nbytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_forget"):
+            self._forget(self.number, self.nbytes)
+
+
+class Conditions(NamedTuple):
+    """What all calls of an operation run with, and run with again where a graph is lost."""
+
+    function: SharedFunction
+    modes: Modes
+    seed: int | None
+
+
+class PackedCall:
+    """One call, ready to send; while its graph may be needed, also the recipe of that."""
+
+    __slots__ = (
+        "claimed",
+        "claims",
+        "conditions",
+        "deaths",
+        "gated",
+        "index",
+        "inputs_lent",
+        "placed",
+        "structure",
+        "ungated",
+    )
+
+    conditions: Conditions
+
+    def __init__(self, index: int, shape: Structure, placed: list[Placed], claims: Sequence[Any] = ()) -> None:
+        self.index = index
+        self.structure = shape
+        self.placed = placed
+        self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
+        self.claimed: list[tuple[Structure, int]] = []  # what they led to: their tensors are the last of `placed`
+        self.gated: Sequence[torch.Tensor] = ()
+        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
+        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
+        self.deaths = 0  # of workers that ran this call, or came no further than to receive it
+
+    @property
+    def message_bytes(self) -> int:
+        shapes = [self.structure, *(shape for shape, _ in self.claimed)]
+        pickled = sum(len(shape) for shape in shapes if isinstance(shape, bytes))
+        return pickled + sum(len(each.body) for each in self.placed if each.body is not None)
+
+
+def pack_call(
+    packer: Packer,
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grad: bool,
+    shared: Shared | None = None,
+) -> PackedCall:
+    """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
+
+    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common.
+
+    Raises:
+        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+        SharedMemoryError: no room for a tensor.
+    """
+    if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
+        with outside_transforms():
+            return pack_call(packer, index, args, kwargs, grad, shared)
+    shape, tensors, claims = arguments_structure(index, args, kwargs)
+    placed = []
+    for tensor in tensors:
+        check_carriable(tensor, "item", index)
+        placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
+    call = PackedCall(index, shape, placed, claims)
+    if grad:
+        call.gated = [gate(tensor) for tensor in tensors if tensor.requires_grad]
+        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+    else:
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
+    return call
+
+
+def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared) -> Placed:
+    known = shared.get(id(tensor))
+    if known is None:
+        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED)
+    return known[1]
+
+
+def arguments_structure(
+    index: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
+    if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
+        return len(args), list(args), ()
+    try:
+        return structure.dumps_arguments((tuple(args), kwargs))
+    except Exception as error:
+        raise structure.transported(error, f"item {index}") from error
