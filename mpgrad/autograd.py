@@ -259,6 +259,7 @@ def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Fur
     node = further.node()
     assert node is not None  # the engine holds it
     graph.family = node.graph.family
+    graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
     attached = attach(graph, outputs, node.token, [*further.grads, *map(gate, node.inputs)])
     graph.family[:] = [ref for ref in graph.family if ref() is not None]
     graph.family.append(weakref.ref(attached[0].grad_fn))

@@ -50,7 +50,7 @@ class Channel:
     def __init__(self, end: socket.socket, blocking: bool) -> None:
         self._socket = end
         end.setblocking(blocking)
-        self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
         self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
         self._incoming = bytearray()
@@ -68,6 +68,7 @@ class Channel:
 
         Raises:
             ConnectionError: the other end is gone.
+            OSError: what has to wait needs descriptors of its own, and there are none.
         """
         pickled = pickle.dumps(messages, protocol=5)
         padding = bytes(-len(pickled) % ALIGNMENT)
@@ -76,9 +77,14 @@ class Channel:
         frame = b"".join((header, pickled, padding, *payload))
         self.frames_sent += 1
         self.bytes_sent += len(frame)
-        # the receiver may get to it after the sender has closed its own: keep duplicates until they are on their way
-        self._outgoing.append((memoryview(frame), [os.dup(descriptor) for descriptor in descriptors]))
+        data = memoryview(frame)
         self.flush()
+        if not self._outgoing:
+            sent = self._send_some(data, descriptors)
+            data, descriptors = data[sent:], () if sent else descriptors
+        if data:
+            # the receiver may get to it after the sender has closed its own: duplicates are kept until they are on their way
+            self._outgoing.append((data, duplicates(descriptors)))
 
     @property
     def has_outgoing(self) -> bool:
@@ -87,16 +93,22 @@ class Channel:
     def flush(self) -> None:
         while self._outgoing:
             data, descriptors = self._outgoing[0]
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-            try:
-                sent = self._socket.sendmsg([data], ancillary)
-            except BlockingIOError:
+            sent = self._send_some(data, descriptors)
+            if not sent:
                 return
             close_all(descriptors)
             if sent == len(data):
                 self._outgoing.popleft()
             else:
                 self._outgoing[0] = (data[sent:], ())
+
+    def _send_some(self, data: memoryview, descriptors: Sequence[int]) -> int:
+        """The number of bytes that the pipe took; with the first of them it takes the descriptors."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            return self._socket.sendmsg([data], ancillary)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> Frame | None:
         """The next frame; None where the parent's end has no whole frame yet.
@@ -186,6 +198,17 @@ def send_slabs(pipe: Pipe, slabs: Sequence[Slab]) -> None:
 def drained(queue: deque[Any]) -> list[Any]:
     """All that is in the queue now; other threads may go on appending."""
     return [queue.popleft() for _ in range(len(queue))]
+
+
+def duplicates(descriptors: Sequence[int]) -> list[int]:
+    made: list[int] = []
+    try:
+        for descriptor in descriptors:
+            made.append(os.dup(descriptor))
+    except OSError:
+        close_all(made)
+        raise
+    return made
 
 
 def close_all(descriptors: Sequence[int]) -> None:

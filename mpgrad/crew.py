@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpgrad.arena import Borrowed, Slab, Slot
+from mpgrad.arena import Borrowed, Slab, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import Payload, Placed, TensorRef
@@ -55,7 +55,7 @@ class Differentiation(NamedTuple):
 class SentGradients:
     """A backward on its way to the worker that keeps the graph, or that makes it again."""
 
-    __slots__ = ("again", "deaths", "reply", "timeout", "what")
+    __slots__ = ("again", "deaths", "idle_deaths", "reply", "timeout", "what")
 
     def __init__(self, what: Differentiation, reply: GradientReply, timeout: float | None, again: bool) -> None:
         self.what = what
@@ -63,6 +63,7 @@ class SentGradients:
         self.timeout = timeout
         self.again = again  # it ran before, perhaps, and freed its graph; that is no mistake of the caller's
         self.deaths = 0  # of workers that ran it
+        self.idle_deaths = 0  # of workers that had it next
 
     def set_apart(self) -> None:
         """Its captures' gradients come with the reply: the sum that they were to be part of is with another worker."""
@@ -103,13 +104,14 @@ class Worker:
         self.ready = False
         self.retiring = False  # takes no new calls: it has done as many as one worker may
         self.gone: BaseException | None = None  # what its graphs answer after its end
+        self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.unreadable = ""  # why its answer could not be read, for which it was killed
         self.pid = -1
         self.progress: memoryview | None = None  # of int64, see `Progress`
         self.busy_since = 0.0  # when its first chunk under way became the first
         self.calls_done = 0
-        self.graphs = 0
+        self.graphs: set[int] = set()  # by call
         self.graph_bytes = 0  # that they take there, where it is measured
         self.missing: set[int] = set()  # graphs that are to be made there when they are wanted
         self.freed: set[int] = set()  # graphs whose backward was not to keep them
@@ -139,7 +141,7 @@ class Worker:
     @property
     def is_done(self) -> bool:
         """Nothing under way, nothing waiting, no graph there that a backward could still need."""
-        return not (self.under_way or self.backlog or self.graphs > len(self.missing) or self.releases)
+        return not (self.under_way or self.backlog or len(self.graphs) > len(self.missing) or self.releases)
 
     def begun(self) -> tuple[int, float]:
         """The position of the call that it is at, in its first chunk under way, and since when; -1 where it is at none."""
@@ -175,6 +177,9 @@ class Worker:
         holder, sent = self._lent.pop(address)
         if sent > times:  # it is on its way there once more
             self._lent[address] = holder, sent - times
+
+    def has_borrowed_from(self, slab: int) -> bool:
+        return any(slab_of(address) == slab for address in self._lent)
 
     def unmap(self, slab: int) -> None:
         if slab in self.slabs:
@@ -290,7 +295,7 @@ class Worker:
             news.append(Returned(drained(self.returns)))
         if self.releases:
             released = drained(self.releases)
-            self.graphs -= len(released)
+            self.graphs.difference_update(released)
             self.missing.difference_update(released)
             self.freed.difference_update(released)
             news.append(Release(released))

@@ -136,7 +136,7 @@ class Dispatcher(Scheduler):
         self._sleeping = True
         while self._handed_over:
             self._handed_over.popleft().release()
-        patience = self.enforce_timeouts()
+        patience = self.keep_time()
         if has_news:
             patience = GRACE if patience is None else min(GRACE, patience)
         events = self._selector.select(0 if self._woken or self._stopping else patience)
@@ -155,7 +155,8 @@ class Dispatcher(Scheduler):
         assert isinstance(channel, Channel)
         try:
             if mask & selectors.EVENT_WRITE:
-                channel.flush()
+                with contextlib.suppress(ConnectionError):  # it died; what it had sent is read first
+                    channel.flush()
                 self.watch(worker)
             while worker.gone is None and (frame := channel.receive()) is not None:
                 self.receive(worker, frame)
@@ -166,6 +167,9 @@ class Dispatcher(Scheduler):
             self.kill(worker)
             self.lose(worker)
         self.tell_waiters()
+
+    def drain_pipe(self, worker: Worker) -> None:
+        self._serve(worker, selectors.EVENT_READ)
 
     def watch(self, worker: Worker) -> None:
         channel = worker.channel

@@ -105,15 +105,11 @@ class RemoteTraceback(Exception):
 
 
 def ancestor_failed(error: BaseException, subject: str) -> AncestorFailedError:
-    """The error of a call (for example "item 3") whose ancestor raised `error`, or did not run either."""
-    origin = error.__cause__ if isinstance(error, AncestorFailedError) else error
-    failed = AncestorFailedError(f"{subject} did not run, because a call that it needs failed ({describe_error(origin)})")
-    failed.__cause__ = origin
+    """The error of a call (for example "item 3") that was to get the result of one that raised `error`."""
+    described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    failed = AncestorFailedError(f"{subject} did not run, because a call that it needs failed ({described})")
+    failed.__cause__ = error
     return failed
-
-
-def describe_error(error: BaseException | None) -> str:
-    return type(error).__name__ if error is None or not str(error) else f"{type(error).__name__}: {error}"
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -141,9 +137,17 @@ def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worke
         error = pickle.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
-    error.__cause__ = RemoteTraceback(traceback)
-    add_note(error, f"raised in {subject}worker {worker}, phase: {phase}")
+    try:
+        tell_origin(error, traceback, f"raised in {subject}worker {worker}, phase: {phase}")
+    except Exception as reason:  # it takes no attributes, or is no exception
+        error = RemoteError(f"an exception that cannot be raised again here ({type(error).__qualname__}: {reason})")
+        tell_origin(error, traceback, f"raised in {subject}worker {worker}, phase: {phase}")
     return error  # type: ignore[no-any-return]
+
+
+def tell_origin(error: BaseException, traceback: str, note: str) -> None:
+    error.__cause__ = RemoteTraceback(traceback)
+    add_note(error, note)
 
 
 ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"

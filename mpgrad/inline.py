@@ -102,6 +102,9 @@ class InlineScheduler(Scheduler):
         self._remote = None
         return None
 
+    def drain_pipe(self, worker: Worker) -> None:
+        """It answers in our own thread."""
+
     def kill(self, worker: Worker) -> None:
         """There is no process to kill."""
 

@@ -15,7 +15,6 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
-import select
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -86,7 +86,7 @@ class NurseryProcess:
             while name not in self._exit_codes:
                 if self._control.fileno() < 0:
                     return None
-                ready, _, _ = select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))
+                ready = wait([self._control], max(0.0, deadline - time.monotonic()))
                 try:
                     data = self._control.recv(4096) if ready else b""
                 except OSError:

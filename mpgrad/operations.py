@@ -24,12 +24,12 @@ from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
-from mpgrad.errors import warned_again
+from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Result, Warned
 from mpgrad.modes import Modes
 from mpgrad.packing import Conditions, PackedCall, SharedFunction
 
-__all__ = ["Claim", "Delivered", "Operation", "Submitted"]
+__all__ = ["Claim", "Delivered", "Failed", "Operation", "Submitted"]
 
 
 class Delivered(NamedTuple):
@@ -44,8 +44,39 @@ class Delivered(NamedTuple):
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
         """Its tensors, without a history; `private`: not in memory where workers may still read them."""
-        memories = {place: own(memory) if private else memory for place, (memory, _) in self.memories.items()}
-        return [view(ref, self.payload, lambda ref: memories[ref.place]) for ref in self.result.tensors]
+        payload, memories = self.payload, {place: memory for place, (memory, _) in self.memories.items()}
+        if private:
+            payload, memories = own(payload), {place: own(memory) for place, memory in memories.items()}
+        return [view(ref, payload, lambda ref: memories[ref.place]) for ref in self.result.tensors]
+
+
+class Failed:
+    """An exception in the place of a result, made by who asks for it: its class is the caller's code, which may import more."""
+
+    def __init__(self, make: Callable[[], BaseException], origin: Failed | None = None) -> None:
+        self._make = make
+        self._error: BaseException | None = None
+        self.origin = origin or self  # the failure of an ancestor, where that is why
+        self.is_cancelled = False
+
+    @classmethod
+    def with_error(cls, error: BaseException) -> Failed:
+        failed = cls(lambda: error)
+        failed.is_cancelled = isinstance(error, CancelledError)
+        return failed
+
+    @classmethod
+    def because_of(cls, other: Failed, subject: str) -> Failed:
+        origin = other.origin
+        return cls(lambda: ancestor_failed(origin.error(), subject), origin)
+
+    def error(self) -> BaseException:
+        if self._error is None:
+            self._error = self._make()
+        return self._error
+
+
+Outcome = Delivered | Failed
 
 
 def own(memory: memoryview) -> memoryview:
@@ -86,7 +117,7 @@ class Operation:
         self.added = 0
         self.sealed = False  # no call will be added
         # written by the dispatcher
-        self.outcomes: dict[int, Delivered | BaseException] = {}
+        self.outcomes: dict[int, Outcome] = {}
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
         self.mutated = False  # a call wrote into a captured tensor
@@ -110,33 +141,29 @@ class Operation:
         """All calls that were added up to now have an outcome."""
         return self.delivered >= min(self.added, self.limit)
 
-    def first_error(self) -> BaseException | None:
+    def first_failure(self) -> Failed | None:
         """What is to be raised, as the serial loop would have: the exception of the first failing item."""
         if self.return_errors:
             return None
-        errors = [index for index, outcome in self.outcomes.items() if isinstance(outcome, BaseException)]
-        if not errors:
-            return None
-        error = self.outcomes[min(errors)]
-        assert isinstance(error, BaseException)
-        return error
+        failures = {index: outcome for index, outcome in self.outcomes.items() if isinstance(outcome, Failed)}
+        return failures[min(failures)] if failures else None
 
     def value(self, index: int) -> Any:
         """The result of item `index`, which has come, as tensors with gradients; raises where the call raised."""
         self._warn()
         outcome = self.outcomes.pop(index)
-        if isinstance(outcome, BaseException) and not self.return_errors:
-            raise outcome
+        if isinstance(outcome, Failed) and not self.return_errors:
+            raise outcome.error()
         with self.modes_of_caller():
             return self._build(outcome)
 
     def values(self) -> list[Any]:
         """All results in the items' order; raises the first failing item's exception, or has all exceptions in their places."""
         self._warn()
-        error = self.first_error()
-        if error is not None:
+        failed = self.first_failure()
+        if failed is not None:
             self.outcomes.clear()
-            raise error
+            raise failed.error()
         with self.modes_of_caller():
             return [self._build(self.outcomes.pop(index)) for index in range(len(self.outcomes))]
 
@@ -157,9 +184,9 @@ class Operation:
         with outside_transforms(), torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             yield
 
-    def _build(self, outcome: Delivered | BaseException) -> Any:
-        if isinstance(outcome, BaseException):
-            return outcome
+    def _build(self, outcome: Outcome) -> Any:
+        if isinstance(outcome, Failed):
+            return outcome.error()
         tensors = outcome.views()
         self._give_history(outcome, tensors)
         return structure.loads_result(outcome.result.structure, tensors)
@@ -198,12 +225,14 @@ class Operation:
 
     # --- the dispatcher's side
 
-    def deliver(self, index: int, outcome: Delivered | BaseException) -> None:
+    def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            outcome = Failed.with_error(outcome)
         if index >= self.limit:
             return
         self.outcomes[index] = outcome
         self.delivered += 1
-        if self.stop_at_failure and isinstance(outcome, BaseException):
+        if self.stop_at_failure and isinstance(outcome, Failed):
             self.limit = index
             self.delivered = sum(1 for each in self.outcomes if each < index)
         self.on_outcome(index)
@@ -252,9 +281,9 @@ class Submitted(Operation):
         self.on_passed_on: Callable[[], None] = lambda: None  # its failure is somebody else's now
 
     @property
-    def outcome(self) -> Delivered | BaseException | None:
+    def outcome(self) -> Outcome | None:
         found = self.outcomes.get(0)
-        return CancelledError() if found is None and self.limit == 0 else found
+        return Failed.with_error(CancelledError()) if found is None and self.limit == 0 else found
 
     def claim(self) -> Claim | None:
         """To the result as it comes from the worker; None where the caller has it, and may have changed it."""
@@ -292,18 +321,19 @@ class Submitted(Operation):
     def connect(self) -> None:
         """Give the call its node, though nobody has asked for its value."""
         with self._making:
-            if self._tensors is None and not self._taken:
-                outcome = self.outcomes[0]
-                assert isinstance(outcome, Delivered)
+            if self._taken:
+                return
+            outcome = self.outcomes[0]
+            assert isinstance(outcome, Delivered)
+            if self._tensors is None:
                 with self.modes_of_caller():
                     tensors = list(map(stand_in, outcome.result.tensors))
                     self._give_history(outcome, tensors)
                 if outcome.graph is not None:
                     outcome.graph.hidden = True
                 self._tensors = tensors
-            if self._tensors is not None:
-                for claim in self._open_claims():
-                    claim.settle(self.outcomes[0], self._tensors)
+            for claim in self._open_claims():
+                claim.settle(outcome, self._tensors)
 
     def unconnected(self) -> list[Submitted]:
         """Those that gave its call something, and have no node yet."""
@@ -315,7 +345,7 @@ class Submitted(Operation):
     def _open_claims(self) -> list[Claim]:
         return [claim for ref in self._claims if (claim := ref()) is not None and not claim.is_settled]
 
-    def deliver(self, index: int, outcome: Delivered | BaseException) -> None:
+    def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)
         self._tell_dependents()
 
@@ -337,15 +367,14 @@ class Claim:
         self.source = source
         self.is_settled = False  # the gates are there
         self._gates: list[torch.Tensor] = []
-        self._outcome: Delivered | BaseException | None = None
+        self._outcome: Outcome | None = None
 
     @property
-    def outcome(self) -> Delivered | BaseException | None:
+    def outcome(self) -> Outcome | None:
         return self.source.outcome or self._outcome  # in this order: when the value is taken, the second is set first
 
-    def settle(self, outcome: Delivered | BaseException, tensors: Sequence[torch.Tensor]) -> None:
+    def settle(self, outcome: Delivered, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors have their history, which the caller cannot have changed yet."""
-        assert isinstance(outcome, Delivered)
         self._outcome = outcome
         with torch.enable_grad():
             for tensor in tensors:

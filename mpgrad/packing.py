@@ -71,6 +71,7 @@ class PackedCall:
         "conditions",
         "deaths",
         "gated",
+        "idle_deaths",
         "index",
         "inputs_lent",
         "placed",
@@ -89,7 +90,8 @@ class PackedCall:
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
-        self.deaths = 0  # of workers that ran this call, or came no further than to receive it
+        self.deaths = 0  # of workers that ran this call
+        self.idle_deaths = 0  # of workers that had it next
 
     @property
     def message_bytes(self) -> int:
@@ -123,10 +125,10 @@ def pack_call(
         check_carriable(tensor, "item", index)
         placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
     call = PackedCall(index, shape, placed, claims)
+    lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+    call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
     if grad:
         call.gated = [gate(tensor) for tensor in tensors if tensor.requires_grad]
-        lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
-        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
     else:
         needing = [tensor for tensor in tensors if tensor.requires_grad]
         call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]

@@ -10,6 +10,7 @@ and captures it came from, and its backward runs in the worker that made it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import operator
 import weakref
@@ -131,8 +132,9 @@ class Pool:
         self._processes = settings.workers
         self._uncollected = Uncollected()
         self._scheduler = start_scheduler(engine, settings, context)
+        OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
-        self._finalizer = weakref.finalize(self, self._scheduler.terminate)
+        weakref.finalize(self, self._scheduler.abandon).atexit = False
 
     # --- multiprocessing.Pool's interface
 
@@ -278,7 +280,7 @@ class Pool:
 
     def terminate(self) -> None:
         """End the workers now. Results that have come stay valid; their graphs are gone."""
-        self._finalizer()
+        self._scheduler.terminate()
 
     def join(self) -> None:
         """Wait until all calls are done and the workers have ended.
@@ -611,6 +613,17 @@ class Pool:
         pack = functools.partial(pack_call, packer, kwargs={}, grad=operation.modes.grad)
         calls = (functools.partial(pack, index, (item,)) for index, item in enumerate(iterable))
         return ResultIterator(self._scheduler, operation, calls, window, ordered)
+
+
+OPEN: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+def terminate_all() -> None:
+    for scheduler in list(OPEN):
+        scheduler.terminate()
+
+
+atexit.register(terminate_all)
 
 
 def start_scheduler(engine: str, settings: Settings, context: BaseContext | str | None) -> Scheduler:

@@ -41,21 +41,36 @@ class Recovery:
         self.reruns = 0  # calls and backwards that were given to another worker
 
     def blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int) -> None:
-        """The call that was running, or else was next, may be what killed the worker: past the retries it is given up."""
-        retries = self._retries if position >= 0 else max(self._retries, IDLE_DEATHS)
+        """The call that was running, or else was next, may be what killed the worker: past the retries it is given up.
+
+        Without retries so are those before it, which were done: their inputs may have been written to.
+        """
+        place = max(position, 0)
+        accused: PackedCall | SentGradients
         if chunk.operation is not None:
-            _, call = chunk.calls[max(position, 0)]
-            call.deaths += 1
-            if call.deaths > retries:
-                del chunk.calls[max(position, 0)]
-                phase = "forward" if position >= 0 else "loading the function"
-                chunk.operation.deliver(call.index, self._death(worker, code, call.index, phase))
+            _, accused = chunk.calls[place]
+            accused_index = accused.index
         elif chunk.gradients:
-            sent = chunk.gradients[max(position, 0)]
-            sent.deaths += 1
-            if sent.deaths > retries:
-                del chunk.gradients[max(position, 0)]
-                sent.reply.fail(self._death(worker, code, sent.what.graph.index, "backward"))
+            accused = chunk.gradients[place]
+            accused_index = accused.what.graph.index
+        else:
+            return
+        if position >= 0:
+            accused.deaths += 1
+        else:
+            accused.idle_deaths += 1
+        if accused.deaths <= self._retries and accused.idle_deaths <= max(self._retries, IDLE_DEATHS):
+            return
+        given_up = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
+        if chunk.operation is not None:
+            phase = "forward" if position >= 0 else "loading the function"
+            for _, call in chunk.calls[given_up]:
+                chunk.operation.deliver(call.index, self._death(worker, code, accused_index, phase))
+            del chunk.calls[given_up]
+        else:
+            for sent in chunk.gradients[given_up]:
+                sent.reply.fail(self._death(worker, code, accused_index, "backward"))
+            del chunk.gradients[given_up]
 
     def _death(self, worker: Worker, code: int | None, index: int, phase: str) -> BaseException:
         if worker.overdue is not None:
@@ -66,15 +81,18 @@ class Recovery:
         return WorkerDiedError(index, phase, worker.number, code, detail)
 
     def revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
-        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost."""
+        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
+
+        Assumes: there is another worker, or all has ended.
+        """
         reason = self._ended()
         if reason is not None:
             item.reply.fail(reason)
         elif isinstance(item, CaptureRequest):
-            item.reply.fail(WorkerDiedError(None, "backward", gone.number, exit_code_of(gone), GRAPH_LOST))
+            item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, GRAPH_LOST))
         elif not can_be_made(item.what.graph):
             index = item.what.graph.index
-            item.reply.fail(WorkerDiedError(index, "backward", gone.number, exit_code_of(gone), GRAPH_LOST))
+            item.reply.fail(WorkerDiedError(index, "backward", gone.number, gone.exit_code, GRAPH_LOST))
         else:
             self.reruns += 1
             item.set_apart()
@@ -92,9 +110,10 @@ class Recovery:
         else:
             assert isinstance(recipe, PackedCall)
             self._codes.number(recipe.conditions.function)
-            worker = min((each for each in self._workers.values() if not each.retiring), key=lambda each: each.load)
+            active = [each for each in self._workers.values() if not each.retiring]
+            worker = min(active or self._workers.values(), key=lambda each: each.load)
         graph.worker = worker
-        worker.graphs += 1
+        worker.graphs.add(graph.call)
         worker.missing.add(graph.call)
         return worker
 
@@ -103,7 +122,3 @@ def can_be_made(graph: RemoteGraph) -> bool:
     """Whether there are recipes for it and all that it derives from."""
     recipe = graph.recipe
     return can_be_made(recipe.graph) if isinstance(recipe, Differentiation) else recipe is not None
-
-
-def exit_code_of(gone: Worker) -> int | None:
-    return gone.gone.exit_code if isinstance(gone.gone, WorkerDiedError) else None

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from mpgrad._torch import not_compiled
 from mpgrad.errors import add_note
-from mpgrad.operations import Claim, Operation, Submitted
+from mpgrad.operations import Claim, Failed, Operation, Submitted
 from mpgrad.packing import PackedCall
 from mpgrad.structure import Deferred
 
@@ -47,14 +47,14 @@ class Uncollected:
     MOST = 1000
 
     def __init__(self) -> None:
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[int, Failed] = {}
         self._numbers = itertools.count()
 
     def number(self) -> int:
         """For a result that may become a failure."""
         return next(self._numbers)
 
-    def note(self, number: int, error: BaseException) -> None:
+    def note(self, number: int, error: Failed) -> None:
         if len(self._errors) < self.MOST:
             self._errors[number] = error
 
@@ -65,7 +65,7 @@ class Uncollected:
         """Raise the failure of what was submitted first, and forget them all."""
         errors, self._errors = self._errors, {}
         if errors:
-            first = errors.pop(min(errors))
+            first = errors.pop(min(errors)).error()
             if errors:
                 add_note(first, f"failures that nobody asked for, besides this one: {len(errors)}")
             raise first
@@ -135,14 +135,15 @@ class AsyncResult:
         self._uncollected.collected(self._number)
         if self._fetched:
             return self._error is None
-        return self._operation.first_error() is None
+        return self._operation.first_failure() is None
 
     def _finish(self) -> None:
-        error = self._operation.first_error()
-        if error is not None and self._error_callback is None:
-            self._uncollected.note(self._number, error)
+        failed = self._operation.first_failure()
+        if failed is not None and self._error_callback is None:
+            self._uncollected.note(self._number, failed)
         try:
-            if error is None and self._callback is not None:
+            error = failed.error() if failed is not None and self._error_callback is not None else None
+            if failed is None and self._callback is not None:
                 self._callback(self.get())
             elif error is not None and self._error_callback is not None:
                 self._error_callback(error)
@@ -163,7 +164,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         self._uncollected = uncollected
         self._number = uncollected.number()
         self._told = False  # that it was cancelled
-        self._stopped = False
+        self._failed: Failed | None = None
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts
         operation.on_outcome = self._finish
@@ -174,18 +175,20 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
         if not self.done():
             self._desk.wait_until(self.done, timeout)
-        self._uncollected.collected(self._number)
-        super().result(timeout=0)
+        super().result(timeout=0)  # raises where it is cancelled, or not done
+        self._raise_failure()
         return self._operation.take()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As in `concurrent.futures`: what the call raised, or None."""
         if not self.done():
             self._desk.wait_until(self.done, timeout)
+        super().exception(timeout=0)  # likewise
+        failed = self._failed
         self._uncollected.collected(self._number)
-        if self._stopped:
-            raise concurrent.futures.CancelledError
-        return super().exception(timeout=0)
+        if failed is not None and failed.is_cancelled:
+            raise failed.error()
+        return None if failed is None else failed.error()
 
     def cancel(self, force: bool = False) -> bool:
         """Cancel the call, unless it runs or is done; calls that were given its result then fail.
@@ -206,7 +209,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         return cancelled
 
     def cancelled(self) -> bool:
-        return self._stopped or super().cancelled()
+        return super().cancelled() or (self._failed is not None and self._failed.is_cancelled)
 
     def cancel_after(self, seconds: float) -> None:
         """A deadline: cancel the call with `force`, unless it is done `seconds` from now.
@@ -217,6 +220,11 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         if not seconds >= 0:
             raise ValueError(f"seconds must not be negative (seconds: {seconds})")
         self._desk.stop_at(time.monotonic() + seconds, self._operation)
+
+    def _raise_failure(self) -> None:
+        self._uncollected.collected(self._number)
+        if self._failed is not None:
+            raise self._failed.error()
 
     def claim(self) -> Claim | None:
         return self._operation.claim()
@@ -237,13 +245,11 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         if not self._starts():
             return  # cancelled
         try:
-            if isinstance(outcome, BaseException):
-                self._stopped = isinstance(outcome, concurrent.futures.CancelledError)
-                if not self._stopped:
+            if isinstance(outcome, Failed):
+                self._failed = outcome
+                if not outcome.is_cancelled:
                     self._uncollected.note(self._number, outcome)
-                self.set_exception(outcome)
-            else:
-                self.set_result(None)  # the value is made by `result`
+            self.set_result(None)  # the value is made by `result`, and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             log.exception("a callback of a future raised")
 

@@ -35,7 +35,7 @@ from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Payload, Placed, TensorR
 from mpgrad.channel import Frame, Pipe, drained
 from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
-from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError, ancestor_failed, raised_again
+from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError, raised_again
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
     Collected,
@@ -56,7 +56,7 @@ from mpgrad.messages import (
     Stop,
 )
 from mpgrad.modes import Modes, current_modes
-from mpgrad.operations import Delivered, Operation
+from mpgrad.operations import Delivered, Failed, Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
 from mpgrad.packing import PackedCall
 from mpgrad.recovery import Recovery
@@ -69,6 +69,8 @@ SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us
 LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
+STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
+STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
 
 
 log = logging.getLogger("mpgrad")
@@ -127,6 +129,10 @@ class Scheduler(ABC):
         self._deadlines: list[tuple[float, int, weakref.ref[Operation]]] = []  # a heap
         self._deadline_numbers = itertools.count()
         self._failed_starts = 0
+        self._started_before_failure = 0  # the last worker that did
+        self._understaffed_since: float | None = None
+        self._staff_at = math.inf  # when it is tried again
+        self._stranded: list[Worker] = []  # that are gone, and nobody was there to take over what waited for them
         self._deaths = 0
         self._broken: BaseException | None = None
         self._closing = False
@@ -163,6 +169,10 @@ class Scheduler(ABC):
     @abstractmethod
     def close_channel(self, worker: Worker) -> int | None:
         """Close the pipe of a worker that has died or was told to stop; returns its exit code, if known."""
+
+    @abstractmethod
+    def drain_pipe(self, worker: Worker) -> None:
+        """Receive what the worker has sent up to now."""
 
     @abstractmethod
     def kill(self, worker: Worker) -> None: ...
@@ -224,7 +234,12 @@ class Scheduler(ABC):
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
         found: list[list[Operation]] = []
-        self._post(lambda: found.append(list(self._unfinished)))
+
+        def look() -> None:
+            found.append(list(self._unfinished))
+            self.tell_waiters()
+
+        self._post(look)
         self.wait_until(lambda: bool(found) and all(operation.has_ended for operation in found[0]))
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
@@ -298,7 +313,7 @@ class Scheduler(ABC):
                 worker.number,
                 worker.pid,
                 resident_bytes(worker.pid),
-                worker.graphs - len(worker.missing),
+                len(worker.graphs) - len(worker.missing),
                 worker.graph_bytes,
                 worker.calls_done,
                 worker.retiring,
@@ -334,6 +349,12 @@ class Scheduler(ABC):
         self.wake()
         self.join()
 
+    def abandon(self) -> None:
+        """As `terminate`, without waiting: called where nobody can see the pool any more, in any thread, with any lock held."""
+        if FORKS.count == self._forks:
+            self._closing = self._stopping = True
+            self.wake()
+
     def _post(self, order: Callable[[], None]) -> None:
         self._inbox.append(order)
         self.wake()
@@ -356,17 +377,30 @@ class Scheduler(ABC):
 
     def staff(self) -> None:
         """Have as many workers as there should be, apart from those that only keep graphs."""
+        self._staff_at = math.inf
         active = [worker for worker in self._workers.values() if not worker.retiring]
-        for _ in range(self._settings.workers - len(active)):
-            try:
+        try:
+            for _ in range(self._settings.workers - len(active)):
                 self.hire()
-            except OSError as error:
-                if not self._workers:  # nobody is left to do anything
-                    self._break(error)
-                log.warning("no further worker can be started now (%s)", error)
-                break  # tried again when one has died or retired
+            self._understaffed_since = None
+        except OSError as error:
+            self._bear(error)
         for worker in active[self._settings.workers :]:
             worker.retiring = True
+        if self._workers:
+            stranded, self._stranded = self._stranded, []
+            for gone in stranded:
+                self._rescue(gone)
+
+    def _bear(self, error: OSError) -> None:
+        """No further worker can be started: try again soon, for a while at least where none is left."""
+        now = time.monotonic()
+        if self._understaffed_since is None:
+            self._understaffed_since = now
+            log.warning("no further worker can be started now (%s)", error)
+        if not self._workers and now - self._understaffed_since > STAFF_PATIENCE:
+            self._break(error)
+        self._staff_at = now + STAFF_GAP
 
     def hire(self) -> None:
         number = next(self._worker_numbers)
@@ -394,6 +428,7 @@ class Scheduler(ABC):
         if worker.is_done:
             self._transmit(worker, [Stop()], Payload())
             self._bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+            self.staff()  # should it have failed before, for want of what this one had
             self._rescue(worker)
             self.tell_waiters()
 
@@ -413,14 +448,8 @@ class Scheduler(ABC):
         position, _ = worker.begun()
         chunks = list(worker.under_way.values())
         died = WorkerDiedError(None, "forward", worker.number, None)
-        died.exit_code = self._bury(worker, died)
+        died.exit_code = worker.exit_code = self._bury(worker, died)
         self._deaths += 1
-        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
-        if self._failed_starts == FAILED_STARTS:
-            so_did_others = f"so did {FAILED_STARTS} in a row"
-            self._break(WorkerDiedError(None, "start", worker.number, died.exit_code, so_did_others))
-        else:
-            self.staff()
         if chunks:
             self._recovery.blame(worker, died.exit_code, chunks[0], position)
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
@@ -428,42 +457,59 @@ class Scheduler(ABC):
                 self._recovery.reruns += len(chunk.calls)
                 chunk.operation.queue.extendleft(call for _, call in reversed(chunk.calls))
                 self._admit(chunk.operation)
-        for chunk in chunks:
-            for sent in chunk.gradients:
-                self._recovery.revive(sent, worker)
+            worker.backlog.extendleft(reversed(chunk.gradients))
             if chunk.captures is not None:
-                self._recovery.revive(chunk.captures, worker)
+                worker.backlog.appendleft(chunk.captures)
+        if self._is_last_start(worker):
+            so_did_others = f"so did {FAILED_STARTS} in a row"
+            self._break(WorkerDiedError(None, "start", worker.number, died.exit_code, so_did_others))
+        else:
+            self.staff()
         self._rescue(worker)
+
+    def _is_last_start(self, worker: Worker) -> bool:
+        """Whether workers cannot be started. Those that start together and die together count as one attempt."""
+        if worker.ready:
+            self._failed_starts = 0
+        elif worker.number > self._started_before_failure:
+            self._failed_starts += 1
+            self._started_before_failure = max(self._workers, default=worker.number)
+        return self._failed_starts == FAILED_STARTS
 
     def _rescue(self, worker: Worker) -> None:
         """What waited for a worker that is gone."""
+        if not self._workers and self._ended is None:
+            self._stranded.append(worker)
+            return
         while worker.backlog:
-            self._recovery.revive(worker.backlog.popleft(), worker)
+            try:
+                item = worker.backlog.popleft()
+            except IndexError:  # after the end several threads may do this
+                break
+            self._recovery.revive(item, worker)
         self.tell_waiters()
 
-    def enforce_timeouts(self) -> float | None:
-        """End what has run too long; returns the seconds until something next may have, None where nothing can."""
-        soonest = None
-        while self._deadlines:
-            left = self._deadlines[0][0] - time.monotonic()
-            if left > 0:
-                soonest = left
-                break
+    def keep_time(self) -> float | None:
+        """Do what is due; returns the seconds until something next is, None where nothing is."""
+        now = time.monotonic()
+        if now >= self._staff_at:
+            self.staff()
+        while self._deadlines and self._deadlines[0][0] <= now:
             operation = heapq.heappop(self._deadlines)[2]()
             if operation is not None:
                 self._stop(operation)
+        moments = [self._staff_at, *(moment for moment, _, _ in self._deadlines[:1])]
         for worker in list(self._workers.values()):
-            chunk = next(iter(worker.under_way.values()), None)
-            if chunk is None or chunk.timeout is None or worker.overdue is not None:
-                continue
-            _, since = worker.begun()
-            left = since + chunk.timeout - time.monotonic()
-            if left <= 0:
-                worker.overdue = chunk.timeout
-                self.kill(worker)
-            elif soonest is None or left < soonest:
-                soonest = left
-        return soonest
+            if overdue_at(worker) <= now:
+                self.drain_pipe(worker)  # we may have been late, and it not
+                if worker.gone is None and overdue_at(worker) <= now:
+                    worker.overdue = next(iter(worker.under_way.values())).timeout
+                    self.kill(worker)
+                    self.lose(worker)
+                    continue
+            moments.append(overdue_at(worker))
+        soonest = min(moments)
+        return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
 
     def _break(self, error: BaseException) -> None:
         """The pool cannot go on: all that is under way, and all that comes later, gets `error`."""
@@ -478,20 +524,24 @@ class Scheduler(ABC):
         """The last thing that happens; nobody may be left waiting."""
         reason = self._broken or PoolClosedError("the pool is closed, and its workers and their graphs are gone")
         chunks = [chunk for worker in self._workers.values() for chunk in worker.under_way.values()]
-        for worker in self._workers.values():
-            if self._draining and self._broken is None:
-                self._transmit(worker, [Stop()], Payload())
-            else:
-                self.kill(worker)
+        gone = [*self._stranded, *self._workers.values()]
         self._ended = reason
-        for worker in list(self._workers.values()):
-            self._bury(worker, reason)
-            self._rescue(worker)
-        for chunk in chunks:
-            chunk.fail_replies(reason)
-        self.arena.close()
-        self.lenders.close()
-        self._settle()
+        try:
+            for worker in list(self._workers.values()):
+                if self._draining and self._broken is None:
+                    self._transmit(worker, [Stop()], Payload())
+                else:
+                    self.kill(worker)
+            for worker in list(self._workers.values()):
+                self._bury(worker, reason)
+        finally:
+            for chunk in chunks:
+                chunk.fail_replies(reason)
+            for worker in gone:
+                self._rescue(worker)
+            self.arena.close()
+            self.lenders.close()
+            self._settle()
 
     def _settle(self) -> None:
         """After the end: answer what came too late. Runs in whichever thread finds it, perhaps in several."""
@@ -529,9 +579,9 @@ class Scheduler(ABC):
             if claim.outcome is None:
                 claim.source.dependents.append(lambda: self._inbox.append(lambda: self._await(operation, call)))
                 return
-            if isinstance(claim.outcome, BaseException):
+            if isinstance(claim.outcome, Failed):
                 claim.source.on_passed_on()
-                operation.deliver(call.index, ancestor_failed(claim.outcome, f"{operation.noun} {call.index}"))
+                operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.index}"))
                 self._cancel_rest(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]
@@ -657,8 +707,13 @@ class Scheduler(ABC):
         self.collect_returns()
         self._unmap(drained(self.arena.dropped))
         self.arena.made.clear()  # each worker is told of a slab when it is first lent something there
-        with contextlib.suppress(ConnectionError):  # it died; the end of its pipe is read next, and says so once
+        try:
             worker.transmit(messages, payload)
+        except ConnectionError:
+            pass  # it died; the end of its pipe is read next, and says so once
+        except OSError as error:  # no descriptor is free for what has to wait: what it was sent is not whole
+            log.warning("a worker is given up, because nothing can be sent to it (%s)", error)
+            self.kill(worker)
         self.watch(worker)
 
     def collect_returns(self) -> None:
@@ -704,7 +759,7 @@ class Scheduler(ABC):
                     self._unmap(message.numbers)
                 case Returned():
                     for address, times in message.slots:
-                        worker.take_back(address, times)
+                        self._take_back(worker, address, times)
                 case Ready():
                     with contextlib.suppress(SharedMemoryError):  # then nothing is known of how far it has come
                         memory = self.lenders.slab(slab_of(message.progress)).memory
@@ -718,9 +773,16 @@ class Scheduler(ABC):
                 case Logged():
                     logged_again(message)
                 case StartFailed():
-                    self._break(again(message.failure, "", worker))
+                    self._break(failed_again(message.failure, "", worker).error())
                 case _:
                     raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
+
+    def _take_back(self, worker: Worker, address: int, times: int) -> None:
+        worker.take_back(address, times)
+        slab = slab_of(address)
+        owner = slab >> 32
+        if owner and owner not in self._workers and not worker.has_borrowed_from(slab):
+            worker.unmap(slab)  # of a worker that is gone; nobody else would say so
 
     def _answered(self, worker: Worker, number: int) -> Chunk:
         worker.busy_since = time.monotonic()
@@ -739,7 +801,7 @@ class Scheduler(ABC):
         limit = operation.limit
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
-                operation.deliver(call.index, again(outcome, f"{operation.noun} {call.index}, ", worker))
+                operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.index}, ", worker))
                 continue
             graph = None
             if outcome.has_graph:
@@ -786,13 +848,13 @@ class Scheduler(ABC):
             self._arrive(sent.reply, found, payload, worker)
 
     def _note_graphs(self, worker: Worker, message: Results | Gradients) -> None:
-        worker.missing.update(message.dropped)
+        worker.missing.update(worker.graphs.intersection(message.dropped))  # others have been released meanwhile
         worker.graph_bytes = message.graph_bytes
 
     def _graph_kept(
         self, worker: Worker, home: Home, number: int, index: int, recipe: PackedCall | Differentiation
     ) -> RemoteGraph:
-        worker.graphs += 1
+        worker.graphs.add(number)
         return RemoteGraph(home, worker, number, index, recipe if self._settings.recoverable else None)
 
     def _arrive(
@@ -824,6 +886,14 @@ class Scheduler(ABC):
         return found
 
 
+def overdue_at(worker: Worker) -> float:
+    """When the call that it is at will have taken too long."""
+    chunk = next(iter(worker.under_way.values()), None)
+    if worker.gone is not None or chunk is None or chunk.timeout is None:
+        return math.inf
+    return worker.begun()[1] + chunk.timeout
+
+
 def any_connected(found: Sequence[TensorRef | None]) -> bool:
     return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
 
@@ -833,8 +903,9 @@ def kept_promises(parts: Sequence[Placed | Promise]) -> list[Placed | Promise]:
     return [part for part in there if part is not None]
 
 
-def again(failure: Failure, subject: str, worker: Worker) -> BaseException:
-    return raised_again(failure.error, failure.traceback, failure.phase, subject, worker.number)
+def failed_again(failure: Failure, subject: str, worker: Worker) -> Failed:
+    number = worker.number
+    return Failed(lambda: raised_again(failure.error, failure.traceback, failure.phase, subject, number))
 
 
 def working_directory() -> str | None:

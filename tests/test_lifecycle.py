@@ -178,7 +178,8 @@ def test_garbage_collection_of_an_open_pool(nursery: mpgrad.Pool) -> None:
     del pool
     gc.collect()
     assert reference() is None
-    assert len(set(psutil.Process().children(recursive=True)) & before) <= len(before) - 2
+    while len(set(psutil.Process().children(recursive=True)) & before) > len(before) - 2:
+        time.sleep(0.01)  # nobody waits for the end in a finalizer
     assert result[0].shape == (3,)
 
 

@@ -36,6 +36,9 @@ class Graph(NamedTuple):
     whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
 
 
+MOST_STALE = 1000  # entries of the heap for graphs that are gone
+
+
 class GraphTable:
     """The graphs that are kept, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted.
 
@@ -63,13 +66,17 @@ class GraphTable:
         if self.limit:
             self.nbytes += nbytes - self._sizes.get(call, 0)
             self._sizes[call] = nbytes
-            heapq.heappush(self._largest, (-nbytes, call))
+            if nbytes:
+                heapq.heappush(self._largest, (-nbytes, call))
+            if len(self._largest) > 2 * len(self._sizes) + MOST_STALE:
+                self._largest = [(-size, call) for call, size in self._sizes.items() if size]
+                heapq.heapify(self._largest)
 
     def trim(self) -> None:
         if self.limit == 0:
             self._dropped += self._graphs
             self._graphs.clear()
-        while self.limit and self.nbytes > self.limit:
+        while self.limit and self._largest and self.nbytes > self.limit:
             size, call = heapq.heappop(self._largest)
             if self._sizes.get(call) == -size:
                 self.release(call)

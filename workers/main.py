@@ -76,6 +76,7 @@ def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) ->
     """`serve` in a process of its own, made by `parent_pid` where that is known."""
     die_with(parent_pid)
     PLACE.in_worker = True
+    os.register_at_fork(after_in_child=end.close)  # else a process that a task forks would hide our end from the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
     serve(end, number, in_process=True)
 

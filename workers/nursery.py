@@ -73,8 +73,8 @@ class Nursery:
             return False
         order, name, number = pickle.loads(data)
         if order == "fork":
-            descriptor = array.array("i", ancillary[0][2][:4])[0]
-            self._fork(socket.socket(fileno=descriptor), name, number)
+            for _, _, content in ancillary:  # none, where no descriptor was free to receive it with
+                self._fork(socket.socket(fileno=array.array("i", content[:4])[0]), name, number)
         else:
             for pid, child in self._children.items():
                 if child == name:
@@ -83,7 +83,12 @@ class Nursery:
 
     def _fork(self, end: socket.socket, name: int, number: int) -> None:
         nursery_pid = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # the parent sees the end of that worker's pipe
+            end.close()
+            print(f"mpgrad: a worker cannot be forked ({error})", file=sys.stderr)
+            return
         if pid == 0:
             self._become_worker(end, number, nursery_pid)
         end.close()

@@ -244,65 +244,87 @@ class Worker:
     def _inputs(
         self, refs: Sequence[TensorRef], payload: memoryview
     ) -> tuple[list[torch.Tensor], list[Edge]]:
-        plain = [view(ref, payload, self._borrow) for ref in refs]
+        plain = self._views(refs, payload)
         needs_grad = [bool(ref.flags & REQUIRES_GRAD) for ref in refs]
         for k, ref in enumerate(refs):
             if ref.flags & PARAMETER:
                 plain[k] = torch.nn.Parameter(plain[k], requires_grad=False)
         return dress(plain, needs_grad, [bool(ref.flags & LEAF) for ref in refs])
 
-    def _give_back_unread(self, call: ForwardCall) -> None:
-        self._unread.extend((ref.place, 1) for ref in call.tensors if ref.place >= 0)
+    def _views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        try:
+            for ref in refs:
+                found.append(view(ref, payload, self._borrow))
+        except BaseException:
+            # that one was given back as it was refused; the rest was not looked at
+            self._unread.extend((ref.place, 1) for ref in refs[len(found) + 1 :] if ref.place >= 0)
+            raise
+        return found
+
+    def _give_back_unread(self, step: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
+        """What was lent to us for something that does not run."""
+        call = step.call if isinstance(step, (Rerun, Rederive)) else step
+        refs = call.tensors if isinstance(call, ForwardCall) else [ref for parts in call.grads for ref in parts]
+        self._unread.extend((ref.place, 1) for ref in refs if ref.place >= 0)
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
         outcomes: list[list[TensorRef | None] | Failure | Missing] = []
         with under(message.modes):
             for position, call in enumerate(message.calls):
-                self._begin(message.chunk, position)
+                steps = deque([*call.before, call])
                 try:
-                    if call.before and self._make_again(call.before, payload):
+                    found = None
+                    while steps:
                         self._begin(message.chunk, position)
-                        if self._graphs.get(call.call) is None:
-                            raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
-                    found = self._differentiate(call, payload)
+                        found = self._step(steps.popleft(), payload)
+                        if found is None:
+                            break
                     outcomes.append(Missing() if found is None else self._lend_all(found))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
+                for step in steps:
+                    self._give_back_unread(step)
                 self._graphs.trim()
         return Gradients(message.chunk, outcomes, self._warnings(), self._graphs.take_dropped(), self._graphs.nbytes)
 
-    def _make_again(self, steps: Sequence[Rerun | Rederive], payload: memoryview) -> bool:
-        """Take the steps to a graph; false where one starts from a graph that is not here, which the parent then hears."""
+    def _step(self, step: Rerun | Rederive | BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
+        """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
+        if isinstance(step, BackwardCall):
+            return self._differentiate(step, payload)
         warned = dict(self._warned)
-        for step in steps:
-            before = self._graphs.memory_in_use()
-            with under(step.modes):
-                if isinstance(step, Rederive):
-                    if self._differentiate(step.call, payload) is None:
-                        return False
-                    continue
+        before = self._graphs.memory_in_use()
+        with under(step.modes):
+            if isinstance(step, Rederive):
+                found = self._differentiate(step.call, payload)
+            else:
                 function = self._functions[step.function]
                 if isinstance(function, Failure):
+                    self._give_back_unread(step)
                     raise pickle.loads(function.error)
                 graph = self._make(step, step.call, function, payload, []).graph
-            if graph is not None:
+                if graph is None:
+                    raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
                 self._graphs.keep(step.call.call, graph, self._graphs.memory_in_use() - before)
+                found = []
         self._warned = warned  # these were given the first time
-        return True
+        return found
 
     def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
         """The gradients that are wanted; None where the graph is not there any more."""
         graph = self._graphs.get(call.call)
         if graph is None:
             self._graphs.miss(call.call)
+            self._give_back_unread(call)
             return None
         if len(graph.outputs) != len(call.grads):
+            self._give_back_unread(call)
             found, expected = len(graph.outputs), len(call.grads)
             raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
         before = self._graphs.memory_in_use()
         create = call.graph is not None
         refs = [ref for parts in call.grads for ref in parts]
-        incoming, edges = self._inputs(refs, payload) if create else ([view(ref, payload, self._borrow) for ref in refs], [])
+        incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
         rest = iter(incoming)
         grads = [functools.reduce(plus, [next(rest) for _ in parts]) if parts else None for parts in call.grads]
         gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
@@ -435,7 +457,8 @@ def failure(error: BaseException, phase: str) -> Failure:
     for carried in (error, Rebuilt(error), RemoteError(f"{type(error).__qualname__}: {error}")):
         try:
             pickled = cloudpickle.dumps(carried)
-            pickle.loads(pickled)
+            if not isinstance(pickle.loads(pickled), BaseException):
+                continue
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it
             continue
         return Failure(pickled, text, phase)
