@@ -8,6 +8,7 @@ import importlib as _importlib
 import typing as _typing
 from concurrent.futures import as_completed, wait
 
+from mpgrad import nn
 from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
 from mpgrad.errors import (
     AncestorFailedError,
@@ -19,9 +20,10 @@ from mpgrad.errors import (
     SharedMemoryError,
     WorkerDiedError,
 )
+from mpgrad.executor import Executor
 from mpgrad.per_item import per_item_grad
 from mpgrad.pool import Pool
-from mpgrad.results import AsyncResult, ResultIterator
+from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
 
 if _typing.TYPE_CHECKING:
     from mpgrad.workers.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
@@ -31,7 +33,9 @@ __all__ = [
     "AncestorFailedError",
     "AsyncResult",
     "CallTimeoutError",
+    "DifferentiableFuture",
     "EmulatedAutogradContext",
+    "Executor",
     "InternalError",
     "Pool",
     "PoolClosedError",
@@ -46,6 +50,7 @@ __all__ = [
     "jacobian",
     "jvp",
     "map_with_parallel_backward",
+    "nn",
     "per_item_grad",
     "run_isolated_backward",
     "run_isolated_forward",

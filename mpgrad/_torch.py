@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ __all__ = [
     "parametrize_again",
     "plus",
     "refusing_no_grad",
+    "replica_of",
     "saved_tensor_hooks",
     "set_priority",
     "shared_storage",
@@ -145,6 +146,24 @@ def gradients(
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third of the cost."""
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> torch.nn.Module:
+    """A module like `network` with other tensors, by the id of the old ones; buffers that are not named stay the same."""
+    modules: Any = list(network.modules())
+    copies: Any = {id(module): module._replicate_for_data_parallel() for module in modules}
+    for module in network.modules():
+        replica = copies[id(module)]
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else copies[id(child)]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                setattr(replica, name, tensors[id(parameter)])  # a plain attribute: it is no leaf, and so no parameter
+        for name, buffer in module._buffers.items():
+            replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
+    return copies[id(network)]  # type: ignore[no-any-return]
 
 
 def set_priority(node: Any, number: int) -> None:

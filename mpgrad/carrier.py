@@ -190,15 +190,21 @@ class Packer:
 
 
 def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], list[torch.Tensor], int]:
-    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory."""
+    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory.
+
+    Those that look at the same memory do so there too.
+    """
     refs, cores, offset = [], [], 0
+    known: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         core, form, how = dense_core(tensor)
         nbytes = core.numel() * core.element_size()
         number = NUMBER_OF_DTYPE[tensor.dtype]
-        refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - offset, nbytes, flags_of(tensor) | how))
+        place = known.setdefault((core.data_ptr(), nbytes), offset)
+        refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - place, nbytes, flags_of(tensor) | how))
         cores.append(core)
-        offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        if place == offset:
+            offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
     return refs, cores, offset
 
 

@@ -111,7 +111,7 @@ class Worker:
         self.progress: memoryview | None = None  # of int64, see `Progress`
         self.busy_since = 0.0  # when its first chunk under way became the first
         self.calls_done = 0
-        self.graphs: set[int] = set()  # by call
+        self.kept: set[int] = set()  # graphs, by call
         self.graph_bytes = 0  # that they take there, where it is measured
         self.missing: set[int] = set()  # graphs that are to be made there when they are wanted
         self.freed: set[int] = set()  # graphs whose backward was not to keep them
@@ -134,6 +134,10 @@ class Worker:
         return bool(self.returns or self.releases or self.forgotten_functions or self.forgotten_codes)
 
     @property
+    def graphs(self) -> int:
+        return len(self.kept)
+
+    @property
     def load(self) -> int:
         """How many calls it has been given or is about to be."""
         return len(self.backlog) + sum(len(chunk.calls) + len(chunk.gradients) for chunk in self.under_way.values())
@@ -141,7 +145,7 @@ class Worker:
     @property
     def is_done(self) -> bool:
         """Nothing under way, nothing waiting, no graph there that a backward could still need."""
-        return not (self.under_way or self.backlog or len(self.graphs) > len(self.missing) or self.releases)
+        return not (self.under_way or self.backlog or self.graphs > len(self.missing) or self.releases)
 
     def begun(self) -> tuple[int, float]:
         """The position of the call that it is at, in its first chunk under way, and since when; -1 where it is at none."""
@@ -295,7 +299,7 @@ class Worker:
             news.append(Returned(drained(self.returns)))
         if self.releases:
             released = drained(self.releases)
-            self.graphs.difference_update(released)
+            self.kept.difference_update(released)
             self.missing.difference_update(released)
             self.freed.difference_update(released)
             news.append(Release(released))

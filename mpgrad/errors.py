@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import signal
 import warnings
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 __all__ = [
@@ -34,8 +35,10 @@ class PoolClosedError(ValueError):
     """
 
 
-class WorkerDiedError(RuntimeError):
+class WorkerDiedError(BrokenProcessPool):
     """A worker process went away while it had something of ours: a running call, or a graph that backward needs.
+
+    A `BrokenProcessPool`, because `concurrent.futures` raises that; but only what is lost fails here, not the pool.
 
     Attributes:
         item: index of the item within its map, or None where no single item can be named.

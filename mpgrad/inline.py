@@ -95,6 +95,10 @@ class InlineScheduler(Scheduler):
     def join(self) -> None:
         self.check_process()
 
+    def leave(self) -> None:
+        """There is no process to end."""
+        self.close()
+
     def open_channel(self, number: int) -> Pipe:
         return self._to_worker
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +43,7 @@ from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "PoolWorker"]
 
 ENGINES = ("process", "thread", "inline")
 GRAPHS = ("keep", "recompute")
@@ -134,7 +135,8 @@ class Pool:
         self._scheduler = start_scheduler(engine, settings, context)
         OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
-        weakref.finalize(self, self._scheduler.abandon).atexit = False
+        self._finalizer = weakref.finalize(self, self._scheduler.abandon)
+        self._finalizer.atexit = False  # that is for `terminate_all`
 
     # --- multiprocessing.Pool's interface
 
@@ -258,7 +260,7 @@ class Pool:
     ) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
         operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error)
-        return self._iterate(operation, iterable, ordered=True)
+        return self._iterate(operation, (((item,), {}) for item in iterable), ordered=True)
 
     @not_compiled
     def imap_unordered(
@@ -272,7 +274,7 @@ class Pool:
     ) -> ResultIterator:
         """`imap` with the results in the order in which they come."""
         operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error)
-        return self._iterate(operation, iterable, ordered=False)
+        return self._iterate(operation, (((item,), {}) for item in iterable), ordered=False)
 
     def close(self) -> None:
         """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
@@ -295,6 +297,16 @@ class Pool:
     def processes(self) -> int:
         """The number of workers."""
         return self._processes
+
+    @property
+    def workers(self) -> tuple[PoolWorker, ...]:
+        """Names for the workers, to be used as devices in `mpgrad.nn`."""
+        return tuple(PoolWorker(self, number) for number in range(self._processes))
+
+    def leave(self) -> None:
+        """Take no new calls. Workers end when all is done and no graph that they keep is needed any more. Does not wait."""
+        self._finalizer.detach()
+        self._scheduler.leave()
 
     def resize(self, processes: int) -> None:
         """Have another number of workers. Those that are too many take no new calls, and end when they keep no graph any more.
@@ -607,12 +619,37 @@ class Pool:
         self._add_all(operation, calls, borrow=False)
         return result
 
-    def _iterate(self, operation: Operation, iterable: Iterable[Any], ordered: bool) -> ResultIterator:
+    def results_of(
+        self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None, window: int | None
+    ) -> ResultIterator:
+        """`starmap` as an iterator that takes `window` items ahead of the results; all at once where that is None."""
+        operation = self._begin(func, chunksize, stop_at_failure=False)
+        calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
+        return self._iterate(operation, calls, ordered=True, window=math.inf if window is None else window)
+
+    def _iterate(
+        self, operation: Operation, calls: Iterable[Arguments], ordered: bool, window: float | None = None
+    ) -> ResultIterator:
         packer = self._scheduler.copying_packer
-        window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
-        pack = functools.partial(pack_call, packer, kwargs={}, grad=operation.modes.grad)
-        calls = (functools.partial(pack, index, (item,)) for index, item in enumerate(iterable))
-        return ResultIterator(self._scheduler, operation, calls, window, ordered)
+        if window is None:
+            window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
+        pack = functools.partial(pack_call, packer, grad=operation.modes.grad)
+        packs = (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
+        return ResultIterator(self._scheduler, operation, packs, window, ordered)
+
+
+class PoolWorker:
+    """One of the workers of a pool, as a name for a share of work; which process does the share is the pool's business."""
+
+    def __init__(self, pool: Pool, number: int) -> None:
+        self.pool = pool
+        self.number = number
+
+    def __deepcopy__(self, memo: object) -> PoolWorker:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<worker {self.number} of {self.pool!r}>"
 
 
 OPEN: weakref.WeakSet[Scheduler] = weakref.WeakSet()

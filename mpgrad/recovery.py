@@ -113,7 +113,7 @@ class Recovery:
             active = [each for each in self._workers.values() if not each.retiring]
             worker = min(active or self._workers.values(), key=lambda each: each.load)
         graph.worker = worker
-        worker.graphs.add(graph.call)
+        worker.kept.add(graph.call)
         worker.missing.add(graph.call)
         return worker
 

@@ -36,6 +36,8 @@ class Desk(Protocol):
 
     def cancel(self, operation: Operation) -> None: ...
 
+    def cancel_queued(self, operation: Operation) -> None: ...
+
     def stop(self, operation: Operation) -> None: ...
 
     def stop_at(self, moment: float, operation: Operation) -> None: ...
@@ -258,7 +260,7 @@ class ResultIterator:
     """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
 
     def __init__(
-        self, desk: Desk, operation: Operation, calls: Iterator[Callable[[], PackedCall]], window: int, ordered: bool
+        self, desk: Desk, operation: Operation, calls: Iterator[Callable[[], PackedCall]], window: float, ordered: bool
     ) -> None:
         self._desk = desk
         self._operation = operation
@@ -324,6 +326,12 @@ class ResultIterator:
         if (self._operation.added, self._operation.sealed) != before:
             self._desk.admit(self._operation)
 
+    def cancel_rest(self) -> None:
+        """What has not begun will not; `next` raises `CancelledError` for it."""
+        self._operation.sealed = True
+        if not self._operation.has_ended:
+            self._desk.cancel_queued(self._operation)
+
     def __del__(self) -> None:
-        if not self._operation.sealed or not self._operation.finished:
+        if not self._operation.sealed:
             self._desk.cancel(self._operation)

@@ -137,6 +137,7 @@ class Scheduler(ABC):
         self._broken: BaseException | None = None
         self._closing = False
         self._draining = False
+        self._leaving = False
         self._stopping = False
         self._ended: BaseException | None = None
 
@@ -313,7 +314,7 @@ class Scheduler(ABC):
                 worker.number,
                 worker.pid,
                 resident_bytes(worker.pid),
-                len(worker.graphs) - len(worker.missing),
+                worker.graphs - len(worker.missing),
                 worker.graph_bytes,
                 worker.calls_done,
                 worker.retiring,
@@ -340,6 +341,17 @@ class Scheduler(ABC):
             raise ValueError("the pool is still open; close or terminate it before join")
         self._draining = True
         self.wake()
+
+    def leave(self) -> None:
+        """After `close`: end each worker as soon as all that was admitted is done, and no graph is kept there."""
+        self.close()
+        if FORKS.count == self._forks:
+            self._leaving = True
+            self.wake()
+
+    def cancel_queued(self, operation: Operation) -> None:
+        """Calls that no worker has been given get a `CancelledError`."""
+        self._post(lambda: self._cancel_queued(operation))
 
     def terminate(self) -> None:
         """End the workers now; what is under way fails with `PoolClosedError`."""
@@ -374,6 +386,11 @@ class Scheduler(ABC):
         self._feed()
         if self._draining and self._is_idle():
             self._stopping = True
+        if self._leaving and self._is_idle():
+            self._settings = self._settings._replace(workers=0)
+            for worker in list(self._workers.values()):
+                self._retire(worker)
+            self._stopping = not self._workers
 
     def staff(self) -> None:
         """Have as many workers as there should be, apart from those that only keep graphs."""
@@ -625,6 +642,12 @@ class Scheduler(ABC):
         self._unfinished.pop(operation, None)
         self.tell_waiters()
 
+    def _cancel_queued(self, operation: Operation) -> None:
+        while operation.queue or operation.waiting:
+            call = (operation.queue or operation.waiting).popleft()
+            operation.deliver(call.index, CancelledError())
+        self._cancel_rest(operation)
+
     def _stop(self, operation: Operation) -> None:
         if operation.finished:
             return
@@ -848,13 +871,13 @@ class Scheduler(ABC):
             self._arrive(sent.reply, found, payload, worker)
 
     def _note_graphs(self, worker: Worker, message: Results | Gradients) -> None:
-        worker.missing.update(worker.graphs.intersection(message.dropped))  # others have been released meanwhile
+        worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
         worker.graph_bytes = message.graph_bytes
 
     def _graph_kept(
         self, worker: Worker, home: Home, number: int, index: int, recipe: PackedCall | Differentiation
     ) -> RemoteGraph:
-        worker.graphs.add(number)
+        worker.kept.add(number)
         return RemoteGraph(home, worker, number, index, recipe if self._settings.recoverable else None)
 
     def _arrive(

@@ -82,6 +82,8 @@ def test_the_autograd_layer_knows_no_transport() -> None:
 DOCUMENTED = [
     mpgrad.pool,
     mpgrad.derivatives,
+    mpgrad.executor,
+    mpgrad.nn,
     mpgrad.per_item,
     mpgrad.testing,
     mpgrad.workers.contexts,

@@ -158,7 +158,7 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
     def fails(x: int) -> None:
         raise kind(x)
 
-    with pytest.raises(Exception, match="") as caught:
+    with pytest.raises(Exception, match=r"Odd|Frozen|1") as caught:
         pool.map(fails, [1])
     assert kind.__name__ in f"{type(caught.value).__name__}: {caught.value}"
     assert pool.map(abs, [-1]) == [1]

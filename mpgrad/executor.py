@@ -1,0 +1,180 @@
+"""`concurrent.futures.Executor` over a pool: code for `ProcessPoolExecutor` gets gradients by changing one name.
+
+A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history. Here calls are run again
+elsewhere, and only one that kills its workers every time fails, with an exception that is a `BrokenProcessPool` too. Results
+keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import multiprocessing
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from mpgrad.pool import Pool, positive
+from mpgrad.results import DifferentiableFuture, ResultIterator
+from mpgrad.scheduler import Scheduler
+
+__all__ = ["Executor"]
+
+
+class Executor(concurrent.futures.Executor):
+    """A `concurrent.futures.ProcessPoolExecutor` with gradients.
+
+    Args:
+        max_workers: number of workers; None for as many CPUs as this process may use.
+        mp_context: a context of `multiprocessing`; None for mpgrad's own.
+        initializer: called once in each worker, with `initargs`.
+        initargs: its arguments.
+        max_tasks_per_child: number of calls after which a worker is replaced; None for never.
+        **options: see `mpgrad.Pool`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with mpgrad.Executor(max_workers=2) as executor:
+        ...     squares = list(executor.map(torch.square, [x, x * 3]))
+        >>> sum(each.sum() for each in squares).backward()      # after the shutdown, too
+        >>> x.grad
+        tensor([20., 40.])
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        mp_context: BaseContext | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        *,
+        max_tasks_per_child: int | None = None,
+        **options: Any,
+    ) -> None:
+        if max_workers is not None:
+            positive("max_workers", max_workers)
+        if max_tasks_per_child is not None:
+            positive("max_tasks_per_child", max_tasks_per_child)
+        if initializer is not None:
+            if not callable(initializer):
+                raise TypeError(f"initializer must be callable (initializer: {initializer!r})")
+            initializer = Initializer(initializer)
+        self._pool = Pool(max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options)
+        self._lock = threading.Lock()
+        self._shut_down = False
+        self._futures: weakref.WeakSet[DifferentiableFuture] = weakref.WeakSet()
+        self._iterators: weakref.WeakSet[ResultIterator] = weakref.WeakSet()
+        UNFINISHED.add(self._pool._scheduler)
+        weakref.finalize(self, self._pool.leave).atexit = False  # what was submitted is still done
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+        """As `Pool.submit`.
+
+        Raises:
+            RuntimeError: after `shutdown`.
+            BrokenProcessPool: workers cannot be started.
+        """
+        with self._lock:
+            self._check_open()
+            future = self._pool.submit(fn, *args, **kwargs)
+            self._futures.add(future)
+        return future
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+    ) -> Iterator[Any]:
+        """``map(fn, *iterables)`` on the workers: the results in order.
+
+        Args:
+            fn: takes as many arguments as there are iterables.
+            iterables: are taken from at once, unless there is a `buffersize`.
+            timeout: seconds from now, after which `next` raises.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
+            buffersize: number of items that are taken ahead of the results.
+
+        Raises:
+            TimeoutError: a result has not come in time.
+            Exception: what the first failing call raised.
+        """
+        if buffersize is not None:
+            positive("buffersize", buffersize)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            self._check_open()
+            results = self._pool.results_of(fn, zip(*iterables, strict=False), chunksize, buffersize)
+            self._iterators.add(results)
+        return in_time(results, deadline)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
+
+        Args:
+            wait: until all that was submitted has ended.
+            cancel_futures: cancel what has not begun.
+        """
+        with self._lock:
+            self._shut_down = True
+        if cancel_futures:
+            for future in list(self._futures):
+                future.cancel()
+            for results in list(self._iterators):
+                results.cancel_rest()
+        self._pool.leave()
+        if wait:
+            self._pool._scheduler.await_all()
+
+    def _check_open(self) -> None:
+        if self._shut_down:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+
+class Initializer:
+    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor expect."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *initargs: Any) -> None:
+        try:
+            self._function(*initargs)
+        except BaseException as error:
+            raise BrokenProcessPool(f"the initializer failed in a worker ({type(error).__name__}: {error})") from error
+
+
+def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
+    try:
+        while True:
+            try:
+                yield results.next(None if deadline is None else deadline - time.monotonic())
+            except StopIteration:
+                return
+            except multiprocessing.TimeoutError:
+                raise TimeoutError("a result did not come within the timeout") from None
+    finally:
+        results.cancel_rest()
+
+
+UNFINISHED: weakref.WeakSet[Scheduler] = weakref.WeakSet()  # of executors
+
+
+def finish_all() -> None:
+    """As the interpreter ends: what was submitted is done first, as in concurrent.futures."""
+    for scheduler in list(UNFINISHED):
+        scheduler.leave()
+        scheduler.await_all()
+
+
+atexit.register(finish_all)  # before the pools' own end, which was registered earlier

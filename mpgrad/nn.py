@@ -1,0 +1,428 @@
+"""Data parallelism: `torch.nn.parallel`'s functions, over the workers of a pool or over CUDA devices.
+
+PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be a worker: parameters lie in
+shared memory once, captured by the function that the workers run, and their gradients are added up as those of captures are.
+
+    scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
+    replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
+    gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
+For CUDA devices the functions of `torch.nn.parallel` do it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import parallel
+
+from mpgrad._torch import apply, replica_of
+from mpgrad.pool import Pool, PoolWorker
+
+__all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
+
+Device = PoolWorker | torch.device | str | int
+Buffers = dict[str, Tensor]
+
+
+class ReduceAdd:
+    """Adds up the gradients of replicas: the backward of `replicate`.
+
+    Source: libtorch's `torch/nn/parallel/data_parallel.h`.
+    """
+
+    @staticmethod
+    def apply(inputs: Sequence[Tensor]) -> Tensor:
+        """The sum of `inputs`, on the device of the first.
+
+        Raises:
+            ValueError: there are none; they have different sizes or dtypes; or one requires grad, because ReduceAdd has no
+                derivative of its own.
+        """
+        if not inputs:
+            raise ValueError("ReduceAdd needs at least one input (inputs: 0)")
+        first = inputs[0]
+        for each in inputs:
+            if torch.is_grad_enabled() and each.requires_grad:
+                raise ValueError("ReduceAdd can only be used in a backward: an input requires grad")
+            if each.shape != first.shape:
+                raise ValueError(
+                    f"all inputs of ReduceAdd must have the same sizes, but got {tuple(each.shape)} and {tuple(first.shape)}"
+                )
+            if each.dtype != first.dtype:
+                raise ValueError(f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and {first.dtype}")
+        total = first
+        for each in inputs[1:]:
+            total = total + each.to(first.device)
+        return total
+
+
+class Broadcast(torch.autograd.Function):
+    """`count` views of each tensor, whose gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = count
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        each = [grads[start : start + ctx.count] for start in range(0, len(grads), ctx.count)]
+        there = [[grad for grad in of_one if grad is not None] for of_one in each]
+        return None, *(ReduceAdd.apply(of_one) if of_one else None for of_one in there)
+
+
+def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
+    """Replicas of a module, one for each device, whose parameters are connected to the original's.
+
+    On workers all replicas look at the memory of the original's parameters. Replica 0 has the original's own buffers, so that
+    what its forward writes there (running statistics) is seen in the original; others have copies.
+
+    Args:
+        network: the module; tied parameters stay tied.
+        devices: workers of a pool (`pool.workers`), or CUDA devices.
+        detach: do not connect the replicas' parameters.
+
+    Raises:
+        ValueError: no devices, or of different kinds.
+
+    Source: `torch.nn.parallel.replicate`; the gradients as in libtorch's `replicate`.
+
+    Example:
+        >>> import torch, mpgrad, mpgrad.nn
+        >>> module = torch.nn.Linear(2, 1)
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     replicas = mpgrad.nn.replicate(module, pool.workers)
+        ...     outputs = mpgrad.nn.parallel_apply(replicas, [torch.ones(1, 2), torch.ones(3, 2)], pool.workers)
+        ...     sum(output.sum() for output in outputs).backward()
+        >>> module.weight.grad
+        tensor([[4., 4.]])
+    """
+    pool = pool_of(devices)
+    if pool is None:
+        return list(parallel.replicate(network, [cuda_name(device) for device in devices], detach))
+    count = len(devices)
+    parameters = list(network.parameters())
+    buffers = list(network.buffers())
+    connected = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
+    views = [tensor.detach() for tensor in connected for _ in range(count)]
+    if torch.is_grad_enabled() and not detach and connected:
+        views = list(apply(Broadcast, count, *connected))
+    replicas = []
+    for number in range(count):
+        tensors = dict(zip(map(id, connected), views[number::count], strict=True))
+        if number > 0:
+            tensors.update({id(buffer): buffer.clone() for buffer in buffers if id(buffer) not in tensors})
+        replicas.append(replica_of(network, tensors))
+    return replicas
+
+
+def scatter(
+    inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0
+) -> list[Any]:
+    """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor goes to all of them.
+
+    Args:
+        inputs: a tensor of any shape, or a structure of tuples, lists and dicts.
+        chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes them, which may be fewer.
+
+    Raises:
+        ValueError: no devices, or not one chunk size for each; as PyTorch's `split`, where they do not add up.
+
+    Example:
+        >>> import torch, mpgrad, mpgrad.nn
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     mpgrad.nn.scatter({"x": torch.arange(5), "k": 1}, pool.workers)
+        [{'x': tensor([0, 1, 2]), 'k': 1}, {'x': tensor([3, 4]), 'k': 1}]
+    """
+    pool = pool_of(devices)
+    if chunk_sizes is not None and len(chunk_sizes) != len(devices):
+        raise ValueError(
+            f"expected devices and chunk_sizes to be of the same length (devices: {len(devices)}, "
+            f"chunk_sizes: {len(chunk_sizes)})"
+        )
+    targets = None if pool is not None else [torch.device(cuda_name(device)) for device in devices]
+    return Scatter(len(devices), chunk_sizes, dim, targets).chunks(inputs)
+
+
+class Scatter(NamedTuple):
+    shares: int
+    chunk_sizes: Sequence[int] | None
+    dim: int
+    targets: Sequence[torch.device] | None
+
+    def chunks(self, inputs: Any) -> list[Any]:
+        if isinstance(inputs, Tensor):
+            sizes = self.chunk_sizes
+            cut = inputs.chunk(self.shares, self.dim) if sizes is None else torch.split(inputs, list(sizes), self.dim)
+            if self.targets is None:
+                return list(cut)
+            return [part.to(target, non_blocking=True) for part, target in zip(cut, self.targets, strict=False)]
+        if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+            return [type(inputs)(*parts) for parts in self.together(inputs)]
+        if isinstance(inputs, (tuple, list)) and inputs:
+            return [type(inputs)(parts) for parts in self.together(inputs)]
+        if isinstance(inputs, dict) and inputs:
+            return [type(inputs)(zip(inputs, parts, strict=True)) for parts in self.together(inputs.values())]
+        return [inputs] * self.shares
+
+    def together(self, inputs: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
+        return zip(*map(self.chunks, inputs), strict=False)
+
+
+class Shares:
+    """The modules of one `parallel_apply`, as a function of the number of one and its inputs."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = list(modules)  # one for all, or one for each number
+
+    def __call__(self, number: int, inputs: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Buffers]:
+        """The output, and the buffers that replica 0 has written to or replaced."""
+        module = self.modules[number % len(self.modules)]
+        own = dict(module.named_buffers(remove_duplicate=False))
+        copies = {id(buffer): buffer.clone() for buffer in own.values()}
+        for name, buffer in own.items():  # each call begins with those of the caller, and leaves them to the next as they were
+            put(module, name, copies[id(buffer)])
+        try:
+            output = module(*inputs, **kwargs)
+            after = module.named_buffers() if number == 0 else ()
+            # versions do not tell: batch normalization writes without counting
+            return output, {name: buffer.detach() for name, buffer in after if not same(buffer, own[name])}
+        finally:
+            for name, buffer in own.items():
+                put(module, name, buffer)
+
+
+def same(buffer: Tensor, before: Tensor) -> bool:
+    return buffer.shape == before.shape and torch.equal(buffer, before)
+
+
+def put(module: nn.Module, path: str, buffer: Tensor) -> None:
+    owner, _, name = path.rpartition(".")
+    module.get_submodule(owner)._buffers[name] = buffer
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    devices: Sequence[Device],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+) -> list[Any]:
+    """``[module(*inputs) for module, inputs in zip(modules, inputs)]``, side by side.
+
+    Args:
+        modules: on workers, any modules; what the first one writes to its buffers is written to them here too.
+        inputs: for each module a tensor, or a tuple of arguments.
+        devices: workers of a pool, or CUDA devices.
+        kwargs_tup: keyword arguments for each module.
+
+    Returns:
+        The outputs, in order.
+
+    Raises:
+        ValueError: numbers of modules, inputs, kwargs and devices are not the same.
+        Exception: what the first replica raised, with a note that names it.
+
+    Source: `torch.nn.parallel.parallel_apply`.
+    """
+    pool = pool_of(devices)
+    same_number("modules", modules, "inputs", inputs)
+    same_number("modules", modules, "devices", devices)
+    kwargs = [{} for _ in modules] if kwargs_tup is None else kwargs_tup
+    same_number("modules", modules, "kwargs", kwargs)
+    if pool is None:
+        names = [cuda_name(device) for device in devices]
+        return list(parallel.parallel_apply(modules, inputs, kwargs, names))
+    return applied(pool, modules, inputs, kwargs)
+
+
+def applied(
+    pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]
+) -> list[Any]:
+    """The output of each module, or of the only one for each of the inputs."""
+    arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
+    calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
+    found = pool._run(Shares(modules), calls, len(calls), 1, False, noun="replica")
+    _, written = found[0]
+    with torch.no_grad():
+        there = dict(modules[0].named_buffers())
+        for name, buffer in written.items():
+            there[name].copy_(buffer)
+    return [output for output, _ in found]
+
+
+def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int = 0) -> Any:
+    """Join what the replicas returned along `dim`, on `output_device` (None or a worker: where the first one is).
+
+    Args:
+        outputs: tensors of one shape but for `dim`, or structures (tuples, lists, dicts, named tuples) of them. Numbers without
+            dimensions are stacked, with a warning.
+
+    Raises:
+        ValueError: no outputs; dicts with different keys; tensors beside something else.
+
+    Source: `torch.nn.parallel.gather`.
+
+    Example:
+        >>> import torch, mpgrad.nn
+        >>> mpgrad.nn.gather([(torch.zeros(1), {"a": torch.ones(1)}), (torch.zeros(2), {"a": torch.ones(1)})])
+        (tensor([0., 0., 0.]), {'a': tensor([1., 1.])})
+    """
+    if not outputs:
+        raise ValueError("there is nothing to gather (outputs: 0)")
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if not all(isinstance(each, Tensor) for each in outputs):
+            raise ValueError(f"all outputs must be tensors where one is (types: {kinds(outputs)})")
+        target = first.device if output_device is None or isinstance(output_device, PoolWorker) else output_device
+        there = [each.to(target) for each in outputs]
+        if dim == 0 and all(each.dim() == 0 for each in there):
+            warnings.warn(
+                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
+                "a vector.",
+                stacklevel=2,
+            )
+            return torch.stack(there)
+        return torch.cat(there, dim)
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        if any(each.keys() != first.keys() for each in outputs):
+            raise ValueError(f"all dicts must have the same keys (keys: {[list(each) for each in outputs]})")
+        return type(first)((key, gather([each[key] for each in outputs], output_device, dim)) for key in first)
+    if isinstance(first, (tuple, list)):
+        if any(len(each) != len(first) for each in outputs):
+            raise ValueError(f"all sequences must have the same length (lengths: {[len(each) for each in outputs]})")
+        parts = [gather(each, output_device, dim) for each in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    raise ValueError(f"outputs must be tensors, None, or tuples, lists and dicts of them (types: {kinds(outputs)})")
+
+
+def data_parallel(
+    module: nn.Module,
+    input: Any,  # as torch.nn.parallel calls it
+    devices: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``module(input)`` with the input cut along `dim` and evaluated side by side.
+
+    Args:
+        module: on workers it may have any captures, hooks and buffers.
+        input: a tensor, or a tuple of arguments; their first dimension (`dim`) is the batch.
+        devices: workers of a pool (`pool.workers`), or CUDA devices; None for all CUDA devices there are. An input that is
+            smaller than their number uses fewer.
+        output_device: where outputs are gathered; None for the first device.
+        module_kwargs: keyword arguments, cut likewise.
+
+    Raises:
+        ValueError: there are no devices, or they are of different kinds.
+        Exception: what the first replica raised, with a note that names it.
+
+    Source: `torch.nn.parallel.data_parallel`, libtorch's `torch::nn::parallel::data_parallel`.
+
+    Example:
+        >>> import torch, mpgrad, mpgrad.nn
+        >>> module, x = torch.nn.Linear(3, 2), torch.randn(10, 3)
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     output = mpgrad.nn.data_parallel(module, x, pool.workers)
+        ...     output.sum().backward()
+        >>> torch.allclose(output, module(x))
+        True
+    """
+    if devices is None:
+        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    pool = pool_of(devices)
+    inputs = tuple(input) if isinstance(input, (tuple, list)) else (input,)
+    kwargs = module_kwargs or {}
+    if pool is None:
+        names = [cuda_name(device) for device in devices]
+        out = None if output_device is None else cuda_name(output_device)
+        return parallel.data_parallel(module, inputs, names, out, dim, kwargs)
+    if len(devices) == 1:
+        return module(*inputs, **kwargs)
+    chunks, chunks_of_kwargs = scattered_arguments(inputs, kwargs, len(devices), dim)
+    if len(chunks) == 1:
+        return module(*chunks[0], **chunks_of_kwargs[0])
+    # no replicas are needed: each worker gets the module as it is captured here
+    return gather(applied(pool, [module], chunks, chunks_of_kwargs), output_device, dim)
+
+
+class DataParallel(nn.Module):
+    """A module that is `data_parallel` over `devices` whenever it is called.
+
+    Args:
+        module: see `data_parallel`; it stays `self.module`.
+        devices, output_device, dim: likewise.
+
+    Example:
+        >>> import torch, mpgrad, mpgrad.nn
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     module = mpgrad.nn.DataParallel(torch.nn.Linear(3, 2), pool.workers)
+        ...     module(torch.randn(10, 3)).shape
+        torch.Size([10, 2])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        if devices is not None:
+            pool_of(devices)
+        self.module = module
+        self.devices = devices
+        self.output_device = output_device
+        self.dim = dim
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return data_parallel(self.module, inputs, self.devices, self.output_device, self.dim, kwargs)
+
+
+def scattered_arguments(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], count: int, dim: int
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Chunks of both; as many as the input that can be cut least."""
+    cut = Scatter(count, None, dim, None)
+    both = cut.chunks([inputs, kwargs]) if inputs or kwargs else [[(), {}]]
+    return [each for each, _ in both], [each for _, each in both]
+
+
+def pool_of(devices: Sequence[Device]) -> Pool | None:
+    """The pool whose workers `devices` are; None for CUDA devices."""
+    if not devices:
+        raise ValueError("there is no device to use (devices: 0); name workers (pool.workers) or CUDA devices")
+    pools = {id(device.pool): device.pool for device in devices if isinstance(device, PoolWorker)}
+    if not pools:
+        for device in devices:
+            cuda_name(device)
+        return None
+    if len(pools) > 1 or not all(isinstance(device, PoolWorker) for device in devices):
+        raise ValueError(f"devices must all be workers of one pool, or all be CUDA devices (devices: {list(devices)})")
+    return next(iter(pools.values()))
+
+
+def cuda_name(device: Device) -> torch.device:
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
+    if found.type != "cuda":
+        raise ValueError(f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})")
+    return found
+
+
+def same_number(one: str, these: Sequence[Any], other: str, those: Sequence[Any]) -> None:
+    if len(these) != len(those):
+        raise ValueError(f"the number of {one} {len(these)} is not equal to the number of {other} {len(those)}")
+
+
+def kinds(values: Iterable[Any]) -> str:
+    return ", ".join(type(value).__name__ for value in values)
+
+

@@ -1,0 +1,264 @@
+"""mpgrad.Executor is a ProcessPoolExecutor: the same program gives the same with either, and gradients with ours."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+
+PATIENCE = 20.0  # seconds
+BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor)]
+both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])
+
+
+@pytest.fixture(autouse=True)
+def kept_nursery(nursery: mpgrad.Pool) -> None:
+    """Executors start in milliseconds."""
+
+
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def fails(x: Any) -> Any:
+    raise LookupError(f"nothing at {x}")
+
+
+def exits(x: Any) -> Any:
+    os._exit(3)
+
+
+def pid(x: Any) -> int:
+    return os.getpid()
+
+
+def note(path: Path, x: int) -> int:
+    (path / str(x)).touch()
+    return x
+
+
+def set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+# --- what both do
+
+
+@both
+def test_submit_and_map(kind: Any) -> None:
+    with kind(2) as executor:
+        assert isinstance(executor, concurrent.futures.Executor)
+        assert executor.submit(divmod, 7, 3).result() == (2, 1)
+        assert executor.submit(int, "11", base=2).result() == 3
+        assert list(executor.map(pow, [2, 3, 4], [5, 2])) == [32, 9]
+        assert list(executor.map(abs, range(-50, 0), chunksize=7)) == list(range(50, 0, -1))
+        assert list(executor.map(abs, [])) == []
+        results = executor.map(fails, [1, 2])
+        with pytest.raises(LookupError, match="nothing at 1"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+        with pytest.raises(LookupError):
+            executor.submit(fails, 1).result()
+
+
+@both
+def test_a_timeout_of_map(kind: Any) -> None:
+    with kind(1) as executor:
+        results = executor.map(nap, [0, 0.6], timeout=0.3)
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            list(results)
+        assert time.monotonic() - started < 0.59
+    with pytest.raises(ValueError, match="chunksize"), kind(1) as executor:
+        executor.map(abs, [1], chunksize=0)
+
+
+@both
+def test_shutdown(kind: Any, tmp_path: Path) -> None:
+    executor = kind(1)
+    future = executor.submit(nap, 0.2)
+    executor.map(functools.partial(note, tmp_path), range(5))  # nobody looks at the results
+    executor.shutdown()
+    assert future.done() and len(list(tmp_path.iterdir())) == 5
+    for use in (lambda: executor.submit(abs, 1), lambda: executor.map(abs, [1])):
+        with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+            use()
+    executor.shutdown()
+
+
+@both
+def test_shutdown_without_waiting(kind: Any) -> None:
+    executor = kind(1)
+    future = executor.submit(nap, 0.3)
+    started = time.monotonic()
+    executor.shutdown(wait=False)
+    assert time.monotonic() - started < 0.25 and not future.done()
+    assert future.result(PATIENCE) == 0.3
+
+
+@both
+def test_shutdown_that_cancels(kind: Any) -> None:
+    executor = kind(1)
+    futures = [executor.submit(nap, 0.2) for _ in range(10)]
+    while not futures[0].running():
+        time.sleep(1e-3)
+    executor.shutdown(cancel_futures=True)
+    assert futures[0].result() == 0.2 and futures[-1].cancelled()
+    assert all(future.done() for future in futures)
+    if kind is mpgrad.Executor:  # the other one leaves them where `wait` does not see that they are done
+        assert concurrent.futures.wait(futures, timeout=PATIENCE).not_done == set()
+
+
+@both
+def test_an_initializer(kind: Any) -> None:
+    with kind(1, initializer=set_variable, initargs=("MPGRAD_TEST", "here")) as executor:
+        assert executor.submit(os.getenv, "MPGRAD_TEST").result() == "here"
+
+
+@pytest.mark.filterwarnings("ignore")
+@both
+def test_an_initializer_that_fails(kind: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with kind(1, initializer=fails, initargs=(3,)) as executor:
+        with pytest.raises(BrokenProcessPool):
+            executor.submit(abs, 1).result()
+        with pytest.raises(concurrent.futures.BrokenExecutor):
+            executor.submit(abs, 1).result()
+
+
+@both
+def test_wrong_arguments(kind: Any) -> None:
+    with pytest.raises(ValueError, match="max_workers"):
+        kind(0)
+    with pytest.raises(ValueError, match="max_tasks_per_child"):
+        kind(1, max_tasks_per_child=0)
+    with pytest.raises(TypeError, match="initializer must be"):
+        kind(1, initializer=3)
+
+
+@both
+def test_asyncio(kind: Any) -> None:
+    async def main(executor: Any) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return list(await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5))))
+
+    with kind(2) as executor:
+        assert asyncio.run(main(executor)) == [0, 1, 4, 9, 16]
+
+
+@both
+def test_as_completed_and_callbacks(kind: Any) -> None:
+    called: list[float] = []
+    with kind(2) as executor:
+        futures = [executor.submit(nap, seconds) for seconds in (0.5, 0.0)]
+        for future in futures:
+            future.add_done_callback(lambda future: called.append(future.result()))
+        assert [future.result() for future in concurrent.futures.as_completed(futures)] == [0.0, 0.5]
+    assert called == [0.0, 0.5]
+
+
+@both
+def test_many_threads(kind: Any) -> None:
+    with kind(2) as executor, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda k: executor.submit(pow, k, 2).result(), range(40))) == [k**2 for k in range(40)]
+
+
+EXIT = """
+import time, {module}
+def say(x):
+    time.sleep(0.3); print("done", x, flush=True); return x
+if __name__ == "__main__":
+    executor = {module}.{name}(1)
+    executor.submit(say, 1); executor.submit(say, 2)
+    {last}
+"""
+
+
+@pytest.mark.parametrize("last", ["pass", "del executor", "executor.shutdown(wait=False)"])
+@pytest.mark.parametrize(("module", "name"), [("mpgrad", "Executor"), ("concurrent.futures", "ProcessPoolExecutor")])
+def test_what_was_submitted_is_done_before_the_interpreter_ends(tmp_path: Path, module: str, name: str, last: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(EXIT.format(module=module, name=name, last=last))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("done 1\ndone 2\n", "", 0)
+
+
+# --- what ours does
+
+
+def test_gradients_after_the_shutdown() -> None:
+    x = torch.rand(3000, requires_grad=True)
+    before = threading.active_count()
+    with mpgrad.Executor(2) as executor:
+        results = list(executor.map(torch.mul, [x, x], [2, 3]))
+        top = executor.submit(torch.exp, x)
+        last = executor.submit(torch.mul, top, 2)
+    reference = weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert reference() is None
+    (sum(results).sum() + last.result().sum()).backward()
+    torch.testing.assert_close(x.grad, 5 + 2 * x.detach().exp())
+    assert threading.active_count() > before  # the graphs are kept
+    del results, top, last
+    deadline = time.monotonic() + PATIENCE
+    while threading.active_count() > before:  # and now the workers end
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("engine", ["thread", "inline"])
+def test_other_engines(engine: str) -> None:
+    x = torch.rand(3, requires_grad=True)
+    with mpgrad.Executor(2, engine=engine) as executor:
+        found = list(executor.map(torch.square, [x]))
+    assert torch.equal(found[0], x**2)
+
+
+def test_items_are_taken_as_needed() -> None:
+    taken: list[int] = []
+
+    def source() -> Any:
+        for k in range(1000):
+            taken.append(k)
+            yield k
+
+    with mpgrad.Executor(2) as executor:
+        results = executor.map(abs, source(), buffersize=4)
+        assert next(results) == 0 and len(taken) <= 6
+        results.close()  # type: ignore[attr-defined]
+        assert len(taken) <= 6
+    with pytest.raises(ValueError, match="buffersize must be at least 1"), mpgrad.Executor(1) as executor:
+        executor.map(abs, [1], buffersize=0)
+
+
+def test_a_call_that_kills_its_workers_fails_alone() -> None:
+    with mpgrad.Executor(2) as executor:
+        others = [executor.submit(abs, -k) for k in range(5)]
+        with pytest.raises(concurrent.futures.BrokenExecutor) as caught:
+            executor.submit(exits, 1).result()
+        assert isinstance(caught.value, mpgrad.WorkerDiedError) and isinstance(caught.value, BrokenProcessPool)
+        assert [future.result() for future in others] == list(range(5))
+        assert executor.submit(abs, -1).result() == 1
+
+
+def test_workers_are_replaced() -> None:
+    with mpgrad.Executor(1, max_tasks_per_child=2) as executor:
+        pids = list(executor.map(pid, range(6), chunksize=1))
+    assert len(set(pids)) == 3
