@@ -100,7 +100,7 @@ def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) ->
 def test_the_package_root_shows_the_public_names_only() -> None:
     shown = {name for name in dir(mpgrad) if not name.startswith("_")}
     submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers"}
-    assert shown - submodules == set(mpgrad.__all__)
+    assert shown - (submodules - {"nn"}) == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
     assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
 
