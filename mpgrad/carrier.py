@@ -178,9 +178,9 @@ class Packer:
         self.bytes_copied += nbytes
         return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
 
-    def place_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], Slot | None]:
-        """All `tensors` in one slot, each at its own offset, as if the slot were a message's payload."""
-        refs, cores, nbytes = laid_out(tensors)
+    def place_together(self, tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], Slot | None]:
+        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory."""
+        refs, cores, nbytes = laid_out(tensors, sharing)
         if nbytes == 0:
             return refs, None
         slot = self._arena.allocate(nbytes)
@@ -189,10 +189,10 @@ class Packer:
         return refs, slot
 
 
-def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], list[torch.Tensor], int]:
+def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], list[torch.Tensor], int]:
     """References to `tensors` one after another in one run of memory, their cores, and the size of that memory.
 
-    Those that look at the same memory do so there too.
+    Where `sharing`, those that look at the same memory do so there too; but they do not share what autograd counts writes with.
     """
     refs, cores, offset = [], [], 0
     known: dict[tuple[int, int], int] = {}
@@ -200,7 +200,7 @@ def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorRef], list[tor
         core, form, how = dense_core(tensor)
         nbytes = core.numel() * core.element_size()
         number = NUMBER_OF_DTYPE[tensor.dtype]
-        place = known.setdefault((core.data_ptr(), nbytes), offset)
+        place = known.setdefault((core.data_ptr(), nbytes), offset) if sharing else offset
         refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - place, nbytes, flags_of(tensor) | how))
         cores.append(core)
         if place == offset:

@@ -177,6 +177,8 @@ class Scatter(NamedTuple):
 class Shares:
     """The modules of one `parallel_apply`, as a function of the number of one and its inputs."""
 
+    captures_share_memory = True  # replicas look at one copy of the parameters, to which no forward writes
+
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)  # one for all, or one for each number
 

@@ -41,7 +41,7 @@ class SharedFunction:
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
-        self.refs, self.slot = packer.place_together(captures)
+        self.refs, self.slot = packer.place_together(captures, getattr(function, "captures_share_memory", False))
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
         self._forget = forget
 
