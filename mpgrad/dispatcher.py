@@ -139,7 +139,7 @@ class Dispatcher(Scheduler):
         patience = self.keep_time()
         if has_news:
             patience = GRACE if patience is None else min(GRACE, patience)
-        events = self._selector.select(0 if self._woken or self._stopping else patience)
+        events = self._selector.select(0 if self._woken or self._stopping or self._inbox else patience)
         self._sleeping = self._sleeping_soundly = False
         if has_news and not events:
             self.tell_news()

@@ -66,7 +66,7 @@ class InlineScheduler(Scheduler):
         elif self._to_parent.frames:
             (worker,) = self._workers.values()
             self.receive(worker, self._to_parent.frames.popleft())
-        else:
+        elif not self._inbox:
             return False
         return not self._stopping
 

@@ -272,7 +272,8 @@ class Submitted(Operation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._making = threading.Lock()
-        self._claims: list[weakref.ref[Claim]] = []
+        self._is_claimed = False
+        self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
         self._taken = False
         self._value: Any = None
@@ -291,6 +292,7 @@ class Submitted(Operation):
             if self._taken:
                 return None
             claim = Claim(self)
+            self._is_claimed = True
             self._claims.append(weakref.ref(claim))
             return claim
 
@@ -302,7 +304,7 @@ class Submitted(Operation):
                 outcome = self.outcomes[0]
                 assert isinstance(outcome, Delivered)
                 with self.modes_of_caller():
-                    tensors = outcome.views(private=bool(self._claims))
+                    tensors = outcome.views(private=self._is_claimed)
                     if self._tensors is None:
                         self._give_history(outcome, tensors)
                         self._tensors = tensors
@@ -312,8 +314,7 @@ class Submitted(Operation):
                     self._value = structure.loads_result(outcome.result.structure, self._tensors)
                 if outcome.graph is not None:
                     outcome.graph.reveal()
-                for claim in self._open_claims():
-                    claim.settle(outcome, self._tensors)
+                self._settle_claims(outcome, self._tensors)
                 self.outcomes.clear()
                 self._tensors, self._taken = None, True
             return self._value
@@ -332,8 +333,7 @@ class Submitted(Operation):
                 if outcome.graph is not None:
                     outcome.graph.hidden = True
                 self._tensors = tensors
-            for claim in self._open_claims():
-                claim.settle(outcome, self._tensors)
+            self._settle_claims(outcome, self._tensors)
 
     def unconnected(self) -> list[Submitted]:
         """Those that gave its call something, and have no node yet."""
@@ -342,8 +342,11 @@ class Submitted(Operation):
             return []
         return [claim.source for claim in outcome.call.claims if not claim.is_settled]
 
-    def _open_claims(self) -> list[Claim]:
-        return [claim for ref in self._claims if (claim := ref()) is not None and not claim.is_settled]
+    def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
+        claims, self._claims = self._claims, []
+        for ref in claims:
+            if (claim := ref()) is not None:
+                claim.settle(outcome, tensors)
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)
