@@ -234,14 +234,23 @@ class Scheduler(ABC):
 
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
-        found: list[list[Operation]] = []
+        pending: list[Operation] = []
+        looked, ended = False, 0  # how many of them had ended at the last look: each look goes on from there
 
         def look() -> None:
-            found.append(list(self._unfinished))
+            nonlocal looked
+            pending.extend(self._unfinished)
+            looked = True
             self.tell_waiters()
 
+        def all_ended() -> bool:
+            nonlocal ended
+            while ended < len(pending) and pending[ended].has_ended:
+                ended += 1
+            return looked and ended == len(pending)
+
         self._post(look)
-        self.wait_until(lambda: bool(found) and all(operation.has_ended for operation in found[0]))
+        self.wait_until(all_ended)
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
