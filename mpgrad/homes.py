@@ -79,6 +79,10 @@ class GradientReply:
     def has_failed(self) -> bool:
         return callable(self._outcome)
 
+    def take_warnings(self) -> Sequence[Warned]:
+        warned, self.warned = self.warned, ()
+        return warned
+
     def gradients(self) -> list[torch.Tensor | None]:
         found, payload, memories = self._wait()
         return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place].memory) for ref in found]
@@ -95,8 +99,7 @@ class GradientReply:
         if self._outcome is None:
             self._wait_until(lambda: self.arrived)
         outcome = self._outcome
-        warned, self.warned = self.warned, ()
-        for each in warned:
+        for each in self.take_warnings():
             warned_again(*each)
         if callable(outcome):
             raise outcome()

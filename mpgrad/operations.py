@@ -167,9 +167,17 @@ class Operation:
         with self.modes_of_caller():
             return [self._build(self.outcomes.pop(index)) for index in range(len(self.outcomes))]
 
+    def take_warnings(self) -> Iterator[Warned]:
+        """Those of tasks that have come, each once, whoever asks."""
+        while True:
+            try:
+                yield self.warned.popleft()
+            except IndexError:
+                return
+
     def _warn(self) -> None:
-        while self.warned:
-            warned_again(*self.warned.popleft())
+        for warned in self.take_warnings():
+            warned_again(*warned)
         if self.mutated:
             self.mutated = False
             warnings.warn(

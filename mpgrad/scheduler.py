@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import heapq
 import itertools
 import logging
 import math
 import os
 import sys
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,22 +26,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.arena import OFFSET_MASK, Arena, Borrowed, Lenders, slab_of
-from mpgrad.autograd import Grads, Home, Order, Promise, RemoteGraph
+from mpgrad.answers import Answers, failed_again
+from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
+from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Payload, Placed, TensorRef, placed_again
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed
 from mpgrad.channel import Frame, Pipe, drained
 from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
-from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError, raised_again
+from mpgrad.deadlines import Deadlines, overdue_at
+from mpgrad.dependents import Dependents
+from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
     Collected,
-    Failure,
     Gradients,
     Logged,
     Message,
-    Missing,
     NewSlab,
     Printed,
     Progress,
@@ -56,7 +55,7 @@ from mpgrad.messages import (
     Stop,
 )
 from mpgrad.modes import Modes, current_modes
-from mpgrad.operations import Delivered, Failed, Operation
+from mpgrad.operations import Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
 from mpgrad.packing import PackedCall
 from mpgrad.recovery import Recovery
@@ -126,8 +125,9 @@ class Scheduler(ABC):
         self._inbox: deque[Callable[[], None]] = deque()
         self._held_gradients = 0
         self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
-        self._deadlines: list[tuple[float, int, weakref.ref[Operation]]] = []  # a heap
-        self._deadline_numbers = itertools.count()
+        self._deadlines = Deadlines()
+        self._answers = Answers(self.lenders, settings.recoverable)
+        self._dependents = Dependents(self, self._inbox.append)
         self._failed_starts = 0
         self._started_before_failure = 0  # the last worker that did
         self._understaffed_since: float | None = None
@@ -229,8 +229,7 @@ class Scheduler(ABC):
 
     def stop_at(self, moment: float, operation: Operation) -> None:
         """`stop` it, unless it has ended by then: on the clock of time.monotonic."""
-        entry = moment, next(self._deadline_numbers), weakref.ref(operation)
-        self._post(lambda: heapq.heappush(self._deadlines, entry))
+        self._post(lambda: self._deadlines.put(moment, operation))
 
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
@@ -263,7 +262,7 @@ class Scheduler(ABC):
         what = Differentiation(graph, order, number, placed, modes)
         sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout, again)
         if any(isinstance(part, Promise) for parts in placed for part in parts):
-            self._inbox.append(lambda: self._await_grads(sent))
+            self._inbox.append(lambda: self._dependents.look_at_backward(sent))
             self._settle_if_ended()
         else:
             self._leave(graph.worker, sent)
@@ -520,11 +519,9 @@ class Scheduler(ABC):
         now = time.monotonic()
         if now >= self._staff_at:
             self.staff()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            operation = heapq.heappop(self._deadlines)[2]()
-            if operation is not None:
-                self._stop(operation)
-        moments = [self._staff_at, *(moment for moment, _, _ in self._deadlines[:1])]
+        for operation in self._deadlines.due(now):
+            self._stop(operation)
+        moments = [self._staff_at, self._deadlines.next]
         for worker in list(self._workers.values()):
             if overdue_at(worker) <= now:
                 self.drain_pipe(worker)  # we may have been late, and it not
@@ -592,56 +589,27 @@ class Scheduler(ABC):
             return
         self._unfinished[operation] = None
         while operation.waiting:
-            self._await(operation, operation.waiting.popleft())
+            self._dependents.look_at_call(operation, operation.waiting.popleft())
         if operation.queue and operation not in self._operations:
             self._codes.number(operation.function)
             self._operations.append(operation)
 
-    def _await(self, operation: Operation, call: PackedCall) -> None:
-        """Put into a call what other calls give it, and queue it; or come back when the first that is missing has come."""
-        if call.index in operation.outcomes or call.index >= operation.limit:
-            return
-        for claim in call.claims:
-            if claim.outcome is None:
-                claim.source.dependents.append(lambda: self._inbox.append(lambda: self._await(operation, call)))
-                return
-            if isinstance(claim.outcome, Failed):
-                claim.source.on_passed_on()
-                operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.index}"))
-                self._cancel_rest(operation)
-                return
-        outcomes = [claim.outcome for claim in call.claims]
-        for claim, outcome in zip(call.claims, outcomes, strict=True):
-            self._put_in(call, outcome)
-            operation.warned.extend(drained(claim.source.warned))
+    def call_is_ready(self, operation: Operation, call: PackedCall, giver: Any) -> None:
         operation.queue.append(call)
         if operation not in self._operations:
             self._codes.number(operation.function)
             self._operations.appendleft(operation)  # what has begun is finished first, and its memory given back
-        worker = outcomes[-1].worker
-        if worker.ready and worker.gone is None and not worker.under_way:
-            self._give(worker)  # who has a part of the input goes on with it, rather than whoever is looked at first
+        if giver.ready and giver.gone is None and not giver.under_way:
+            self._give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
 
-    def _put_in(self, call: PackedCall, outcome: Delivered) -> None:
-        refs = outcome.result.tensors
-        if outcome.graph is None:  # then only leaves need gradients
-            refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
-        call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
-        call.claimed.append((outcome.result.structure, len(refs)))
+    def call_has_failed(self, operation: Operation) -> None:
+        self._cancel_rest(operation)
 
-    def _await_grads(self, sent: SentGradients) -> None:
-        """As `_await`, for a backward whose gradients come from other backwards."""
-        promises = [part for parts in sent.what.grads for part in parts if isinstance(part, Promise)]
-        for promise in promises:
-            if not promise.reply.arrived:
-                promise.reply.dependents.append(lambda: self._inbox.append(lambda: self._await_grads(sent)))
-                return
-            if promise.reply.has_failed:
-                sent.reply.fail_as(promise.reply)
-                self.tell_waiters()
-                return
-        sent.what = sent.what._replace(grads=[kept_promises(parts) for parts in sent.what.grads])
+    def backward_is_ready(self, sent: SentGradients) -> None:
         self._leave(sent.what.graph.worker, sent)
+
+    def backward_has_failed(self) -> None:
+        self.tell_waiters()
 
     def _cancel(self, operation: Operation) -> None:
         operation.starts()  # a future that was cancelled tells who waits for it
@@ -780,11 +748,9 @@ class Scheduler(ABC):
                 case Results():
                     self._receive_results(worker, message, frame.payload)
                 case Gradients():
-                    self._receive_gradients(worker, message, frame.payload)
+                    self._answers.gradients(worker, self._answered(worker, message.chunk), message, frame.payload)
                 case Collected():
-                    request = self._answered(worker, message.chunk).captures
-                    assert request is not None
-                    self._arrive(request.reply, message.grads, frame.payload, worker)
+                    self._answers.collected(worker, self._answered(worker, message.chunk), message, frame.payload)
                 case NewSlab():
                     self.lenders.attach(message.number, worker.channel.take_descriptor(), message.nbytes)
                 case SlabsGone():
@@ -828,27 +794,8 @@ class Scheduler(ABC):
         worker.calls_done += done
         if done:
             self._codes.note_seconds(operation.function, message.seconds / done)
-        operation.mutated = operation.mutated or message.mutated
-        operation.warned.extend(message.warned)
         limit = operation.limit
-        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
-            if isinstance(outcome, Failure):
-                operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.index}, ", worker))
-                continue
-            graph = None
-            if outcome.has_graph:
-                graph = self._graph_kept(worker, operation.home, number, call.index, call)
-            try:
-                memories = self._borrow(outcome.tensors)
-            except SharedMemoryError as error:
-                operation.deliver(call.index, error)
-                continue
-            if graph is None or graph.recipe is None:
-                call.placed = []  # the worker has it now
-                if graph is None:
-                    call.claims = ()  # of what gave it something, no gradient is wanted
-            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker))
-        self._note_graphs(worker, message)
+        self._answers.results(worker, chunk, message, payload)
         if operation.limit != limit:
             self._cancel_rest(operation)
         if operation.finished:
@@ -863,82 +810,6 @@ class Scheduler(ABC):
         if operation.finished:
             self._unfinished.pop(operation, None)
             self.tell_waiters()
-
-    def _receive_gradients(self, worker: Worker, message: Gradients, payload: memoryview) -> None:
-        chunk = self._answered(worker, message.chunk)
-        chunk.gradients[0].reply.warned = message.warned
-        self._note_graphs(worker, message)
-        for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
-            graph, number = sent.what.graph, sent.what.number
-            if isinstance(found, Missing):
-                worker.missing.add(graph.call)
-                sent.set_apart()  # whoever collects the sum may have been ahead of us
-                worker.backlog.append(sent)
-                continue
-            if number is not None and not isinstance(found, Failure) and any_connected(found):
-                sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
-            self._arrive(sent.reply, found, payload, worker)
-
-    def _note_graphs(self, worker: Worker, message: Results | Gradients) -> None:
-        worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
-        worker.graph_bytes = message.graph_bytes
-
-    def _graph_kept(
-        self, worker: Worker, home: Home, number: int, index: int, recipe: PackedCall | Differentiation
-    ) -> RemoteGraph:
-        worker.kept.add(number)
-        return RemoteGraph(home, worker, number, index, recipe if self._settings.recoverable else None)
-
-    def _arrive(
-        self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview, worker: Worker
-    ) -> None:
-        refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
-        try:
-            reply.arrive(found, payload, self._borrow(refs), worker.number)
-        except SharedMemoryError as error:
-            reply.fail(error)
-
-    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, Borrowed]:
-        """Claim memory at once, so that it is given back even where nobody ever looks at the result.
-
-        Raises:
-            SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
-        """
-        found: dict[int, Borrowed] = {}
-        refused: SharedMemoryError | None = None
-        for ref in refs:
-            try:
-                if ref.place >= 0:
-                    memory = self.lenders.borrow(ref.place, ref.nbytes)
-                    found[ref.place] = Borrowed(memory, self.lenders.slab(slab_of(ref.place)))
-            except SharedMemoryError as error:
-                refused = error
-        if refused is not None:
-            raise refused
-        return found
-
-
-def overdue_at(worker: Worker) -> float:
-    """When the call that it is at will have taken too long."""
-    chunk = next(iter(worker.under_way.values()), None)
-    if worker.gone is not None or chunk is None or chunk.timeout is None:
-        return math.inf
-    return worker.begun()[1] + chunk.timeout
-
-
-def any_connected(found: Sequence[TensorRef | None]) -> bool:
-    return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
-
-
-def kept_promises(parts: Sequence[Placed | Promise]) -> list[Placed | Promise]:
-    there = (part.reply.passed_on(part.place) if isinstance(part, Promise) else part for part in parts)
-    return [part for part in there if part is not None]
-
-
-def failed_again(failure: Failure, subject: str, worker: Worker) -> Failed:
-    number = worker.number
-    return Failed(lambda: raised_again(failure.error, failure.traceback, failure.phase, subject, number))
-
 
 def working_directory() -> str | None:
     try:

@@ -278,11 +278,17 @@ class Meet(torch.autograd.Function):
 @pytest.mark.parametrize("takes", [(0, 1), (1, 0)], ids=["forth", "back"])
 def test_a_chain_does_not_wait_for_another(pool2: mpgrad.Pool, tmp_path: Path, slow: int, takes: tuple[int, int]) -> None:
     """The end of one chain waits, backward, until the other chain has come to its beginning."""
-    word = tmp_path / "word"
+    word, here = tmp_path / "word", [tmp_path / "0", tmp_path / "1"]
     x = torch.ones(3, requires_grad=True)
     ends = []
+
+    def begins(x: Tensor, number: int) -> Tensor:
+        here[number].touch()
+        wait_for(here[1 - number])  # so that the chains are on different workers, where they stay
+        return Meet.apply(x, word if number != slow else None, None)
+
     for number in range(2):
-        first = pool2.submit(Meet.apply, x, word if number != slow else None, None)
+        first = pool2.submit(begins, x, number)
         middle = pool2.submit(torch.mul, first, 2)
         ends.append(pool2.submit(Meet.apply, middle, None, word if number == slow else None))
     values = {number: ends[number].result() for number in takes}

@@ -1,0 +1,119 @@
+"""What workers answer, turned into outcomes and replies. Nothing is decided here: that is the scheduler's.
+
+Guarantees: shared memory that an answer names is claimed at once, so that it is given back even where nobody ever looks at
+    it; an exception of a task is made by who asks for it, never here.
+Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpgrad.arena import Borrowed, Lenders, slab_of
+from mpgrad.autograd import Home, RemoteGraph
+from mpgrad.carrier import REQUIRES_GRAD, TensorRef
+from mpgrad.crew import Chunk, Differentiation, Worker
+from mpgrad.errors import SharedMemoryError, raised_again
+from mpgrad.homes import GradientReply
+from mpgrad.messages import Collected, Failure, Gradients, Missing, Results
+from mpgrad.operations import Delivered, Failed
+from mpgrad.packing import PackedCall
+
+__all__ = ["Answers", "failed_again"]
+
+
+class Answers:
+    def __init__(self, lenders: Lenders, recoverable: bool) -> None:
+        self._lenders = lenders
+        self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
+
+    def results(self, worker: Worker, chunk: Chunk, message: Results, payload: memoryview) -> None:
+        operation = chunk.operation
+        assert operation is not None
+        operation.mutated = operation.mutated or message.mutated
+        operation.warned.extend(message.warned)
+        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
+            if isinstance(outcome, Failure):
+                operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.index}, ", worker))
+                continue
+            graph = None
+            if outcome.has_graph:
+                graph = self._graph_kept(worker, operation.home, number, call.index, call)
+            try:
+                memories = self._borrow(outcome.tensors)
+            except SharedMemoryError as error:
+                operation.deliver(call.index, error)
+                continue
+            if graph is None or graph.recipe is None:
+                call.placed = []  # the worker has it now
+            if graph is None:
+                call.claims = ()  # of what gave it something, no gradient is wanted
+            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker))
+        note_graphs(worker, message)
+
+    def gradients(self, worker: Worker, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
+        first = chunk.gradients[0].reply
+        first.warned = [*first.warned, *message.warned]
+        note_graphs(worker, message)
+        for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
+            graph, number = sent.what.graph, sent.what.number
+            if isinstance(found, Missing):
+                worker.missing.add(graph.call)
+                sent.set_apart()  # whoever collects the sum may have been ahead of us
+                worker.backlog.append(sent)
+                continue
+            if number is not None and not isinstance(found, Failure) and any_connected(found):
+                sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
+            self._arrive(sent.reply, found, payload, worker)
+
+    def collected(self, worker: Worker, chunk: Chunk, message: Collected, payload: memoryview) -> None:
+        assert chunk.captures is not None
+        self._arrive(chunk.captures.reply, message.grads, payload, worker)
+
+    def _graph_kept(
+        self, worker: Worker, home: Home, number: int, index: int, recipe: PackedCall | Differentiation
+    ) -> RemoteGraph:
+        worker.kept.add(number)
+        return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
+
+    def _arrive(
+        self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview, worker: Worker
+    ) -> None:
+        refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
+        try:
+            reply.arrive(found, payload, self._borrow(refs), worker.number)
+        except SharedMemoryError as error:
+            reply.fail(error)
+
+    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, Borrowed]:
+        """By address.
+
+        Raises:
+            SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
+        """
+        found: dict[int, Borrowed] = {}
+        refused: SharedMemoryError | None = None
+        for ref in refs:
+            try:
+                if ref.place >= 0:
+                    memory = self._lenders.borrow(ref.place, ref.nbytes)
+                    found[ref.place] = Borrowed(memory, self._lenders.slab(slab_of(ref.place)))
+            except SharedMemoryError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+        return found
+
+
+def note_graphs(worker: Worker, message: Results | Gradients) -> None:
+    worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
+    worker.graph_bytes = message.graph_bytes
+
+
+def any_connected(found: Sequence[TensorRef | None]) -> bool:
+    return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
+
+
+def failed_again(failure: Failure, subject: str, worker: Worker) -> Failed:
+    number = worker.number
+    return Failed(lambda: raised_again(failure.error, failure.traceback, failure.phase, subject, number))
