@@ -211,7 +211,7 @@ def put(module: nn.Module, path: str, buffer: Tensor) -> None:
 def parallel_apply(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
-    devices: Sequence[Device],
+    devices: Sequence[Device] | None = None,
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
 ) -> list[Any]:
     """``[module(*inputs) for module, inputs in zip(modules, inputs)]``, side by side.
@@ -219,7 +219,7 @@ def parallel_apply(
     Args:
         modules: on workers, any modules; what the first one writes to its buffers is written to them here too.
         inputs: for each module a tensor, or a tuple of arguments.
-        devices: workers of a pool, or CUDA devices.
+        devices: workers of a pool, or CUDA devices; None for those that the modules are on, which have to be CUDA devices.
         kwargs_tup: keyword arguments for each module.
 
     Returns:
@@ -231,6 +231,8 @@ def parallel_apply(
 
     Source: `torch.nn.parallel.parallel_apply`.
     """
+    if devices is None:
+        devices = [next(module.parameters()).device for module in modules]
     pool = pool_of(devices)
     same_number("modules", modules, "inputs", inputs)
     same_number("modules", modules, "devices", devices)

@@ -9,6 +9,7 @@ import concurrent.futures
 import functools
 import itertools
 import logging
+import math
 import multiprocessing
 import threading
 import time
@@ -260,7 +261,12 @@ class ResultIterator:
     """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
 
     def __init__(
-        self, desk: Desk, operation: Operation, calls: Iterator[Callable[[], PackedCall]], window: float, ordered: bool
+        self,
+        desk: Desk,
+        operation: Operation,
+        calls: Iterator[Callable[[], PackedCall]],
+        window: float,
+        ordered: bool,
     ) -> None:
         self._desk = desk
         self._operation = operation
@@ -333,5 +339,6 @@ class ResultIterator:
             self._desk.cancel_queued(self._operation)
 
     def __del__(self) -> None:
-        if not self._operation.sealed:
+        # with a window without end, all is asked for, whether anybody looks at it or not
+        if not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
             self._desk.cancel(self._operation)
