@@ -1,4 +1,4 @@
-"""Random graphs of calls against the serial ones: some values asked for early, some late, some never; workers killed meanwhile."""
+"""Random graphs of calls against the serial ones: values asked for early, late or never; workers killed meanwhile."""
 
 from __future__ import annotations
 
