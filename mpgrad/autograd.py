@@ -65,7 +65,7 @@ MOST_TASKS = 256  # backwards of one operation at a time: in threads, or nested
 class Promise(NamedTuple):
     """A gradient that another backward computes."""
 
-    reply: Any  # the `Reply` to that backward
+    reply: Any  # the `homes.GradientReply` to that backward
     place: int  # among the gradients that it gives
 
 
@@ -300,10 +300,14 @@ class Call(torch.autograd.Function):
         gates, capture_node = edges_of(ctx)
         wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
         captures = capture_node is not None and will_run(capture_node)
-        if wanted or captures:
-            ctx.task = task = graph_task()
+        task = graph_task()
+        promises = ctx.graph.promises.pop(task, ())
+        if not (wanted or captures):
+            for _, promise in promises:
+                promise.reply.wait()  # nobody else would hear what it raises
+        else:
+            ctx.task = task
             keep = graph_is_kept() or relatives_will_run(ctx)
-            promises = ctx.graph.promises.pop(task, ())
             derivative = differentiate(ctx, grads, wanted, captures, task, keep, torch.is_grad_enabled(), promises=promises)
             if wanted:
                 ctx.graph.expect(derivative)

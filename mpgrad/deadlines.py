@@ -17,15 +17,23 @@ from mpgrad.operations import Operation
 __all__ = ["Deadlines", "overdue_at"]
 
 
+SOME = 100
+
+
 class Deadlines:
     """Operations by the moment, on the clock of time.monotonic, at which they have to have ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
+        self._most = SOME  # before those that are gone are left out
         self._numbers = itertools.count()  # heaps compare what stands behind equal moments
 
     def put(self, moment: float, operation: Operation) -> None:
         heapq.heappush(self._heap, (moment, next(self._numbers), weakref.ref(operation)))
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if entry[2]() is not None]
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + SOME
 
     def due(self, now: float) -> Iterator[Operation]:
         while self._heap and self._heap[0][0] <= now:

@@ -168,6 +168,10 @@ class Dispatcher(Scheduler):
             self.lose(worker)
         self.tell_waiters()
 
+    @property
+    def can_kill(self) -> bool:
+        return self._launcher.can_kill
+
     def drain_pipe(self, worker: Worker) -> None:
         self._serve(worker, selectors.EVENT_READ)
 

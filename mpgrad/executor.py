@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from mpgrad.operations import Operation
 from mpgrad.pool import Pool, positive
 from mpgrad.results import DifferentiableFuture, ResultIterator
 from mpgrad.scheduler import Scheduler
@@ -71,7 +72,7 @@ class Executor(concurrent.futures.Executor):
         self._lock = threading.Lock()
         self._shut_down = False
         self._futures: weakref.WeakSet[DifferentiableFuture] = weakref.WeakSet()
-        self._iterators: weakref.WeakSet[ResultIterator] = weakref.WeakSet()
+        self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
         UNFINISHED.add(self._pool._scheduler)
         weakref.finalize(self, self._pool.leave).atexit = False  # what was submitted is still done
 
@@ -112,10 +113,12 @@ class Executor(concurrent.futures.Executor):
         if buffersize is not None:
             positive("buffersize", buffersize)
         deadline = None if timeout is None else time.monotonic() + timeout
+        arguments = zip(*iterables, strict=False)
+        items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
         with self._lock:
             self._check_open()
-            results = self._pool.results_of(fn, zip(*iterables, strict=False), chunksize, buffersize)
-            self._iterators.add(results)
+        results = self._pool.results_of(fn, items, chunksize, buffersize)
+        self._maps.add(results.operation)
         return in_time(results, deadline)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -130,8 +133,8 @@ class Executor(concurrent.futures.Executor):
         if cancel_futures:
             for future in list(self._futures):
                 future.cancel()
-            for results in list(self._iterators):
-                results.cancel_rest()
+            for operation in list(self._maps):
+                self._pool._scheduler.cancel_queued(operation)
         self._pool.leave()
         if wait:
             self._pool._scheduler.await_all()

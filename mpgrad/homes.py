@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.arena import Borrowed
-from mpgrad.autograd import Grads, Order, RemoteGraph, forget_oldest
+from mpgrad.autograd import Grads, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Placed, TensorRef, placed_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
@@ -152,9 +153,13 @@ class OperationHome:
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         request = self.carrier.request_captures
+        sums = self._contributions.pop(task, {})
+        for each in itertools.chain(*sums.values()):
+            if any(isinstance(part, Promise) for parts in each.grads for part in parts):
+                each.reply.wait()  # only now it has gone to its worker; the others go there before the request does
         asked = [
             (levels, contributions, request(worker, self._function.number, task, levels, self.timeout))
-            for (worker, levels), contributions in self._contributions.pop(task, {}).items()
+            for (worker, levels), contributions in sums.items()
         ]
         for levels, contributions, reply in asked:
             for each in contributions:

@@ -106,6 +106,10 @@ class InlineScheduler(Scheduler):
         self._remote = None
         return None
 
+    @property
+    def can_kill(self) -> bool:
+        return False
+
     def drain_pipe(self, worker: Worker) -> None:
         """It answers in our own thread."""
 

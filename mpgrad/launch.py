@@ -34,6 +34,8 @@ BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.workers.nursery impo
 class Launcher(Protocol):
     """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
 
+    can_kill: bool  # a worker that runs a call
+
     def launch(self, number: int, end: socket.socket) -> None:
         """Start worker `number` with its `end` of the socket pair, which is the launcher's to close."""
         ...
@@ -111,6 +113,7 @@ class NurseryProcess:
 class NurseryLauncher:
     """Workers forked from the nursery."""
 
+    can_kill = True
     _lock = threading.Lock()
     _shared: NurseryProcess | None = None
     _users = 0
@@ -165,6 +168,8 @@ class NurseryLauncher:
 class ContextLauncher:
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver"."""
 
+    can_kill = True
+
     def __init__(self, context: BaseContext) -> None:
         self._context = context
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
@@ -210,6 +215,8 @@ def hidden_main_module() -> Iterator[None]:
 
 class ThreadLauncher:
     """Workers in threads of this process. They cannot be killed, only asked."""
+
+    can_kill = False
 
     def __init__(self) -> None:
         self._threads: dict[int, threading.Thread] = {}

@@ -11,6 +11,7 @@ For CUDA devices the functions of `torch.nn.parallel` do it.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import parallel
+from torch.utils._pytree import tree_leaves
 
 from mpgrad._torch import apply, replica_of
 from mpgrad.pool import Pool, PoolWorker
@@ -54,10 +56,11 @@ class ReduceAdd:
                 )
             if each.dtype != first.dtype:
                 raise ValueError(f"all inputs of ReduceAdd must have the same dtype, but got {each.dtype} and {first.dtype}")
-        total = first
-        for each in inputs[1:]:
-            total = total + each.to(first.device)
-        return total
+        return summed(inputs)
+
+
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(lambda total, each: total + each.to(total.device), tensors)
 
 
 class Broadcast(torch.autograd.Function):
@@ -73,7 +76,8 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         each = [grads[start : start + ctx.count] for start in range(0, len(grads), ctx.count)]
         there = [[grad for grad in of_one if grad is not None] for of_one in each]
-        return None, *(ReduceAdd.apply(of_one) if of_one else None for of_one in there)
+        add = summed if torch.is_grad_enabled() else ReduceAdd.apply  # the first has derivatives of its own
+        return None, *(add(of_one) if of_one else None for of_one in there)
 
 
 def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
@@ -108,13 +112,14 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     count = len(devices)
     parameters = list(network.parameters())
     buffers = list(network.buffers())
-    connected = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
+    connected = [tensor for tensor in (*parameters, *buffers) if tensor.requires_grad]
     views = [tensor.detach() for tensor in connected for _ in range(count)]
     if torch.is_grad_enabled() and not detach and connected:
         views = list(apply(Broadcast, count, *connected))
     replicas = []
     for number in range(count):
-        tensors = dict(zip(map(id, connected), views[number::count], strict=True))
+        tensors = {id(parameter): parameter.detach() for parameter in parameters}
+        tensors.update(zip(map(id, connected), views[number::count], strict=True))
         if number > 0:
             tensors.update({id(buffer): buffer.clone() for buffer in buffers if id(buffer) not in tensors})
         replicas.append(replica_of(network, tensors))
@@ -131,7 +136,8 @@ def scatter(
         chunk_sizes: sizes of the chunks along `dim`; None for equal ones as `torch.chunk` makes them, which may be fewer.
 
     Raises:
-        ValueError: no devices, or not one chunk size for each; as PyTorch's `split`, where they do not add up.
+        ValueError: no devices, or not one chunk size for each; tensors would be cut into different numbers of chunks; as
+            PyTorch's `split`, where sizes do not add up.
 
     Example:
         >>> import torch, mpgrad, mpgrad.nn
@@ -146,7 +152,7 @@ def scatter(
             f"chunk_sizes: {len(chunk_sizes)})"
         )
     targets = None if pool is not None else [torch.device(cuda_name(device)) for device in devices]
-    return Scatter(len(devices), chunk_sizes, dim, targets).chunks(inputs)
+    return Scatter(len(devices), chunk_sizes, dim, targets).checked_chunks(inputs)
 
 
 class Scatter(NamedTuple):
@@ -154,6 +160,16 @@ class Scatter(NamedTuple):
     chunk_sizes: Sequence[int] | None
     dim: int
     targets: Sequence[torch.device] | None
+
+    def checked_chunks(self, inputs: Any) -> list[Any]:
+        """`chunks`, none of which is lost because another tensor has fewer."""
+        sizes = [leaf.shape[self.dim] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+        if self.chunk_sizes is None and len({-(-size // -(-size // self.shares)) if size else 1 for size in sizes}) > 1:
+            raise ValueError(
+                f"tensors would be cut into different numbers of chunks (sizes of dimension {self.dim}: {sizes}; devices: "
+                f"{self.shares}); expand the smaller ones"
+            )
+        return self.chunks(inputs)
 
     def chunks(self, inputs: Any) -> list[Any]:
         if isinstance(inputs, Tensor):
@@ -186,21 +202,19 @@ class Shares:
         """The output, and the buffers that replica 0 has written to or replaced."""
         module = self.modules[number % len(self.modules)]
         own = dict(module.named_buffers(remove_duplicate=False))
-        copies = {id(buffer): buffer.clone() for buffer in own.values()}
+        place = {id(buffer): name for name, buffer in own.items()}
+        copies = {known: own[name].clone() for known, name in place.items()}
         for name, buffer in own.items():  # each call begins with those of the caller, and leaves them to the next as they were
             put(module, name, copies[id(buffer)])
         try:
             output = module(*inputs, **kwargs)
-            after = module.named_buffers() if number == 0 else ()
-            # versions do not tell: batch normalization writes without counting
-            return output, {name: buffer.detach() for name, buffer in after if not same(buffer, own[name])}
+            written = copies.items() if number == 0 else ()
+            # those that it wrote to: what it registered or replaced is lost, as in PyTorch. Versions do not tell: batch
+            # normalization writes without counting
+            return output, {place[known]: copy.detach() for known, copy in written if not torch.equal(copy, own[place[known]])}
         finally:
             for name, buffer in own.items():
                 put(module, name, buffer)
-
-
-def same(buffer: Tensor, before: Tensor) -> bool:
-    return buffer.shape == before.shape and torch.equal(buffer, before)
 
 
 def put(module: nn.Module, path: str, buffer: Tensor) -> None:
@@ -253,7 +267,7 @@ def applied(
     found = pool._run(Shares(modules), calls, len(calls), 1, False, noun="replica")
     _, written = found[0]
     with torch.no_grad():
-        there = dict(modules[0].named_buffers())
+        there = dict(modules[0].named_buffers(remove_duplicate=False))
         for name, buffer in written.items():
             there[name].copy_(buffer)
     return [output for output, _ in found]
@@ -325,7 +339,8 @@ def data_parallel(
         module_kwargs: keyword arguments, cut likewise.
 
     Raises:
-        ValueError: there are no devices, or they are of different kinds.
+        ValueError: there are no devices, or they are of different kinds; tensors would be cut into different numbers of chunks
+            (`torch.nn.parallel` drops rows then).
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.data_parallel`, libtorch's `torch::nn::parallel::data_parallel`.
@@ -394,9 +409,8 @@ class DataParallel(nn.Module):
 def scattered_arguments(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], count: int, dim: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Chunks of both; as many as the input that can be cut least."""
     cut = Scatter(count, None, dim, None)
-    both = cut.chunks([inputs, kwargs]) if inputs or kwargs else [[(), {}]]
+    both = cut.checked_chunks([inputs, kwargs]) if inputs or kwargs else [[(), {}]]
     return [each for each, _ in both], [each for _, each in both]
 
 

@@ -197,8 +197,8 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         """Cancel the call, unless it runs or is done; calls that were given its result then fail.
 
         Args:
-            force: also if it runs: its worker is killed, and what else that one had is done by others (engine "thread": it runs
-                to its end, and nobody hears of it).
+            force: also if it runs: its worker is killed, and what else that one had is done by others; without retries, the
+                graphs that it had are lost (engine "thread": the call runs to its end, and nobody hears of it).
 
         Returns:
             Whether it is cancelled. With `force`: whether it was not done.
@@ -269,7 +269,7 @@ class ResultIterator:
         ordered: bool,
     ) -> None:
         self._desk = desk
-        self._operation = operation
+        self.operation = operation
         self._calls = calls  # each packs one call
         self._window = window
         self._ordered = ordered
@@ -297,7 +297,7 @@ class ResultIterator:
             Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
         """
         with self._turn:  # several threads may share the iterator
-            if self._next == self._operation.added:
+            if self._next == self.operation.added:
                 self._end()
             there = self._is_there if self._ordered else lambda: bool(self._arrived)
             if not self._desk.wait_until(there, timeout):
@@ -305,10 +305,10 @@ class ResultIterator:
             index = self._next if self._ordered else self._arrived.popleft()
             self._next += 1
             self._fill()
-        return self._operation.value(index)
+        return self.operation.value(index)
 
     def _is_there(self) -> bool:
-        return self._next in self._operation.outcomes
+        return self._next in self.operation.outcomes
 
     def _end(self) -> None:
         error, self._source_error = self._source_error, None
@@ -316,29 +316,29 @@ class ResultIterator:
 
     def _fill(self) -> None:
         """Add calls until the window is full or the source is empty."""
-        before = self._operation.added, self._operation.sealed
+        before = self.operation.added, self.operation.sealed
         batch = 1  # the workers begin with the first; the source may be slow
-        while not self._operation.sealed and self._operation.added - self._next < self._window:
+        while not self.operation.sealed and self.operation.added - self._next < self._window:
             try:
-                self._operation.add(next(self._calls)())
+                self.operation.add(next(self._calls)())
             except StopIteration:
-                self._operation.sealed = True
+                self.operation.sealed = True
             except Exception as error:
                 self._source_error = error
-                self._operation.sealed = True
-            if self._operation.added - before[0] == batch:
+                self.operation.sealed = True
+            if self.operation.added - before[0] == batch:
                 batch *= 4
-                self._desk.admit(self._operation)
-        if (self._operation.added, self._operation.sealed) != before:
-            self._desk.admit(self._operation)
+                self._desk.admit(self.operation)
+        if (self.operation.added, self.operation.sealed) != before:
+            self._desk.admit(self.operation)
 
     def cancel_rest(self) -> None:
         """What has not begun will not; `next` raises `CancelledError` for it."""
-        self._operation.sealed = True
-        if not self._operation.has_ended:
-            self._desk.cancel_queued(self._operation)
+        self.operation.sealed = True
+        if not self.operation.has_ended:
+            self._desk.cancel_queued(self.operation)
 
     def __del__(self) -> None:
         # with a window without end, all is asked for, whether anybody looks at it or not
-        if not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
-            self._desk.cancel(self._operation)
+        if not self.operation.sealed or (self._window < math.inf and not self.operation.finished):
+            self._desk.cancel(self.operation)

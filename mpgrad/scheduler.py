@@ -171,6 +171,11 @@ class Scheduler(ABC):
     def close_channel(self, worker: Worker) -> int | None:
         """Close the pipe of a worker that has died or was told to stop; returns its exit code, if known."""
 
+    @property
+    @abstractmethod
+    def can_kill(self) -> bool:
+        """Whether workers can be ended while they run a call."""
+
     @abstractmethod
     def drain_pipe(self, worker: Worker) -> None:
         """Receive what the worker has sent up to now."""
@@ -468,14 +473,14 @@ class Scheduler(ABC):
 
     # --- the scheduling thread: what is lost is done again
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: Worker, blames: bool = True) -> None:
         """The end of its pipe: it died. All that it had been given goes to others, but for a call that kills too often."""
         position, _ = worker.begun()
         chunks = list(worker.under_way.values())
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = worker.exit_code = self._bury(worker, died)
         self._deaths += 1
-        if chunks:
+        if chunks and blames:
             self._recovery.blame(worker, died.exit_code, chunks[0], position)
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
@@ -631,9 +636,11 @@ class Scheduler(ABC):
         operation.fail(CancelledError())
         self._cancel_rest(operation)
         for worker in list(self._workers.values()):
-            running = next(iter(worker.under_way.values()), None)
-            if running is not None and running.operation is operation:
-                self.kill(worker)
+            if self.can_kill and worker.is_at(operation):
+                self.drain_pipe(worker)  # perhaps it has gone on since
+                if worker.gone is None and worker.is_at(operation):
+                    self.kill(worker)
+                    self.lose(worker, blames=False)
 
     def _feed(self) -> None:
         """Give every worker a chunk before any gets its second.

@@ -100,7 +100,10 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
 
     def _number_of_claim(self, value: Deferred) -> int | None:
         if self.claims is None:
-            raise TypeError("a future can be an argument of a call, not part of its function or result; pass it as one")
+            raise TypeError(
+                "a future can be an argument of a call, but neither part of a function or result, nor within a torch.func "
+                "transform; pass it as an argument, or pass its result()"
+            )
         if id(value) not in self._number:
             claim = value.claim()
             if claim is None:

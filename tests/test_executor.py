@@ -53,6 +53,11 @@ def note(path: Path, x: int) -> int:
     return x
 
 
+def slow_note(path: Path, x: int) -> int:
+    time.sleep(0.05)
+    return note(path, x)
+
+
 def set_variable(name: str, value: str) -> None:
     os.environ[name] = value
 
@@ -76,6 +81,24 @@ def test_submit_and_map(kind: Any) -> None:
             next(results)
         with pytest.raises(LookupError):
             executor.submit(fails, 1).result()
+
+
+@both
+def test_items_that_come_from_the_executor(kind: Any) -> None:
+    with kind(2) as executor:
+        assert list(executor.map(abs, (executor.submit(abs, -k).result() for k in range(4)))) == [0, 1, 2, 3]
+        with pytest.raises(ZeroDivisionError):
+            executor.map(abs, (1 // k for k in (1, 0)))
+
+
+@both
+def test_a_map_that_nobody_looks_at_is_cancelled(kind: Any, tmp_path: Path) -> None:
+    executor = kind(1)
+    executor.map(functools.partial(slow_note, tmp_path), range(40), chunksize=1)
+    while not list(tmp_path.iterdir()):
+        time.sleep(1e-3)
+    executor.shutdown(cancel_futures=True)
+    assert len(list(tmp_path.iterdir())) < 20
 
 
 @both

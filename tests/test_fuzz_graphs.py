@@ -39,7 +39,9 @@ class Plan:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         size = rng.choice([2, 40])  # which ride in messages, and which lie in shared memory
-        self.leaves = [torch.randn(size, size, dtype=torch.float64).tanh_().requires_grad_() for _ in range(3)]
+        self.leaves = [torch.randn(size, size, dtype=torch.float64).tanh_() for _ in range(3)]
+        for leaf in self.leaves:
+            leaf.requires_grad_(rng.random() < 0.7)
         self.captured = torch.randn(size, size, dtype=torch.float64).tanh_().requires_grad_()
         self.steps: list[Step] = []
         for number in range(rng.randint(3, 9)):
@@ -68,9 +70,11 @@ class Plan:
         for number in self.late:
             values[number] = take(made[number])
         loss = torch.stack([(values[number] * (number + 1)).sum() for number in sorted(values)]).sum()
-        inputs = [*self.leaves, captured]
+        inputs = [tensor for tensor in (*self.leaves, captured) if tensor.requires_grad]
+        if not loss.requires_grad:
+            return [*(values[number] for number in sorted(values))]
         if self.mode == "between":
-            inputs += [values[number] for number in sorted(values)]
+            inputs += [values[number] for number in sorted(values) if values[number].requires_grad]
         keep, create = self.mode == "twice" or None, self.mode == "create"
         grads = list(torch.autograd.grad(loss, inputs, retain_graph=keep, create_graph=create, allow_unused=True))
         if self.mode == "twice":

@@ -144,6 +144,20 @@ def test_every_operation_takes_futures(pool: mpgrad.Pool, use: Callable[..., Any
     torch.testing.assert_close(grads, expected)
 
 
+def test_captures_of_hidden_calls(pool: mpgrad.Pool) -> None:
+    """The sum of their gradients was asked for before it was added up, where nothing else had to be waited for first."""
+    x = torch.randn(3, 4, dtype=torch.float64)  # needs no gradient
+    layers = [torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
+    weights = [layer.weight for layer in layers]
+    expected = torch.autograd.grad(layers[2](layers[1](layers[0](x))).exp().sum(), weights)
+    for _ in range(10):
+        last: Any = x
+        for layer in layers:
+            last = pool.submit(layer, last)
+        found = torch.autograd.grad(pool.submit(torch.exp, last).result().sum(), weights)
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+
+
 def test_the_same_future_twice_is_the_same_object(pool: mpgrad.Pool) -> None:
     future = pool.submit(torch.ones, 3)
     assert pool.submit(lambda a, b: a is b[0], future, [future]).result()
@@ -365,6 +379,27 @@ def test_a_failing_backward_of_a_hidden_call(pool: mpgrad.Pool) -> None:
     assert torch.equal(x.grad, torch.full((3,), 6.0))
 
 
+def test_a_failing_backward_whose_gradient_nobody_needs(pool: mpgrad.Pool) -> None:
+    """What the hidden call was given needs no gradient: nobody would have waited."""
+
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise LookupError("no gradient")
+
+    source = pool.submit(lambda: torch.ones(3, requires_grad=True) * 2)
+    with pytest.raises(LookupError, match="no gradient"):
+        pool.submit(Refuses.apply, source).result().sum().backward()
+    last = pool.submit(torch.exp, pool.submit(lambda: torch.ones(3, requires_grad=True) * 2)).result().sum()
+    last.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        last.backward()
+
+
 def test_a_cancelled_call_fails_its_descendants(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     go = tmp_path / "go"
     gate = fresh_pool.submit(wait_for, go)
@@ -473,7 +508,7 @@ def test_graphs_in_other_pools(nursery: mpgrad.Pool, options: dict[str, Any]) ->
 
 def test_futures_where_they_cannot_be(pool2: mpgrad.Pool, fresh_pool: mpgrad.Pool) -> None:
     future = pool2.submit(abs, -1)
-    with pytest.raises(TypeError, match="a future can be an argument of a call, not part of its function"):
+    with pytest.raises(TypeError, match="a future can be an argument of a call, but neither part of a function"):
         pool2.map(lambda x: future, [1])
     with pytest.raises(ValueError, match="item 0 has a future of another pool"):
         fresh_pool.submit(abs, future)

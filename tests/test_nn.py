@@ -82,6 +82,28 @@ def test_replicas_that_are_applied(pool: mpgrad.Pool) -> None:
     torch.testing.assert_close(ours, list(theirs), rtol=1e-12, atol=1e-12)
 
 
+def test_double_backward_through_replicas(pool2: mpgrad.Pool) -> None:
+    net = Net()
+    x = torch.randn(2, 3, dtype=torch.float64)
+
+    def penalty(apply: Callable[[Tensor], Any]) -> Any:
+        grads = torch.autograd.grad(apply(x).pow(3).sum(), leaves_of(net), create_graph=True)
+        return torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), leaves_of(net))
+
+    def replicated(x: Tensor) -> Any:
+        return mnn.gather(mnn.parallel_apply(mnn.replicate(net, pool2.workers), [x[:1], x[1:]], pool2.workers))
+
+    torch.testing.assert_close(penalty(replicated), penalty(net), rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_parameters_stay_frozen(pool2: mpgrad.Pool) -> None:
+    net = Net()
+    net.first.bias.requires_grad_(False)
+    replicas = mnn.replicate(net, pool2.workers)
+    assert [replica.first.bias.requires_grad for replica in replicas] == [False, False]
+    assert [replica.first.weight.requires_grad for replica in replicas] == [True, True]
+
+
 def test_replicas_here_and_detached(pool2: mpgrad.Pool) -> None:
     """A replica is a module: it may be called here too."""
     net = Net()
@@ -124,6 +146,44 @@ def test_buffers_follow_replica_0(pool: mpgrad.Pool, way: str) -> None:
         torch.testing.assert_close(ours, theirs, msg=name)
     net.eval()
     torch.testing.assert_close(mnn.data_parallel(net, x, workers(pool, 2)), net(x))
+
+
+def test_buffers_that_a_forward_makes_or_replaces(pool: mpgrad.Pool) -> None:
+    """They are lost with the replica, as in PyTorch; what it writes in place is not."""
+
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("none", None)
+            self.register_buffer("grown", torch.zeros(1))
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("same_count", self.count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "cache"):
+                self.register_buffer("cache", x.detach().sum())
+            self.none = torch.ones(2)
+            self.grown = torch.zeros(len(self.grown) + 1)
+            self.count.add_(1)
+            return x + self.same_count
+
+    net = Caches()
+    x = torch.zeros(4)
+    for calls in (1, 2):
+        assert torch.equal(mnn.data_parallel(net, x, workers(pool, 2)), torch.full((4,), float(calls)))
+        assert net.count == calls and net.same_count is net.count and len(net.grown) == 1 and net.none is None
+        assert not hasattr(net, "cache")
+
+
+def test_arguments_of_different_length(pool2: mpgrad.Pool) -> None:
+    """No rows are dropped."""
+    net, x = nn.Bilinear(1, 1, 1), torch.ones(8, 1)
+    for y in (x[:1], x[:0]):
+        with pytest.raises(ValueError, match=r"different numbers of chunks \(sizes of dimension 0: \[8, "):
+            mnn.data_parallel(net, (x, y), pool2.workers)
+        with pytest.raises(ValueError, match="different numbers of chunks"):
+            mnn.scatter({"x": x, "y": y}, pool2.workers)
+    assert mnn.data_parallel(net, (x, x.expand(8, 1)), pool2.workers).shape == (8, 1)
 
 
 def test_nested_inputs_and_outputs(pool: mpgrad.Pool) -> None:
