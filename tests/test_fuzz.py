@@ -18,7 +18,7 @@ import mpgrad
 
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 Tensor = torch.Tensor
-EXAMPLES = 150
+EXAMPLES = 40
 
 
 class Pair(NamedTuple):
