@@ -278,7 +278,7 @@ def without_refusal() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
-    """`torch.set_grad_enabled`, without_refusal."""
+    """`torch.set_grad_enabled`, without the refusal."""
     before = torch.is_grad_enabled()
     with without_refusal():
         torch.set_grad_enabled(enabled)

@@ -147,10 +147,14 @@ class Worker:
         """Nothing under way, nothing waiting, no graph there that a backward could still need."""
         return not (self.under_way or self.backlog or self.graphs > len(self.missing) or self.releases)
 
+    @property
+    def current(self) -> Chunk | None:
+        """Its first chunk under way."""
+        return next(iter(self.under_way.values()), None)
+
     def is_at(self, operation: Operation) -> bool:
-        """Whether its first chunk under way is of this operation."""
-        first = next(iter(self.under_way.values()), None)
-        return first is not None and first.operation is operation
+        current = self.current
+        return current is not None and current.operation is operation
 
     def begun(self) -> tuple[int, float]:
         """The position of the call that it is at, in its first chunk under way, and since when; -1 where it is at none."""

@@ -17,7 +17,7 @@ from mpgrad.operations import Operation
 __all__ = ["Deadlines", "overdue_at"]
 
 
-SOME = 100
+SOME = 100  # entries that may be of operations that are gone
 
 
 class Deadlines:
@@ -48,7 +48,7 @@ class Deadlines:
 
 def overdue_at(worker: Worker) -> float:
     """When the call that it is at will have taken too long."""
-    chunk = next(iter(worker.under_way.values()), None)
+    chunk = worker.current
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf
     return worker.begun()[1] + chunk.timeout

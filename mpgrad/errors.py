@@ -140,11 +140,12 @@ def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worke
         error = pickle.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
+    note = f"raised in {subject}worker {worker}, phase: {phase}"
     try:
-        tell_origin(error, traceback, f"raised in {subject}worker {worker}, phase: {phase}")
+        tell_origin(error, traceback, note)
     except Exception as reason:  # it takes no attributes, or is no exception
         error = RemoteError(f"an exception that cannot be raised again here ({type(error).__qualname__}: {reason})")
-        tell_origin(error, traceback, f"raised in {subject}worker {worker}, phase: {phase}")
+        tell_origin(error, traceback, note)
     return error  # type: ignore[no-any-return]
 
 

@@ -142,14 +142,14 @@ class AsyncResult:
 
     def _finish(self) -> None:
         failed = self._operation.first_failure()
-        if failed is not None and self._error_callback is None:
-            self._uncollected.note(self._number, failed)
         try:
-            error = failed.error() if failed is not None and self._error_callback is not None else None
-            if failed is None and self._callback is not None:
-                self._callback(self.get())
-            elif error is not None and self._error_callback is not None:
-                self._error_callback(error)
+            if failed is None:
+                if self._callback is not None:
+                    self._callback(self.get())
+            elif self._error_callback is not None:
+                self._error_callback(failed.error())
+            else:
+                self._uncollected.note(self._number, failed)
         except BaseException:  # it is the caller's code in the pool's thread, which has to go on
             log.exception("a callback of the pool raised")
 
@@ -179,7 +179,9 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         if not self.done():
             self._desk.wait_until(self.done, timeout)
         super().result(timeout=0)  # raises where it is cancelled, or not done
-        self._raise_failure()
+        self._uncollected.collected(self._number)
+        if self._failed is not None:
+            raise self._failed.error()
         return self._operation.take()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -223,11 +225,6 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         if not seconds >= 0:
             raise ValueError(f"seconds must not be negative (seconds: {seconds})")
         self._desk.stop_at(time.monotonic() + seconds, self._operation)
-
-    def _raise_failure(self) -> None:
-        self._uncollected.collected(self._number)
-        if self._failed is not None:
-            raise self._failed.error()
 
     def claim(self) -> Claim | None:
         return self._operation.claim()

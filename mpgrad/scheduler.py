@@ -595,15 +595,17 @@ class Scheduler(ABC):
         self._unfinished[operation] = None
         while operation.waiting:
             self._dependents.look_at_call(operation, operation.waiting.popleft())
-        if operation.queue and operation not in self._operations:
+        if operation.queue:
+            self._line_up(operation, self._operations.append)
+
+    def _line_up(self, operation: Operation, put: Callable[[Operation], None]) -> None:
+        if operation not in self._operations:
             self._codes.number(operation.function)
-            self._operations.append(operation)
+            put(operation)
 
     def call_is_ready(self, operation: Operation, call: PackedCall, giver: Any) -> None:
         operation.queue.append(call)
-        if operation not in self._operations:
-            self._codes.number(operation.function)
-            self._operations.appendleft(operation)  # what has begun is finished first, and its memory given back
+        self._line_up(operation, self._operations.appendleft)  # what has begun is finished first, and its memory given back
         if giver.ready and giver.gone is None and not giver.under_way:
             self._give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
 

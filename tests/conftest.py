@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing.resource_tracker
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,3 +123,31 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
     now = footprint()
     return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
+
+
+# --- for tests of scripts
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module's `SCRIPT`, which may import others from its folder."""
+    path: Path = request.module.SCRIPT
+    monkeypatch.syspath_prepend(str(path.parent))
+    return importlib.import_module(path.stem)
+
+
+# --- for tests that end processes
+
+
+def gone(pids: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # who should reap an orphan is not our affair
+    except psutil.NoSuchProcess:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -19,12 +18,6 @@ TORCH_ITSELF = "ignore:`torch.jit:DeprecationWarning"  # when forward-mode diffe
 JACOBIANS = ["reverse", "batched", "batched by 64", "forward", "forward by 64", "auto"]
 ALONE = ["loop of grad", *JACOBIANS, "torch.func.jacrev", "torch.func.jacfwd"]
 IN_POOL = [*(f"{name}, pool" for name in JACOBIANS), "per item, pool"]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module(SCRIPT.stem)
 
 
 @pytest.fixture(scope="module")

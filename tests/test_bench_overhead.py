@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import subprocess
 import sys
@@ -17,12 +16,6 @@ import torch
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_overhead.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 BY_HAND = ["torch arrays", "torch tensors"]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module(SCRIPT.stem)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -361,16 +361,19 @@ def test_descendants_of_a_failure_fail_with_it_as_their_cause(pool: mpgrad.Pool)
     assert torch.equal(good, wave(torch.ones(3))) and isinstance(bad, mpgrad.AncestorFailedError)
 
 
+class Refuses(torch.autograd.Function):
+    """An identity whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise LookupError("no gradient")
+
+
 def test_a_failing_backward_of_a_hidden_call(pool: mpgrad.Pool) -> None:
-    class Refuses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise LookupError("no gradient")
-
     x = torch.ones(3, requires_grad=True)
     last = pool.submit(torch.mul, pool.submit(Refuses.apply, pool.submit(torch.mul, x, 2)), 3).result()
     with pytest.raises(LookupError, match="no gradient"):
@@ -381,16 +384,6 @@ def test_a_failing_backward_of_a_hidden_call(pool: mpgrad.Pool) -> None:
 
 def test_a_failing_backward_whose_gradient_nobody_needs(pool: mpgrad.Pool) -> None:
     """What the hidden call was given needs no gradient: nobody would have waited."""
-
-    class Refuses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise LookupError("no gradient")
-
     source = pool.submit(lambda: torch.ones(3, requires_grad=True) * 2)
     with pytest.raises(LookupError, match="no gradient"):
         pool.submit(Refuses.apply, source).result().sum().backward()

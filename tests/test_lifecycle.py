@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import gone
 
 import mpgrad
 
@@ -99,20 +100,6 @@ pool = mpgrad.Pool(2)
 pool.map(abs, range(10))
 print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
 """
-
-
-def gone(pids: list[int], within: float) -> bool:
-    deadline = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # who should reap an orphan is not our affair
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import gone
 
 import mpgrad
 
@@ -78,20 +79,6 @@ def works(pool: mpgrad.Pool) -> None:
     x = torch.ones(3, requires_grad=True)
     sum(r.sum() for r in pool.map(lambda t: t * 2, [x] * 6)).backward()
     assert x.grad is not None and x.grad.tolist() == [12, 12, 12]
-
-
-def gone(pids: list[int], within: float) -> bool:
-    deadline = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # who should reap an orphan is not our affair
-    except psutil.NoSuchProcess:
-        return False
 
 
 # --- little of something

@@ -19,12 +19,6 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "soak.py"
 LIMIT = 55  # seconds on a busy machine; a quiet one takes 11
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module(SCRIPT.stem)
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("soak") / "quick.json"

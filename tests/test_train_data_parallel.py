@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import subprocess
@@ -15,12 +14,6 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train_data_parallel.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 WAYS = ["one process, 1 thread", "one process, 2 threads", "mpgrad, 2 workers", "gloo, 2 ranks"]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module(SCRIPT.stem)
 
 
 @pytest.fixture(scope="module")
