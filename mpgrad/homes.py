@@ -33,7 +33,7 @@ class GradientReply:
         self._subject = "" if index is None else f"item {index}, "
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
-        self.dependents: list[Callable[[], None]] = []  # of the scheduling thread: to be told when it is there
+        self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
         self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
         self.graph: RemoteGraph | None = None
         self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
@@ -65,7 +65,7 @@ class GradientReply:
 
     def _arrived(self, outcome: Outcome | Callable[[], BaseException]) -> None:
         self._outcome = outcome
-        dependents, self.dependents = self.dependents, []
+        dependents, self.dependents = self.dependents, ()
         for tell in dependents:
             tell()
 

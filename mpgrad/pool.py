@@ -25,6 +25,7 @@ import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.autograd import capture_gate
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
 from mpgrad.functional import may_be_followed, run_followed
@@ -555,6 +556,7 @@ class Pool:
                 packed += 1
                 if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation, waits=borrow)
+                    let_collector_look()
                     batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
             operation.sealed = True
             self._scheduler.admit(operation, waits=borrow)
@@ -587,17 +589,27 @@ class Pool:
             if results is not None:
                 return results
         operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error)
+        wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
-            self._add_all(operation, calls, borrow=True, shared=shared)
+            with collector_held():
+                self._add_all(operation, calls, borrow=True, shared=shared)
+                try:
+                    finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
+                except BaseException:  # KeyboardInterrupt, above all
+                    self._scheduler.cancel(operation)
+                    raise
+                if finished:
+                    return operation.values()
             try:
                 if move_to is None:
-                    self._scheduler.wait_until(lambda: operation.finished)
+                    wait_until(lambda: operation.finished)
                 else:
                     self._watch(operation, move_to)
-            except BaseException:  # KeyboardInterrupt, above all
+            except BaseException:
                 self._scheduler.cancel(operation)
                 raise
-        return operation.values()
+        with collector_held():
+            return operation.values()
 
     def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
         while True:

@@ -121,6 +121,7 @@ class Scheduler(ABC):
         self._operations: deque[Operation] = deque()  # with calls that no worker has been sent yet
         self._unfinished: dict[Operation, None] = {}
         self._codes = Codes(self._workers)
+        self._wait_until = self.wait_until  # one bound method for all replies
         self._recovery = Recovery(self._workers, self._codes, settings.retries, lambda: self._broken or self._ended)
         self._inbox: deque[Callable[[], None]] = deque()
         self._held_gradients = 0
@@ -258,6 +259,7 @@ class Scheduler(ABC):
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
+        waits_for_others = any(isinstance(part, Promise) for parts in grads for part in parts)
         placed = [[part if isinstance(part, Promise) else self._place_grad(part) for part in parts] for parts in grads]
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
@@ -265,8 +267,8 @@ class Scheduler(ABC):
             modes = current_modes()
             self._task_modes = order.task, modes
         what = Differentiation(graph, order, number, placed, modes)
-        sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout, again)
-        if any(isinstance(part, Promise) for parts in placed for part in parts):
+        sent = SentGradients(what, GradientReply(self._wait_until, graph.index), graph.home.timeout, again)
+        if waits_for_others:
             self._inbox.append(lambda: self._dependents.look_at_backward(sent))
             self._settle_if_ended()
         else:
