@@ -86,6 +86,7 @@ class Order(NamedTuple):
 
 class Reply(Protocol):
     graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
+    is_ready: bool  # they are here already
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Wait for the gradients of the wanted inputs, then those of the captures where they come apart; raises what the
@@ -95,6 +96,12 @@ class Reply(Protocol):
     def connected(self) -> list[int]:
         """Which of these gradients are outputs of `graph`."""
         ...
+
+
+class Ready(Protocol):
+    """Gradients that a worker computed ahead, for a gradient of one."""
+
+    apart: bool  # those of the captures too
 
 
 class Home(Protocol):
@@ -138,6 +145,7 @@ class RemoteGraph:
         "number",
         "placeholders",
         "promises",
+        "ready",
         "recipe",
         "worker",
     )
@@ -146,6 +154,7 @@ class RemoteGraph:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
+        self.ready: Ready | None = None
         self.call = call
         self.index = index
         self.number = -1  # in the order in which graphs were attached to nodes
@@ -243,7 +252,7 @@ class Derivative:
         return self._results().pop(number)
 
     def promise(self, number: int) -> Promise | None:
-        if self.order.levels or self.order.create:
+        if self.order.levels or self.order.create or self._reply.is_ready:
             return None
         self._left -= 1
         return Promise(self._reply, self.order.wanted.index(number))
@@ -387,15 +396,14 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
-    apart = captures and (apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled())
+    apart = apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
+    apart = captures and (apart or (graph.ready is not None and graph.ready.apart))
     further = None
     with outside_transforms():
         if create:
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
-            further = Further(
-                weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            )
+            further = Further(weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad])
         elif not keep:
             node.inputs = ()  # the worker refuses another backward
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]

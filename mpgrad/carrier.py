@@ -24,6 +24,7 @@ from mpgrad._torch import has_tangent, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
 
 __all__ = [
+    "DTYPES",
     "Packer",
     "Payload",
     "Placed",

@@ -6,6 +6,7 @@ a result that another call is still to give leaves a number, and is put in by th
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ class SharedFunction:
         for tensor in captures:
             check_carriable(tensor, "the function")
         self.number = next(self.numbers)
+        self.summed: collections.Counter[object] = collections.Counter()  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.refs, self.slot = packer.place_together(captures, getattr(function, "captures_share_memory", False))

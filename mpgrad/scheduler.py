@@ -98,11 +98,12 @@ class Settings(NamedTuple):
     calls: int | None  # after which a worker is replaced
     retries: int  # of a call whose worker died; 0: what is lost is lost
     graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
+    eager: bool  # backwards of losses are run right after their forwards
 
     @property
     def recoverable(self) -> bool:
         """Whether calls are kept as long as their graphs, to be run again."""
-        return self.retries > 0 or self.graph_bytes is not None
+        return self.retries > 0 or self.graph_bytes is not None or self.eager
 
 
 class Scheduler(ABC):
@@ -283,7 +284,7 @@ class Scheduler(ABC):
         return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0)
 
     def request_captures(
-        self, worker: Worker, function: int, task: int, levels: tuple[Level, ...], timeout: float | None
+        self, worker: Worker, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply:
         self._check_alive()
         reply = GradientReply(self.wait_until, None)
@@ -307,8 +308,9 @@ class Scheduler(ABC):
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
         assert isinstance(worker, Worker)
-        worker.releases.append(graph.call)
-        self.nudge()
+        if graph.call in worker.kept:  # else its gradients came with its result
+            worker.releases.append(graph.call)
+            self.nudge()
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""
@@ -821,6 +823,7 @@ class Scheduler(ABC):
         if operation.finished:
             self._unfinished.pop(operation, None)
             self.tell_waiters()
+
 
 def working_directory() -> str | None:
     try:
