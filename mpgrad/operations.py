@@ -98,10 +98,11 @@ class Operation:
         noun: str = "item",
         timeout: float | None = None,
         eager: int = Eager.NO,
+        first: int = 0,
     ) -> None:
         self.eager = eager
         self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
-        self.conditions = Conditions(function, modes, seed)
+        self.conditions = Conditions(function, modes, seed, first)
         self.function = function
         self.home = home
         self.token = token
@@ -130,7 +131,7 @@ class Operation:
     def add(self, call: PackedCall) -> None:
         call.conditions = self.conditions
         if any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
-            raise ValueError(f"{self.noun} {call.index} has a future of another pool; pass its value (future.result())")
+            raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
         self.added += 1
         (self.waiting if call.claims else self.queue).append(call)
 

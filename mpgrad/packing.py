@@ -21,10 +21,29 @@ from mpgrad.carrier import SHARED, Packer, Placed, are_distinct_tensors, check_c
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 
-__all__ = ["Conditions", "PackedCall", "Shared", "SharedFunction", "pack_call"]
+__all__ = ["Conditions", "PackedCall", "PickledFunction", "Shared", "SharedFunction", "pack_call", "pickled_function"]
 
 
 Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
+
+
+class PickledFunction(NamedTuple):
+    pickled: bytes
+    captures: list[torch.Tensor]
+    captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
+
+
+def pickled_function(function: Callable[..., Any]) -> PickledFunction:
+    """Raises:
+    TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
+    """
+    try:
+        pickled, captures = structure.dumps(function)
+    except Exception as error:
+        raise structure.transported(error, "the function") from error
+    for tensor in captures:
+        check_carriable(tensor, "the function")
+    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False))
 
 
 class SharedFunction:
@@ -32,18 +51,13 @@ class SharedFunction:
 
     numbers = itertools.count(1)
 
-    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int, int], None]) -> None:
-        try:
-            self.pickled, captures = structure.dumps(function)
-        except Exception as error:
-            raise structure.transported(error, "the function") from error
-        for tensor in captures:
-            check_carriable(tensor, "the function")
+    def __init__(self, function: PickledFunction, packer: Packer, forget: Callable[[int, int], None]) -> None:
+        self.pickled, captures, sharing = function
         self.number = next(self.numbers)
         self.summed: collections.Counter[object] = collections.Counter()  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
-        self.refs, self.slot = packer.place_together(captures, getattr(function, "captures_share_memory", False))
+        self.refs, self.slot = packer.place_together(captures, sharing)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
         self._forget = forget
 
@@ -62,6 +76,7 @@ class Conditions(NamedTuple):
     function: SharedFunction
     modes: Modes
     seed: int | None
+    first: int = 0  # the item of call 0
 
 
 class PackedCall:
@@ -96,6 +111,11 @@ class PackedCall:
         self.idle_deaths = 0  # of workers that had it next
 
     @property
+    def item(self) -> int:
+        """The number of its item, in the eyes of the caller."""
+        return self.conditions.first + self.index
+
+    @property
     def message_bytes(self) -> int:
         shapes = [self.structure, *(shape for shape, _ in self.claimed)]
         pickled = sum(len(shape) for shape in shapes if isinstance(shape, bytes))
@@ -109,10 +129,12 @@ def pack_call(
     kwargs: dict[str, Any],
     grad: bool,
     shared: Shared | None = None,
+    first: int = 0,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
-    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common.
+    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `first` is the
+    item of call 0, for errors.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -120,11 +142,11 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared)
-    shape, tensors, claims = arguments_structure(index, args, kwargs)
+            return pack_call(packer, index, args, kwargs, grad, shared, first)
+    shape, tensors, claims = arguments_structure(first + index, args, kwargs)
     placed = []
     for tensor in tensors:
-        check_carriable(tensor, "item", index)
+        check_carriable(tensor, "item", first + index)
         placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
     call = PackedCall(index, shape, placed, claims)
     lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
