@@ -360,20 +360,20 @@ WORKS = [
 ]
 
 
-def calibrated(work: Work, seconds: float) -> int:
+def calibrated(work: Work, seconds: float, run: Callable[[Function, Batch], Outcome] = backward_at_once) -> int:
     """The size at which forward and backward right after it take about so many seconds in this process."""
+
+    def own_seconds(size: int) -> float:
+        one = partial(run, work.function(size))
+        return min(timed(one, batch_of([work.item(size)])) for _ in range(5))
+
     size = 1
-    while own_seconds(work, 2 * size) < seconds:
+    while own_seconds(2 * size) < seconds:
         size *= 2
     for step in range(1, 5):  # to a sixteenth
         larger = size + max(1, 2 ** (size.bit_length() - 1 - step))
-        size = larger if own_seconds(work, larger) < seconds else size
+        size = larger if own_seconds(larger) < seconds else size
     return size
-
-
-def own_seconds(work: Work, size: int) -> float:
-    run = partial(backward_at_once, work.function(size))
-    return min(timed(run, batch_of([work.item(size)])) for _ in range(5))
 
 
 def bench_work(pools: Pools, plan: Plan, processes: int) -> list[Record]:
