@@ -36,7 +36,7 @@ OP = Work("op-bound", lambda width: op_loss, op_item)
 
 def one_backward(loop: Loop, function: Function, batch: Batch) -> Outcome:
     losses = loop(function, batch.items)
-    torch.stack(tuple(losses)).sum().backward()
+    torch.autograd.backward(torch.stack(tuple(losses)).sum())
     return Outcome(losses, [item.grad for item in batch.items])
 
 
@@ -44,7 +44,7 @@ def backward_at_once(function: Function, batch: Batch) -> Outcome:
     losses = []
     for item in batch.items:
         loss = function(item)
-        loss.backward()
+        torch.autograd.backward(loss)
         losses.append(loss.detach())
     return Outcome(losses, [item.grad for item in batch.items])
 
