@@ -12,19 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from bench_overhead import Batch, Function, Loop, Outcome, Work, calibrated, op_bound, op_item, python_bound, python_item
+from bench_overhead import Batch, Function, Loop, Outcome, Work, calibrated, op_item, python_item
+from losses import op_loss, python_loss
 from torch import Tensor
 
 MOST_ITEMS = 1024
 FEWEST_ITEMS = 8
-
-
-def python_loss(x: Tensor, steps: int) -> Tensor:
-    return python_bound(x, steps).sum()
-
-
-def op_loss(x: Tensor) -> Tensor:
-    return op_bound(x).sum()
 
 
 PYTHON = Work("Python-bound", lambda steps: partial(python_loss, steps=steps), python_item)

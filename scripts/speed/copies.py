@@ -21,9 +21,7 @@ from bench_overhead import (
     WrongResultError,
     batch_of,
     calibrated,
-    copied,
     measured,
-    python_bound,
     python_item,
     serial,
     timed,
@@ -31,6 +29,7 @@ from bench_overhead import (
 from bench_overhead import one_backward as backward_of_all
 from figures import Figure, interleaved, median_figure, ratios
 from jobs import PYTHON, backward_at_once, one_backward
+from losses import copied, python_bound
 from torch import Tensor
 
 from speed.plan import Plan, Pools

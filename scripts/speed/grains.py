@@ -15,7 +15,6 @@ from bench_overhead import (
     Function,
     Measured,
     Work,
-    doubled,
     forward,
     measured,
     serial,
@@ -23,6 +22,7 @@ from bench_overhead import (
 from bench_overhead import one_backward as backward_of_all
 from figures import Figure, median_figure, ratios
 from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
+from losses import doubled
 from torch import Tensor
 
 import mpgrad
