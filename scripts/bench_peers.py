@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from peers.systems import IN_ONE_PROCESS, OURS, SERIAL, SYSTEMS, version_of
 EPILOG = "exit status: 0 if everything was measured, 1 if a system is wrong or the time is up, 2 for wrong arguments"
 
 KINDS = {"Python-bound": PYTHON, "op-bound": OP}
+WARM_UPS = 4  # torch.jit compiles for its backward at the third run
 AHEAD = (">=", 1.0)
 Seconds = Mapping[str, Sequence[float]]  # of a run, by system
 
@@ -86,7 +87,7 @@ def first_results(names: Sequence[str], processes: int, folder: Path, starts: in
 def timed_case(case: Case, hosts: Mapping[str, Host], repeats: int) -> Seconds:
     for host in hosts.values():
         host.load(case)
-    return interleaved({name: host.seconds for name, host in hosts.items()}, repeats)
+    return interleaved({name: host.seconds for name, host in hosts.items()}, repeats, WARM_UPS)
 
 
 def case_figures(case: Case, seconds: Seconds) -> Iterator[Figure]:
@@ -103,6 +104,17 @@ def case_figures(case: Case, seconds: Seconds) -> Iterator[Figure]:
             if name in seconds:
                 over = ratios(seconds[peer], seconds[name])
                 yield median_figure(row, f"{name}, over the best process-based peer", over, "x", AHEAD)
+
+
+def print_case(figures: Sequence[Figure]) -> None:
+    """A line a system."""
+    values = {figure.name: figure.value for figure in figures}
+    print(f"\n{figures[0].row}")
+    print(f"  {'':30}{'ms/item':>11}{'over the best serial':>24}{'over the best process-based peer':>36}")
+    for name in (figure.name for figure in figures if figure.unit == "ms/item"):
+        over = [values.get(f"{name}, over the best {what}") for what in ("serial", "process-based peer")]
+        cells = ["" if value is None else f"{value:.2f}" for value in over]
+        print(f"  {name:30}{values[name]:>11.4f}{cells[0]:>24}{cells[1]:>36}".rstrip(), flush=True)
 
 
 def fastest(seconds: Seconds, names: Sequence[str]) -> str | None:
@@ -126,9 +138,9 @@ def started_hosts(names: Sequence[str], processes: int, folder: Path) -> Iterato
 def bench(names: Sequence[str], plan: Plan, processes: int) -> list[Figure]:
     figures: list[Figure] = []
 
-    def add(found: Iterator[Figure]) -> None:
+    def add(found: Iterator[Figure], show: Callable[[Sequence[Figure]], None] = print_figures) -> None:
         more = list(found)
-        print_figures(more)
+        show(more)
         figures.extend(more)
 
     with tempfile.TemporaryDirectory(prefix="peers_", ignore_cleanup_errors=True) as path:
@@ -141,7 +153,7 @@ def bench(names: Sequence[str], plan: Plan, processes: int) -> list[Figure]:
                     host.check(case)
             print(f"\nall {len(hosts)} systems give the serial loop's losses and gradients in all {len(all_cases)} cases")
             for case in all_cases:
-                add(case_figures(case, timed_case(case, hosts, plan.repeats)))
+                add(case_figures(case, timed_case(case, hosts, plan.repeats)), print_case)
             row = f"idle: CPU seconds a second, over {plan.idle_seconds:g} s"
             add(Figure(row, name, host.idle_cpu(plan.idle_seconds), "s/s") for name, host in hosts.items())
     return figures

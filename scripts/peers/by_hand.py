@@ -21,8 +21,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from peers.case import Function, Outcome
-from peers.native import chunks
+from peers.case import Function, Outcome, chunks
 
 CHUNKS = 4  # for each worker, as multiprocessing.Pool has it
 MIB = 2**20
@@ -64,7 +63,7 @@ def outcome_of(pairs: Sequence[tuple[Array, Array]]) -> Outcome:
 
 def prepare_worker(strategy: str) -> None:
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy(strategy)
+    torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
 
 
 class TorchPool:
@@ -146,7 +145,7 @@ class RayTasks(InChunks):
         self._ray = start_ray(processes)
         self._task = self._ray.remote(call)
 
-    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:  # type: ignore[override]
+    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:
         results: list[Any] = self._ray.get([self._task.remote(function, part) for part in parts])
         return results
 
@@ -161,7 +160,7 @@ class RayActors(InChunks):
         actor = self._ray.remote(Caller)
         self._actors = importlib.import_module("ray.util").ActorPool([actor.remote() for _ in range(processes)])
 
-    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:  # type: ignore[override]
+    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:
         return list(self._actors.map(lambda actor, part: actor.call.remote(function, part), parts))
 
     def close(self) -> None:
@@ -186,7 +185,7 @@ class Dask(InChunks):
         )
         self._client = distributed.Client(self._cluster)
 
-    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:  # type: ignore[override]
+    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:
         # pure=False: it would hash all arrays, to find results that it has already
         results: list[Any] = self._client.gather(self._client.map(function, parts, pure=False))
         return results
@@ -206,7 +205,7 @@ class Mpi(InChunks):
         self._executor = futures.MPIPoolExecutor(processes, main=False)
         self._executor.bootup(wait=True)
 
-    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:  # type: ignore[override]
+    def _map(self, function: Callable[[list[Array]], Any], parts: list[list[Array]]) -> list[Any]:
         return list(self._executor.map(function, parts))
 
     def close(self) -> None:

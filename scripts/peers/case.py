@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from losses import large_loss, op_loss, python_loss
@@ -48,7 +48,9 @@ class Case:
         return f"{self.kind}, {self.ms:g} ms"
 
     def function(self) -> Function:
-        return {"Python-bound": partial(python_loss, steps=self.size), "op-bound": op_loss, "large": large_loss}[self.kind]
+        if self.kind == "Python-bound":
+            return partial(python_loss, steps=self.size)
+        return op_loss if self.kind == "op-bound" else large_loss
 
     def items(self) -> list[Tensor]:
         """The same in every process."""
@@ -63,6 +65,12 @@ class Case:
             return [(self.size, self.size)] * self.count
         parts = [RATIO_OF_SIZES ** ((number + 0.5) / self.count - 1) for number in range(self.count)]
         return [(round(self.size * part),) for part in parts]
+
+
+def chunks(items: Sequence[Any], most: int) -> list[list[Any]]:
+    """As `multiprocessing.Pool.map` cuts them with four chunks a worker."""
+    size = -(-len(items) // most)
+    return [list(items[first : first + size]) for first in range(0, len(items), size)]
 
 
 def leaves(items: Sequence[Tensor]) -> list[Tensor]:

@@ -1,17 +1,12 @@
-"""Systems whose gradients come from autograd itself: loops, threads, torch's own ways, and mpgrad."""
+"""Systems whose gradients come from autograd itself, in the caller: loops, threads, and mpgrad."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.multiprocessing
-from losses import large_loss, op_loss, python_loss
 from torch import Tensor
 
 from peers.case import Function, Outcome
@@ -80,120 +75,6 @@ class Threads:
 
     def close(self) -> None:
         self._threads.shutdown()
-
-
-# --- torch.jit.fork
-
-
-def fork_python(items: list[Tensor], steps: int) -> list[Tensor]:
-    futures = torch.jit.annotate(list[torch.jit.Future[Tensor]], [])
-    for item in items:
-        futures.append(torch.jit.fork(python_loss, item, steps))
-    return [torch.jit.wait(future) for future in futures]
-
-
-def fork_op(items: list[Tensor]) -> list[Tensor]:
-    futures = torch.jit.annotate(list[torch.jit.Future[Tensor]], [])
-    for item in items:
-        futures.append(torch.jit.fork(op_loss, item))
-    return [torch.jit.wait(future) for future in futures]
-
-
-def fork_large(items: list[Tensor]) -> list[Tensor]:
-    futures = torch.jit.annotate(list[torch.jit.Future[Tensor]], [])
-    for item in items:
-        futures.append(torch.jit.fork(large_loss, item))
-    return [torch.jit.wait(future) for future in futures]
-
-
-class JitFork:
-    """Scripted functions only. It has threads for the forward; the backward is the engine's, one thread for a CPU."""
-
-    def __init__(self, processes: int) -> None:
-        torch.set_num_threads(1)
-        torch.set_num_interop_threads(processes)
-        pairs = [(python_loss, fork_python), (op_loss, fork_op), (large_loss, fork_large)]
-        self._scripted: dict[Any, Callable[..., list[Tensor]]] = {one: torch.jit.script(all_of) for one, all_of in pairs}
-
-    def run(self, function: Function, items: list[Tensor]) -> Outcome:
-        if isinstance(function, partial):
-            return with_one_backward(self._scripted[function.func](items, **function.keywords), items)
-        return with_one_backward(self._scripted[function](items), items)
-
-    def close(self) -> None:
-        pass
-
-
-# --- torch.distributed.rpc
-
-
-def rpc_options(folder: str) -> Any:
-    import torch.distributed.rpc as rpc
-
-    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meeting", _transports=["shm", "uv"])
-
-
-def serve_rpc(rank: int, world: int, folder: str) -> None:
-    import torch.distributed.rpc as rpc
-
-    torch.set_num_threads(1)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=rpc_options(folder))
-    rpc.shutdown()  # waits for the others to do the same
-
-
-def losses_of(function: Function, items: list[Tensor]) -> list[Tensor]:
-    return [function(item) for item in items]
-
-
-class Rpc:
-    """Remote calls of several items each, and distributed autograd, whose backward runs on all workers at once."""
-
-    CALLS = 4  # to each worker: few enough to cost little, enough to balance
-
-    def __init__(self, processes: int) -> None:
-        import torch.distributed.rpc as rpc
-
-        torch.set_num_threads(1)
-        self._folder = tempfile.TemporaryDirectory()
-        self._names = [f"worker{rank}" for rank in range(1, processes + 1)]
-        context = torch.multiprocessing.get_context("spawn")
-        self._workers = [
-            context.Process(target=serve_rpc, args=(rank, processes + 1, self._folder.name)) for rank in range(1, processes + 1)
-        ]
-        for worker in self._workers:
-            worker.start()
-        options = rpc_options(self._folder.name)
-        rpc.init_rpc("caller", rank=0, world_size=processes + 1, rpc_backend_options=options)
-
-    def run(self, function: Function, items: list[Tensor]) -> Outcome:
-        import torch.distributed.autograd as distributed
-        import torch.distributed.rpc as rpc
-
-        calls = chunks(items, self.CALLS * len(self._names))
-        with distributed.context() as context:
-            futures = [
-                rpc.rpc_async(self._names[number % len(self._names)], losses_of, (function, chunk))
-                for number, chunk in enumerate(calls)
-            ]
-            losses = [loss for future in futures for loss in future.wait()]
-            distributed.backward(context, [torch.stack(losses).sum()])
-            gradients = distributed.get_gradients(context)
-            return Outcome([loss.detach() for loss in losses], [gradients[item] for item in items])
-
-    def close(self) -> None:
-        import torch.distributed.rpc as rpc
-
-        rpc.shutdown()
-        for worker in self._workers:
-            worker.join()
-        self._folder.cleanup()
-
-
-def chunks(items: Sequence[Any], most: int) -> list[list[Any]]:
-    """As `multiprocessing.Pool.map` cuts them with four chunks a worker."""
-    size = -(-len(items) // most)
-    return [list(items[first : first + size]) for first in range(0, len(items), size)]
 
 
 # --- mpgrad

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from peers.by_hand import Dask, Joblib, Mpi, RayActors, RayTasks, TorchPool
 from peers.case import System
-from peers.native import JitFork, Mpgrad, Rpc, Serial, Threads
+from peers.native import Mpgrad, Serial, Threads
+from peers.torch_ways import JitFork, Rpc
 
 
 class Kind(NamedTuple):
