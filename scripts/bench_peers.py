@@ -74,13 +74,14 @@ def cases(plan: Plan) -> Iterator[Case]:
 # --- rounds
 
 
-def first_results(names: Sequence[str], processes: int, folder: Path, starts: int) -> Iterator[Figure]:
-    """Of fresh processes; those of the cases come later."""
-    for name in names:
-        seconds = []
-        for _ in range(starts):
-            with contextlib.closing(Host(name, processes, folder)) as host:
-                seconds.append(host.started())
+def first_results(hosts: Mapping[str, Host], processes: int, folder: Path, starts: int) -> Iterator[Figure]:
+    """Of the hosts, and of some fresh ones."""
+    for name, host in hosts.items():
+        seconds = [host.first_result]
+        for _ in range(starts - 1):
+            with contextlib.closing(Host(name, processes, folder)) as fresh:
+                fresh.start()
+                seconds.append(fresh.first_result)
         yield median_figure("start-up: from a Python with torch to the first gradient", name, seconds, "s")
 
 
@@ -131,7 +132,7 @@ def started_hosts(names: Sequence[str], processes: int, folder: Path) -> Iterato
         hosts: dict[str, Host] = {}
         for name in names:
             hosts[name] = stack.enter_context(contextlib.closing(Host(name, processes, folder)))
-            hosts[name].started()  # before the next one starts
+            hosts[name].start()  # before the next one starts
         yield hosts
 
 
@@ -146,8 +147,8 @@ def bench(names: Sequence[str], plan: Plan, processes: int) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="peers_", ignore_cleanup_errors=True) as path:
         folder = Path(path)
         all_cases = list(cases(plan))
-        add(first_results(names, processes, folder, plan.starts))
         with started_hosts(names, processes, folder) as hosts:
+            add(first_results(hosts, processes, folder, plan.starts))
             for case in all_cases:
                 for host in hosts.values():
                     host.check(case)

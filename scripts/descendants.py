@@ -7,6 +7,8 @@ environment.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 from pathlib import Path
 
@@ -80,3 +82,13 @@ def cpu_seconds(processes: set[psutil.Process]) -> float:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 nanoseconds += int(task.read_text().split()[0])
     return nanoseconds / 1e9
+
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, in whatever way."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)

@@ -13,7 +13,7 @@ import torch
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_peers.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
-SYSTEMS = ["serial", "serial, at once", "torch.jit.fork", "mpgrad, eager"]
+SYSTEMS = ["serial", "mpgrad, eager"]
 
 
 def test_systems_side_by_side(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_systems_side_by_side(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--systems", *SYSTEMS, *files]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
-    assert "all 4 systems give the serial loop's losses and gradients in all 3 cases" in ended.stdout
+    assert "all 2 systems give the serial loop's losses and gradients in all 3 cases" in ended.stdout
     figures = json.loads((tmp_path / "quick.json").read_text())["figures"]
     rows: dict[str, set[str]] = {}
     for figure in figures:
@@ -79,8 +79,8 @@ def test_nothing_is_timed_where_one_is_wrong(script: Any, peers: Any, monkeypatc
         def __init__(self, name: str, *args: Any) -> None:
             pass
 
-        def started(self) -> float:
-            return 1.0
+        def start(self) -> None:
+            self.first_result = 1.0
 
         def check(self, case: Any) -> None:
             calls.append("check")

@@ -12,12 +12,10 @@ anything; except for those whose servers take each other for dead when stopped, 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from descendants import MARK, Descendants, cpu_seconds
+from descendants import MARK, Descendants, cpu_seconds, end_with_parent
 from losses import python_loss
 from torch import Tensor
 
@@ -57,7 +55,7 @@ class Host:
         settings["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self._errors = (folder / f"{mark}.log").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "peers.host", name, str(processes)],
+            [sys.executable, "-W", "ignore", "-m", "peers.host", name, str(processes), str(os.getpid())],
             env=os.environ | settings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -67,9 +65,9 @@ class Host:
         )
         self._descendants = Descendants(self._process.pid, mark)
 
-    def started(self) -> float:
-        """Seconds from a Python with torch to the system's first gradient."""
-        return float(self._answer()["seconds"])
+    def start(self) -> None:
+        """Returns when the system has given its first gradient."""
+        self.first_result = float(self._answer()["seconds"])  # from a Python that has imported torch
 
     def check(self, case: Case) -> None:
         """Raises WrongResultError, HostError."""
@@ -193,12 +191,8 @@ def serve(name: str, processes: int, commands: IO[str], answers: IO[str]) -> Non
         system.close()
 
 
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-
-
 def main() -> None:
-    # even if the benchmark is killed while this process is stopped; the kernel then wakes and ends the rest of its group
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(int(sys.argv[3]))  # even while stopped; the kernel then wakes and ends what is stopped of its group
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a system prints is no answer
     serve(sys.argv[1], int(sys.argv[2]), sys.stdin, answers)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from descendants import end_with_parent
 from losses import large_loss, op_loss, python_loss
 from torch import Tensor
 
@@ -71,8 +72,9 @@ def rpc_options(folder: str) -> Any:
     return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meeting", _transports=["shm", "uv"])
 
 
-def serve_rpc(rank: int, world: int, folder: str) -> None:
+def serve_rpc(rank: int, world: int, folder: str, parent: int) -> None:
     rpc = importlib.import_module("torch.distributed.rpc")
+    end_with_parent(parent)
     torch.set_num_threads(1)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=rpc_options(folder))
     rpc.shutdown()  # waits for the others to do the same
@@ -94,7 +96,8 @@ class Rpc:
         self._names = [f"worker{rank}" for rank in range(1, processes + 1)]
         context = torch.multiprocessing.get_context("spawn")
         self._workers = [
-            context.Process(target=serve_rpc, args=(rank, processes + 1, self._folder.name)) for rank in range(1, processes + 1)
+            context.Process(target=serve_rpc, args=(rank, processes + 1, self._folder.name, os.getpid()))
+            for rank in range(1, processes + 1)
         ]
         for worker in self._workers:
             worker.start()
