@@ -8,6 +8,7 @@ Assumes: called by the scheduling thread; `post` has an order carried out later 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -63,7 +64,8 @@ class Dependents:
         promises = [part for parts in sent.what.grads for part in parts if isinstance(part, Promise)]
         for promise in promises:
             if not promise.reply.arrived:
-                promise.reply.dependents.append(lambda: self._post(lambda: self.look_at_backward(sent)))
+                again = functools.partial(self._post, functools.partial(self.look_at_backward, sent))
+                promise.reply.dependents = (*promise.reply.dependents, again)
                 return
             if promise.reply.has_failed:
                 sent.reply.fail_as(promise.reply)
@@ -80,7 +82,7 @@ def put_in(call: PackedCall, outcome: Delivered) -> None:
     if outcome.graph is None:  # then only leaves need gradients
         refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
     call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
-    call.claimed.append((outcome.result.structure, len(refs)))
+    call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
 
 
 def kept_promises(parts: Sequence[Placed | Promise]) -> list[Placed | Promise]:

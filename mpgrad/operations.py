@@ -25,7 +25,7 @@ from mpgrad.arena import Borrowed
 from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
-from mpgrad.messages import Result, Warned
+from mpgrad.messages import Eager, Result, Warned
 from mpgrad.modes import Modes
 from mpgrad.packing import Conditions, PackedCall, SharedFunction
 
@@ -97,7 +97,9 @@ class Operation:
         return_errors: bool = False,
         noun: str = "item",
         timeout: float | None = None,
+        eager: int = Eager.NO,
     ) -> None:
+        self.eager = eager
         self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
         self.conditions = Conditions(function, modes, seed)
         self.function = function

@@ -152,6 +152,7 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
         ):
             with pytest.raises(AssertionError, match=message):
                 assert_same_as_serial(fn, items, pool)
+
         class WrongSecond(WrongGradient):
             """Right in its first derivative, everywhere."""
 

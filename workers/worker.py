@@ -36,6 +36,7 @@ from mpgrad._torch import plus
 from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
 from mpgrad.carrier import (
+    DTYPES,
     LEAF,
     PARAMETER,
     REQUIRES_GRAD,
@@ -57,6 +58,7 @@ from mpgrad.messages import (
     Collect,
     Collected,
     Define,
+    Eager,
     Failure,
     Forget,
     Forward,
@@ -77,7 +79,7 @@ from mpgrad.messages import (
     Structure,
     Warned,
 )
-from mpgrad.modes import seed_item, under
+from mpgrad.modes import Modes, seed_item, under
 
 __all__ = ["Worker"]
 
@@ -86,11 +88,16 @@ MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
 
+PRECISE = (torch.float32, torch.float64)
+PRECISE_NUMBERS = tuple(map(DTYPES.index, (*PRECISE, torch.complex64, torch.complex128)))
+
+
 class Function(NamedTuple):
     target: Callable[..., Any]
     captures: list[torch.Tensor]
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
+    precise: bool  # these gradients are not of half precision
 
 
 class Made(NamedTuple):
@@ -115,6 +122,7 @@ class Worker:
         self._codes: dict[int, bytes] = {}
         self._graphs = GraphTable(graph_bytes)
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
+        self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
@@ -205,9 +213,13 @@ class Worker:
         before = self._graphs.memory_in_use()
         try:
             made = self._make(message, call, function, payload, phases)
-            placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
-            result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None)
             graph = made.graph
+            placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+            gradients = None
+            if graph is not None and message.eager and is_loss(made, call, function, message.modes):
+                gradients = self._lend_ahead(message, call.call, graph, made.tensors)
+                graph = None
+            result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None, gradients)
             del made, placed
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
@@ -215,6 +227,22 @@ class Worker:
             return result
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, phases[-1])
+
+    def _lend_ahead(
+        self, message: Forward, call: int, graph: Graph, results: Sequence[torch.Tensor]
+    ) -> list[TensorRef | None] | None:
+        """The gradients of a loss, while its graph is hot in the cache; None where they cannot be had."""
+        (loss,) = [each for each in results if each.requires_grad]
+        inputs = range(len(graph.inputs))
+        try:
+            found = run_backward(graph, [torch.ones_like(loss)], inputs, bool(graph.captures), False, False, ())
+        except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
+            self._graphs.miss(call)
+            return None
+        if message.eager == Eager.SUMS and graph.captures:
+            found, of_captures = found[: len(inputs)], found[len(inputs) :]
+            self._eager_sums.setdefault(message.function, CaptureSums(len(of_captures))).add(of_captures)
+        return self._lend_all(found)
 
     def _make(
         self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
@@ -241,9 +269,7 @@ class Worker:
         graph = Graph(message.function, outputs, edges, function.edges, whole) if outputs else None
         return Made(shape, found, flags, graph)
 
-    def _inputs(
-        self, refs: Sequence[TensorRef], payload: memoryview
-    ) -> tuple[list[torch.Tensor], list[Edge]]:
+    def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
         needs_grad = [bool(ref.flags & REQUIRES_GRAD) for ref in refs]
         for k, ref in enumerate(refs):
@@ -344,11 +370,16 @@ class Worker:
         return gradients
 
     def _collect(self, message: Collect, payload: memoryview) -> Message:
-        sums = self._sums.get(message.function, {}).pop((message.task, message.levels), None)
+        if message.task is None:
+            sums = self._eager_sums.pop(message.function, None)
+        else:
+            sums = self._sums.get(message.function, {}).pop((message.task, message.levels), None)
+        if sums is None:
+            return Collected(message.chunk, [], 0)
         try:
-            return Collected(message.chunk, [] if sums is None else self._lend_all(sums.sums))
+            return Collected(message.chunk, self._lend_all(sums.sums), sums.calls)
         except BaseException as error:
-            return Collected(message.chunk, failure(error, "backward"))
+            return Collected(message.chunk, failure(error, "backward"), 0)
 
     def _release(self, message: Release, payload: memoryview) -> None:
         for call in message.calls:
@@ -366,7 +397,8 @@ class Worker:
             captures = [capture(ref, block, self._borrow) for ref in message.captures]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
-            function = Function(target, captures, edges, [tensor._version for tensor in captures])
+            precise = all(ref.dtype in PRECISE_NUMBERS for ref in message.captures if ref.flags & REQUIRES_GRAD)
+            function = Function(target, captures, edges, [tensor._version for tensor in captures], precise)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
@@ -375,6 +407,7 @@ class Worker:
         for function in message.functions:
             self._functions.pop(function, None)
             self._sums.pop(function, None)
+            self._eager_sums.pop(function, None)
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
@@ -429,6 +462,19 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], mem
     if ref.flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=needs_grad)
     return tensor.requires_grad_(needs_grad)
+
+
+def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> bool:
+    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with.
+
+    Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
+    """
+    losses = [tensor for tensor in made.tensors if tensor.requires_grad]
+    if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
+        return False
+    if modes.autocast or modes.anomaly or not function.precise:
+        return False
+    return all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
 
 
 def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
