@@ -79,7 +79,7 @@ def first_results(hosts: Mapping[str, Host], processes: int, folder: Path, start
     for name, host in hosts.items():
         seconds = [host.first_result]
         for _ in range(starts - 1):
-            with contextlib.closing(Host(name, processes, folder)) as fresh:
+            with Host(name, processes, folder) as fresh:
                 fresh.start()
                 seconds.append(fresh.first_result)
         yield median_figure("start-up: from a Python with torch to the first gradient", name, seconds, "s")
@@ -131,7 +131,7 @@ def started_hosts(names: Sequence[str], processes: int, folder: Path) -> Iterato
     with contextlib.ExitStack() as stack:
         hosts: dict[str, Host] = {}
         for name in names:
-            hosts[name] = stack.enter_context(contextlib.closing(Host(name, processes, folder)))
+            hosts[name] = stack.enter_context(Host(name, processes, folder))
             hosts[name].start()  # before the next one starts
         yield hosts
 

@@ -90,13 +90,16 @@ class Host:
         self._rest()
         return used
 
-    def close(self) -> None:
-        """Ends the system as it wants to be ended, and then whatever is left of it."""
-        self._descendants.go_on()
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        """Ends the system as it wants to be ended, unless something went wrong; then whatever is left of it."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._descendants.go_on()
         try:
             self._process.stdin.close()
-            self._process.wait(END_LIMIT)
+            self._process.wait(0 if kind else END_LIMIT)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self._process.kill()
         finally:
