@@ -96,23 +96,26 @@ def costs(pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[torch.Tensor]]
     return found
 
 
-def bench_dispatch(plan: Plan) -> Iterator[Figure]:
+def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
     runs = {"forward": forward, "forward and backward": forward_and_backward}
     found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
     for workers in plan.workers:
         with mpgrad.Pool(workers, **supported(inline="never")) as pool:  # type: ignore[arg-type]
             for name, run in runs.items():
                 found[name][workers] = costs(pool, run, plan)
-    for name, by_workers in found.items():
-        for workers, cost in by_workers.items():
-            row = f"dispatch: x * 2 on {FLOATS} floats, {name}, {workers} workers"
-            yield median_figure(row, "wall", [1e6 * wall for wall, _, _ in cost], "us/item")
-            yield median_figure(row, "CPU of the parent", [1e6 * parent for _, parent, _ in cost], "us/item")
-            yield median_figure(row, "CPU of all workers", [1e6 * others for _, _, others in cost], "us/item")
-            yield median_figure(row, "the parent could do", [1 / parent for _, parent, _ in cost], "items/s", RATE_AIM)
-        row = f"dispatch: smallest grain at which workers stay 80 % busy, {name}: max(0.8 W p, 4 w)"
-        for crowd in CROWDS:
-            yield Figure(row, f"{crowd} workers", 1e3 * smallest_grain(crowd, by_workers), "ms")
+    yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
+
+
+def dispatch_figures(name: str, by_workers: dict[int, Costs]) -> Iterator[Figure]:
+    for workers, cost in by_workers.items():
+        row = f"dispatch: x * 2 on {FLOATS} floats, {name}, {workers} workers"
+        yield median_figure(row, "wall", [1e6 * wall for wall, _, _ in cost], "us/item")
+        yield median_figure(row, "CPU of the parent", [1e6 * parent for _, parent, _ in cost], "us/item")
+        yield median_figure(row, "CPU of all workers", [1e6 * others for _, _, others in cost], "us/item")
+        yield median_figure(row, "the parent could do", [1 / parent for _, parent, _ in cost], "items/s", RATE_AIM)
+    row = f"dispatch: smallest grain at which workers stay 80 % busy, {name}: max(0.8 W p, 4 w)"
+    for crowd in CROWDS:
+        yield Figure(row, f"{crowd} workers", 1e3 * smallest_grain(crowd, by_workers), "ms")
 
 
 def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
@@ -125,7 +128,7 @@ def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
 # --- growth
 
 
-def bench_growth(plan: Plan) -> Iterator[Figure]:
+def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
     for name in plan.axes:
         axis = AXES[name]
         row = f"growth: {axis.what}"
@@ -137,7 +140,7 @@ def bench_growth(plan: Plan) -> Iterator[Figure]:
                 print(f"{row}: {size:,} left out: it could take more memory than there is", flush=True)
                 continue
             points[size] = fresh_point(name, size, 1 if size == axis.sizes[-1] else 3)
-        yield from point_figures(row, points)
+        yield list(point_figures(row, points))
 
 
 def fresh_point(axis: str, size: int, rounds: int) -> Record:
@@ -193,7 +196,7 @@ def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
 
 # --- the whole
 
-PARTS: dict[str, Callable[[Plan], Iterator[Figure]]] = {"dispatch": bench_dispatch, "growth": bench_growth}
+PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {"dispatch": bench_dispatch, "growth": bench_growth}
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -224,9 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with limited(plan.limit):
             for part in options.parts:
-                found = list(PARTS[part](plan))
-                print_figures(found)
-                figures += found
+                for found in PARTS[part](plan):  # an axis takes minutes
+                    print_figures(found)
+                    figures += found
     except TimeoutError as error:
         return fail(error)
     report(options, around, figures, repeats=plan.repeats)

@@ -98,7 +98,7 @@ def decades(first: int, last: int) -> list[int]:
 
 
 AXES: dict[str, Axis] = {
-    "items": Axis(items, decades(1, 6), "items of a map", 20_000),
+    "items": Axis(items, decades(1, 6), "items of a map", 15_000),
     "tensors": Axis(tensors, decades(0, 4), f"tensors in each of {TENSORS_ITEMS} items", 20_000),
     "captures": Axis(captures, decades(0, 4), f"tensors captured by a function of {CAPTURES_ITEMS} items", 20_000),
     "maps": Axis(maps, decades(0, 4), f"maps of {MAPS_ITEMS} items alive", 60_000),
