@@ -51,6 +51,7 @@ class Host:
         mark = uuid.uuid4().hex
         path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         settings = {MARK: mark, "PYTHONPATH": path, "TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+        settings["RAY_memory_monitor_refresh_ms"] = "0"  # it would end its tasks when others take the machine's memory
         # MPI starts its workers by a program that lies beside Python's
         settings["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self._errors = (folder / f"{mark}.log").open("w+")
