@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import statistics
 import sys
@@ -161,16 +162,23 @@ def bench(names: Sequence[str], plan: Plan, processes: int) -> list[Figure]:
 
 
 def draw(figures: Sequence[Figure], names: Sequence[str], grains: Sequence[float], file: Path) -> None:
-    from matplotlib.figure import Figure as Canvas  # which the table does not need
+    from matplotlib import colormaps  # which the table does not need
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure as Canvas
+
+    colours = colormaps["tab20"]
+    assert isinstance(colours, ListedColormap)
 
     values = {(figure.row, figure.name): figure.value for figure in figures}
     canvas = Canvas(figsize=(13, 6), layout="constrained")
     for axes, kind in zip(canvas.subplots(1, 2, sharey=True), KINDS, strict=True):
         for number, name in enumerate(names):
             rows = [f"{Case(kind, ms, 0, 0).title}: forward and backward" for ms in grains]
-            ups = [values[row, f"{name}, over the best serial"] for row in rows]
+            ups = [values.get((row, f"{name}, over the best serial"), math.nan) for row in rows]  # without serial: none
             style = "-" if name in OURS else "--" if name in IN_ONE_PROCESS else ":"
-            axes.plot(ups, "o", linestyle=style, color=f"C{number % 10}", linewidth=2.5 if name in OURS else 1.2, label=name)
+            axes.plot(
+                ups, "o", linestyle=style, color=colours(number % colours.N), linewidth=2.5 if name in OURS else 1.2, label=name
+            )
         axes.set_xticks(range(len(grains)), [f"{ms:g}" for ms in grains])
         axes.set(title=kind, xlabel="serial time of an item, forward and backward (ms)", yscale="log")
         axes.axhline(1, color="black", linewidth=0.6)
