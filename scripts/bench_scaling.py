@@ -32,7 +32,6 @@ from descendants import cpu_seconds
 from figures import Figure, Record, add_options, fail, median_figure, picture_to_write, print_figures, report
 from growth import AXES, FLOATS, Axis, point
 from losses import doubled
-from speed.plan import supported
 
 import mpgrad
 
@@ -100,7 +99,7 @@ def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
     runs = {"forward": forward, "forward and backward": forward_and_backward}
     found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
     for workers in plan.workers:
-        with mpgrad.Pool(workers, **supported(inline="never")) as pool:  # type: ignore[arg-type]
+        with mpgrad.Pool(workers, inline="never") as pool:
             for name, run in runs.items():
                 found[name][workers] = costs(pool, run, plan)
     yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
@@ -217,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if options.point is not None:
         axis, size, rounds = options.point
-        print(json.dumps(point(axis, int(size), 2, int(rounds), supported(inline="never"))))
+        print(json.dumps(point(axis, int(size), 2, int(rounds), {"inline": "never"})))
         return 0
     given = {"axes": options.axes, "largest": options.largest, "repeats": options.repeats}
     plan = replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})

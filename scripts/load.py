@@ -24,7 +24,6 @@ from bench_overhead import at_least_1, limited, surroundings
 from figures import Figure, add_options, fail, print_figures, report
 from growth import Taken, status
 from losses import doubled
-from speed.plan import supported
 
 import mpgrad
 
@@ -140,7 +139,7 @@ ROWS: dict[str, tuple[Row, int]] = {
 def run_row(name: str, amount: int, processes: int) -> None:
     """In a process of its own."""
     torch.set_num_threads(1)
-    with mpgrad.Pool(processes, **supported(inline="never")) as pool:  # type: ignore[arg-type]
+    with mpgrad.Pool(processes, inline="never") as pool:
         growth.items(pool, 4 * processes)  # the first backward of a process imports much of torch
         print(json.dumps([figure.record() for figure in ROWS[name][0](pool, amount)]))
 

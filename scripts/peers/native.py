@@ -82,12 +82,10 @@ class Threads:
 
 class Mpgrad:
     def __init__(self, processes: int, **options: Any) -> None:
-        from speed.plan import supported
-
         import mpgrad
 
         torch.set_num_threads(1)
-        self._pool = mpgrad.Pool(processes, **supported(**options))  # type: ignore[arg-type]
+        self._pool = mpgrad.Pool(processes, **options)
 
     def run(self, function: Function, items: list[Tensor]) -> Outcome:
         return with_one_backward(self._pool.map(function, items), items)

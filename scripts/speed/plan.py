@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mpgrad
-import mpgrad.pool
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,6 @@ QUICK = Plan(
 )
 
 
-def supported(**options: object) -> dict[str, object]:
-    """The options that this mpgrad has."""
-    known = inspect.signature(mpgrad.Pool).parameters
-    kept = {name: value for name, value in options.items() if name in known}
-    if kept.get("graphs") not in (None, *mpgrad.pool.GRAPHS):
-        del kept["graphs"]
-    for name in options.keys() - kept.keys():
-        print(f"this mpgrad has no {name}={options[name]!r}: measured without")
-    return kept
-
-
 class Pools:
     """Each started when a row first wants it, and kept to the end: an idle one costs the others nothing that would show."""
 
@@ -69,8 +57,8 @@ class Pools:
         self.processes = processes
         self._stack = stack
 
-    def _started(self, **options: object) -> mpgrad.Pool:
-        pool: mpgrad.Pool = mpgrad.Pool(self.processes, **supported(**options))  # type: ignore[arg-type]
+    def _started(self, **options: Any) -> mpgrad.Pool:
+        pool: mpgrad.Pool = mpgrad.Pool(self.processes, **options)
         return self._stack.enter_context(pool)
 
     @cached_property

@@ -17,7 +17,7 @@ import torch
 from bench_overhead import WrongResultError
 from figures import Figure, interleaved, median_figure, ratios
 
-from speed.plan import Plan, Pools, supported
+from speed.plan import Plan, Pools
 
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
 MEMORY_AIM = ("<=", 30.0)  # MB of 2 ** 20 bytes
@@ -104,7 +104,7 @@ with mpgrad.Pool(processes, **options) as pool:
 
 
 def run_program(program: str, plan: Plan) -> Any:
-    settings = json.dumps([plan.processes, plan.further_workers, supported(inline="never"), plan.idle_seconds])
+    settings = json.dumps([plan.processes, plan.further_workers, {"inline": "never"}, plan.idle_seconds])
     command = [sys.executable, "-c", program, settings]
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT)
     return json.loads(ended.stdout)
