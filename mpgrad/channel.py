@@ -23,12 +23,25 @@ from typing import Any, NamedTuple, Protocol
 from mpgrad.arena import Slab
 from mpgrad.messages import Message, NewSlab
 
-__all__ = ["Channel", "Frame", "Pipe", "drained", "send_slabs"]
+__all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 READ_BYTES = 1 << 18
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
+
+
+class Traffic:
+    """What went through pipes, for those who want to know what an operation costs on any machine."""
+
+    __slots__ = ("bytes_received", "bytes_sent", "frames_received", "frames_sent", "system_calls")
+
+    def __init__(self) -> None:
+        self.frames_sent = 0
+        self.frames_received = 0
+        self.bytes_sent = 0  # pickles and small tensors
+        self.bytes_received = 0
+        self.system_calls = 0
 
 
 class Frame(NamedTuple):
@@ -47,8 +60,9 @@ class Pipe(Protocol):
 class Channel:
     """One end of a socket pair. `send` and `receive` belong to one thread each."""
 
-    def __init__(self, end: socket.socket, blocking: bool) -> None:
+    def __init__(self, end: socket.socket, blocking: bool, traffic: Traffic | None = None) -> None:
         self._socket = end
+        self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
         self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
@@ -57,8 +71,6 @@ class Channel:
         self._body: bytearray | None = None  # of a frame whose header has come; filled up to _filled
         self._filled = 0
         self._header = (0, 0, 0)
-        self.frames_sent = 0
-        self.bytes_sent = 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -75,8 +87,8 @@ class Channel:
         size = sum(map(len, payload))
         header = HEADER.pack(len(pickled) + len(padding), size, len(descriptors))
         frame = b"".join((header, pickled, padding, *payload))
-        self.frames_sent += 1
-        self.bytes_sent += len(frame)
+        self._traffic.frames_sent += 1
+        self._traffic.bytes_sent += len(frame)
         data = memoryview(frame)
         self.flush()
         if not self._outgoing:
@@ -104,6 +116,7 @@ class Channel:
 
     def _send_some(self, data: memoryview, descriptors: Sequence[int]) -> int:
         """The number of bytes that the pipe took; with the first of them it takes the descriptors."""
+        self._traffic.system_calls += 1
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
             return self._socket.sendmsg([data], ancillary)
@@ -128,6 +141,7 @@ class Channel:
                 raise EOFError from error
 
     def _read(self) -> None:
+        self._traffic.system_calls += 1
         if self._body is not None:  # a large frame is read straight into its own memory
             count = self._socket.recv_into(memoryview(self._body)[self._filled :])
             self._filled += count
@@ -163,6 +177,8 @@ class Channel:
             del self._incoming[: HEADER.size + len(there)]
         if self._filled < len(self._body):
             return None
+        self._traffic.frames_received += 1
+        self._traffic.bytes_received += HEADER.size + len(self._body)
         content = memoryview(self._body)
         pickled, _, descriptors = self._header
         self._body = None

@@ -139,12 +139,14 @@ class Dispatcher(Scheduler):
         patience = self.keep_time()
         if has_news:
             patience = GRACE if patience is None else min(GRACE, patience)
+        self.traffic.system_calls += 1
         events = self._selector.select(0 if self._woken or self._stopping or self._inbox else patience)
         self._sleeping = self._sleeping_soundly = False
         if has_news and not events:
             self.tell_news()
         for key, mask in events:
             if key.fd == self._wake_read:
+                self.traffic.system_calls += 2  # this, and the write that woke us
                 os.read(self._wake_read, 4096)
             elif key.data.gone is None:
                 self._serve(key.data, mask)
@@ -194,7 +196,7 @@ class Dispatcher(Scheduler):
     def open_channel(self, number: int) -> Channel:
         ours, theirs = socket.socketpair()
         self._launcher.launch(number, theirs)
-        return Channel(ours, blocking=False)
+        return Channel(ours, blocking=False, traffic=self.traffic)
 
     def close_channel(self, worker: Worker) -> int | None:
         channel = worker.channel

@@ -31,7 +31,7 @@ from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
 from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed
-from mpgrad.channel import Frame, Pipe, drained
+from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
 from mpgrad.deadlines import Deadlines, overdue_at
@@ -111,6 +111,7 @@ class Scheduler(ABC):
         self._settings = settings
         self._pid = os.getpid()
         self._forks = FORKS.count
+        self.traffic = Traffic()
         self.arena = Arena(0)
         self.lenders = Lenders(self.nudge)
         self.packer = Packer(self.arena, self.lenders.find, lasting=settings.recoverable)
@@ -345,7 +346,23 @@ class Scheduler(ABC):
         ]
         resident = sum({worker.pid: worker.resident_bytes for worker in workers}.values())
         shared = self.arena.bytes_in_use + self.lenders.bytes_in_use
-        return PoolStats(workers, resident, shared, self._deaths, self._recovery.reruns)
+        copied = self.packer.bytes_copied + self.copying_packer.bytes_copied
+        traffic = self.traffic
+        return PoolStats(
+            workers,
+            resident,
+            shared,
+            self._deaths,
+            self._recovery.reruns,
+            0,
+            traffic.frames_sent,
+            traffic.frames_received,
+            traffic.bytes_sent,
+            traffic.bytes_received,
+            traffic.system_calls,
+            copied,
+            self.arena.slots_made,
+        )
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""

@@ -41,6 +41,13 @@ class PoolStats(NamedTuple):
         deaths: of workers, so far.
         reruns: calls and backwards that were given to another worker for it.
         calls_here: calls that ran in the caller's thread, because sending them would have taken longer.
+        frames_sent: to workers, so far; a frame holds the messages of many calls.
+        frames_received: from workers.
+        bytes_sent: in frames, pickles and tensors of up to 8 KiB; larger ones lie in shared memory.
+        bytes_received: likewise.
+        system_calls: of the caller's process to write, read and wait for frames. (Engine "inline" has none of these.)
+        bytes_copied: of tensors, by the caller, into frames and shared memory.
+        slots_made: pieces of shared memory that the caller took.
     """
 
     workers: list[WorkerStats]
@@ -48,7 +55,14 @@ class PoolStats(NamedTuple):
     shared_bytes: int
     deaths: int
     reruns: int
-    calls_here: int = 0
+    calls_here: int
+    frames_sent: int
+    frames_received: int
+    bytes_sent: int
+    bytes_received: int
+    system_calls: int
+    bytes_copied: int
+    slots_made: int
 
 
 def resident_bytes(pid: int) -> int:
