@@ -130,7 +130,7 @@ class Operation:
 
     def add(self, call: PackedCall) -> None:
         call.conditions = self.conditions
-        if any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
+        if call.claims and any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
             raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
         self.added += 1
         (self.waiting if call.claims else self.queue).append(call)

@@ -117,9 +117,11 @@ class PackedCall:
 
     @property
     def message_bytes(self) -> int:
-        shapes = [self.structure, *(shape for shape, _ in self.claimed)]
-        pickled = sum(len(shape) for shape in shapes if isinstance(shape, bytes))
-        return pickled + sum(len(each.body) for each in self.placed if each.body is not None)
+        total = sum([len(each.body) for each in self.placed if each.body is not None])
+        for shape in (self.structure, *[shape for shape, _ in self.claimed]) if self.claimed else (self.structure,):
+            if isinstance(shape, bytes):
+                total += len(shape)
+        return total
 
 
 def pack_call(
