@@ -292,7 +292,7 @@ class Call(torch.autograd.Function):
         ctx.task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
-        graph.placeholders = [placeholder(tensor.dtype, tensor.shape) for tensor in inputs]
+        graph.placeholders = [placeholder(tensor.dtype, tensor.shape, tensor.device) for tensor in inputs]
         return tuple(outputs)
 
     @staticmethod
@@ -372,9 +372,7 @@ def differentiate(
         if create:
             if not graph.family:
                 graph.family.append(weakref.ref(node))
-            further = Further(
-                weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            )
+            further = Further(weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad])
         elif not keep:
             node.inputs = ()  # the worker refuses another backward
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
@@ -507,7 +505,7 @@ with torch.inference_mode(False):
 
 
 @functools.lru_cache(maxsize=4096)
-def placeholder(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def placeholder(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """A gradient that costs nothing and passes the engine's checks."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)

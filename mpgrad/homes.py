@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.arena import Borrowed
+from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Grads, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Placed, TensorRef, placed_again, view
@@ -20,7 +20,7 @@ from mpgrad.packing import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
 
-Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed]]
+Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slot]]
 
 
 class GradientReply:
@@ -46,7 +46,7 @@ class GradientReply:
         self,
         found: Sequence[TensorRef | None] | Failure,
         payload: memoryview,
-        memories: dict[int, Borrowed],
+        memories: dict[int, Borrowed | Slot],
         worker: int,
     ) -> None:
         if isinstance(found, Failure):
@@ -111,9 +111,7 @@ class GradientReply:
 class Carrier(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
-    def send_gradients(
-        self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False
-    ) -> GradientReply: ...
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply: ...
 
     def request_captures(
         self, worker: Any, function: int, task: int, levels: tuple[Level, ...], timeout: float | None

@@ -137,8 +137,8 @@ def draw_seed() -> int:
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 
-def seed_item(seed: int, index: int) -> None:
-    """Give torch, random and numpy the stream of item `index`."""
+def seed_item(seed: int, index: int) -> int:
+    """Give torch, random and numpy the stream of item `index`; returns its seed."""
     own = split_mix(seed + index)
     torch.default_generator.manual_seed(own)
     SEED_RANDOM(own)
@@ -146,6 +146,7 @@ def seed_item(seed: int, index: int) -> None:
     numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
+    return own
 
 
 def split_mix(number: int) -> int:

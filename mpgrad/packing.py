@@ -19,6 +19,7 @@ from mpgrad.autograd import gate
 from mpgrad.carrier import SHARED, Packer, Placed, are_distinct_tensors, check_carriable, flags_of
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
+from mpgrad.routing import Request
 
 __all__ = ["Conditions", "PackedCall", "Shared", "SharedFunction", "pack_call"]
 
@@ -31,17 +32,29 @@ class SharedFunction:
 
     numbers = itertools.count(1)
 
-    def __init__(self, function: Callable[..., Any], packer: Packer, forget: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        packer: Packer,
+        forget: Callable[[int, int], None],
+        request: Request | None = None,
+    ) -> None:
         try:
             self.pickled, captures = structure.dumps(function)
         except Exception as error:
             raise structure.transported(error, "the function") from error
         for tensor in captures:
-            check_carriable(tensor, "the function")
+            check_carriable(tensor, "the function", None, packer.kind)
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
-        self.refs, self.slot = packer.place_together(captures, getattr(function, "captures_share_memory", False))
+        self.gathers = request is not None and request.gathers
+        shares = getattr(function, "captures_share_memory", False)
+        self.refs, self.slot, self.slots = packer.place_together(
+            captures, shares, request.code if request is not None else None
+        )
+        if request is not None:
+            request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
         self._forget = forget
 
@@ -74,7 +87,9 @@ class PackedCall:
         "idle_deaths",
         "index",
         "inputs_lent",
+        "origin",
         "placed",
+        "route",
         "structure",
         "ungated",
     )
@@ -90,6 +105,8 @@ class PackedCall:
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
+        self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
+        self.origin = 0  # the device it comes from
         self.deaths = 0  # of workers that ran this call
         self.idle_deaths = 0  # of workers that had it next
 
@@ -107,6 +124,7 @@ def pack_call(
     kwargs: dict[str, Any],
     grad: bool,
     shared: Shared | None = None,
+    request: Request | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
@@ -118,13 +136,18 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared)
+            return pack_call(packer, index, args, kwargs, grad, shared, request)
     shape, tensors, claims = arguments_structure(index, args, kwargs)
     placed = []
+    code = None if request is None else request.code
     for tensor in tensors:
-        check_carriable(tensor, "item", index)
-        placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
+        check_carriable(tensor, "item", index, packer.kind)
+        placed.append(
+            packer.place(tensor, flags_of(tensor), code) if shared is None else place_once(packer, tensor, shared, code)
+        )
     call = PackedCall(index, shape, placed, claims)
+    if request is not None:
+        call.route, call.origin = request.of(tensors)
     lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
     call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
     if grad:
@@ -135,10 +158,10 @@ def pack_call(
     return call
 
 
-def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared) -> Placed:
+def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, code: int | None) -> Placed:
     known = shared.get(id(tensor))
     if known is None:
-        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED)
+        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, code)
     return known[1]
 
 

@@ -39,13 +39,14 @@ from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
 
 __all__ = ["Pool", "PoolWorker"]
 
-ENGINES = ("process", "thread", "inline")
+ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute")
 ON_ERROR = ("raise", "return")
 FIRST_BATCH = 16  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
@@ -69,7 +70,8 @@ class Pool:
         threads_per_worker: intra-op threads of each worker process.
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
-            thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process").
+            thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
+            threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`.
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
@@ -79,7 +81,10 @@ class Pool:
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
         graphs: "keep", or "recompute": workers keep no graphs, and a backward runs the forward again.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
-            dropped, and their backward runs the forward again. None for no limit.
+            dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
+        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
+            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
+            dies is replaced by one on the same device. Engines "process" and "stream" only.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -109,6 +114,7 @@ class Pool:
         timeout: float | None = None,
         graphs: str = "keep",
         graph_memory: int | str | None = None,
+        devices: Device | Sequence[Device] | None = None,
     ) -> None:
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
@@ -119,13 +125,19 @@ class Pool:
         if graphs not in GRAPHS:
             raise ValueError(f"graphs must be one of {', '.join(GRAPHS)} (graphs: {graphs!r})")
         graph_bytes = None if graph_memory is None else bytes_of("graph_memory", graph_memory)
+        if processes is not None:
+            positive("processes", processes)
+        self._devices = worker_devices(devices, processes, engine, context)
+        workers = len(self._devices) if self._devices is not None else usable_cpus() if processes is None else processes
         settings = Settings(
-            workers=usable_cpus() if processes is None else positive("processes", processes),
+            workers=workers,
             initializer=pickled_initializer(initializer, tuple(initargs)),
             threads=positive("threads_per_worker", threads_per_worker),
             calls=None if maxtasksperchild is None else positive("maxtasksperchild", maxtasksperchild),
             retries=at_least("retries", retries, 0) if engine == "process" else 0,
             graph_bytes=0 if graphs == "recompute" else graph_bytes,
+            devices=self._devices,
+            in_process=engine == "stream",
         )
         self._engine = engine
         self._timeout = self._seconds(timeout)
@@ -150,6 +162,7 @@ class Pool:
         progress: Progress = False,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
 
@@ -162,6 +175,8 @@ class Pool:
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
                 exception stands in the place of the result, and gradients flow to all other items.
+            device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which all tensors are moved. None
+                for a worker where the item lies. Either way results and gradients come back to where they belong.
 
         Raises:
             Exception: what the first failing item raised, with a note that names item, worker and phase.
@@ -180,7 +195,7 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error)
+        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error, device=device)
 
     @not_compiled
     def starmap(
@@ -192,15 +207,23 @@ class Pool:
         progress: Progress = False,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error)
+        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error, device=device)
 
     @not_compiled
-    def apply(self, func: Callable[..., Any], args: Iterable[Any] = (), kwds: dict[str, Any] | None = None) -> Any:
+    def apply(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        *,
+        device: Device | None = None,
+    ) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._run(func, [(tuple(args), kwds or {})], 1, None, False)[0]
+        return self._run(func, [(tuple(args), kwds or {})], 1, None, False, device=device)[0]
 
     @not_compiled
     def map_async(
@@ -213,9 +236,10 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> AsyncResult:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error)
+        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
         return self._run_async(operation, (((item,), {}) for item in iterable), callback, error_callback)
 
     @not_compiled
@@ -229,9 +253,10 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> AsyncResult:
         """`starmap` that returns at once."""
-        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error)
+        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
         return self._run_async(operation, ((tuple(args), {}) for args in iterable), callback, error_callback)
 
     @not_compiled
@@ -242,11 +267,13 @@ class Pool:
         kwds: dict[str, Any] | None = None,
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        device: Device | None = None,
     ) -> AsyncResult:
         """`apply` that returns at once."""
         calls = [(tuple(args), kwds or {})]
         fetch = operator.methodcaller("value", 0)
-        return self._run_async(self._begin(func), calls, callback, error_callback, fetch)
+        return self._run_async(self._begin(func, device=device), calls, callback, error_callback, fetch)
 
     @not_compiled
     def imap(
@@ -257,9 +284,10 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error)
+        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, device=device)
         return self._iterate(operation, (((item,), {}) for item in iterable), ordered=True)
 
     @not_compiled
@@ -271,9 +299,10 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> ResultIterator:
         """`imap` with the results in the order in which they come."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error)
+        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, device=device)
         return self._iterate(operation, (((item,), {}) for item in iterable), ordered=False)
 
     def close(self) -> None:
@@ -312,11 +341,13 @@ class Pool:
         """Have another number of workers. Those that are too many take no new calls, and end when they keep no graph any more.
 
         Raises:
-            ValueError: less than one, or the engine is "inline".
+            ValueError: less than one; the engine is "inline"; or the pool has devices, which say how many workers there are.
             PoolClosedError: after `close` or `terminate`.
         """
         if self._engine == "inline":
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
+        if self._devices is not None:
+            raise ValueError(f"a pool with devices has one worker for each of them; make another pool (processes: {processes})")
         self._scheduler.resize(positive("processes", processes))
         self._processes = processes
 
@@ -336,9 +367,7 @@ class Pool:
         self._scheduler.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.terminate()
 
     def __reduce__(self) -> NoReturn:
@@ -350,13 +379,17 @@ class Pool:
     # --- beyond it
 
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, device: Device | None = None, **kwargs: Any
+    ) -> DifferentiableFuture:
         """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
 
         A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
         starts when its arguments are there, without anybody waiting here, and gradients flow through the graph of calls. A
         result that only calls ask for does not come to the caller's memory. Where a future's value has been asked for,
         further calls are given the value as it is then.
+
+        `device` is as for `map`; where `fn` has an argument of that name, give it with `functools.partial`.
 
         Example:
             >>> import torch, mpgrad
@@ -373,7 +406,7 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
-        operation = self._begin(fn, kind=Submitted)
+        operation = self._begin(fn, kind=Submitted, device=device)
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
@@ -492,6 +525,7 @@ class Pool:
         timeout: float | None = None,
         on_error: str = "raise",
         kind: type[Operation] = Operation,
+        device: Device | None = None,
     ) -> Operation:
         function = under_hooks(callable_of(function))
         check_untraced()
@@ -503,7 +537,8 @@ class Pool:
         scheduler = self._scheduler
         scheduler.check_open()
         with outside_transforms():
-            shared = SharedFunction(function, scheduler.packer, scheduler.forget_function)
+            request = requested(device, self._devices)
+            shared = SharedFunction(function, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
             token = capture_gate(home, shared.differentiable) if reaches_gradients else None
@@ -518,6 +553,7 @@ class Pool:
             return_errors=on_error == "return",
             noun=noun,
             timeout=seconds,
+            request=request,
         )
 
     def _seconds(self, timeout: float | None) -> float | None:
@@ -532,7 +568,7 @@ class Pool:
         return float(timeout)
 
     def _draw_seed(self) -> int | None:
-        return draw_seed() if self._engine != "thread" else None
+        return draw_seed() if self._engine not in ("thread", "stream") else None
 
     def _add_all(
         self,
@@ -551,7 +587,7 @@ class Pool:
         batch, packed, copied = FIRST_BATCH, 0, packer.bytes_copied
         try:
             for index, (args, kwargs) in enumerate(calls):
-                operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared))
+                operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared, operation.request))
                 packed += 1
                 if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation, waits=borrow)
@@ -574,6 +610,7 @@ class Pool:
         modes: Modes | None = None,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> list[Any]:
         if modes is None and may_be_followed():
             check_untraced()
@@ -581,12 +618,12 @@ class Pool:
                 raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
             calls = list(calls)
             run = functools.partial(
-                self._run, total=total, chunksize=chunksize, progress=progress, noun=noun, timeout=timeout
+                self._run, total=total, chunksize=chunksize, progress=progress, noun=noun, timeout=timeout, device=device
             )
             results = run_followed(callable_of(function), calls, self._draw_seed, run)
             if results is not None:
                 return results
-        operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error)
+        operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
         with progress_bar(progress, total) as move_to:
             self._add_all(operation, calls, borrow=True, shared=shared)
             try:
@@ -633,7 +670,7 @@ class Pool:
         packer = self._scheduler.copying_packer
         if window is None:
             window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
-        pack = functools.partial(pack_call, packer, grad=operation.modes.grad)
+        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request)
         packs = (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
         return ResultIterator(self._scheduler, operation, packs, window, ordered)
 
@@ -666,7 +703,7 @@ atexit.register(terminate_all)
 def start_scheduler(engine: str, settings: Settings, context: BaseContext | str | None) -> Scheduler:
     if engine == "inline":
         return InlineScheduler(settings)
-    return Dispatcher(settings, ThreadLauncher() if engine == "thread" else process_launcher(context))
+    return Dispatcher(settings, ThreadLauncher() if engine in ("thread", "stream") else process_launcher(context))
 
 
 def callable_of(function: object) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ import mpgrad.testing
 from mpgrad.testing import assert_same_as_serial
 
 ROOT = Path(__file__).parent.parent
-BOTH_SIDES = {"messages", "channel", "carrier", "batching", "arena", "structure", "modes", "errors", "place"}
+BOTH_SIDES = {"messages", "channel", "carrier", "batching", "arena", "devices", "structure", "modes", "errors", "place"}
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
@@ -152,6 +152,7 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
         ):
             with pytest.raises(AssertionError, match=message):
                 assert_same_as_serial(fn, items, pool)
+
         class WrongSecond(WrongGradient):
             """Right in its first derivative, everywhere."""
 

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 import torch
+from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
     CHECKPOINTS,
     CaptureSums,
     Edge,
     Graph,
     GraphTable,
+    Names,
     dress,
     edge_of,
     run_backward,
@@ -36,6 +38,7 @@ from mpgrad._torch import plus
 from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
 from mpgrad.carrier import (
+    DEVICE,
     LEAF,
     PARAMETER,
     REQUIRES_GRAD,
@@ -47,9 +50,11 @@ from mpgrad.carrier import (
     are_distinct_tensors,
     check_carriable,
     flags_of,
+    renamed,
     view,
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
+from mpgrad.devices import code_of
 from mpgrad.errors import InternalError, RemoteError
 from mpgrad.messages import (
     Backward,
@@ -57,6 +62,7 @@ from mpgrad.messages import (
     Collect,
     Collected,
     Define,
+    Direct,
     Failure,
     Forget,
     Forward,
@@ -75,6 +81,7 @@ from mpgrad.messages import (
     Returned,
     SlabsGone,
     Structure,
+    Try,
     Warned,
 )
 from mpgrad.modes import seed_item, under
@@ -91,6 +98,8 @@ class Function(NamedTuple):
     captures: list[torch.Tensor]
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
+    gathers: bool  # the tensors of its calls come to our device
+    names: list[int]  # where those captures lie in the caller
 
 
 class Made(NamedTuple):
@@ -103,11 +112,12 @@ class Made(NamedTuple):
 
 
 class Worker:
-    def __init__(self, number: int, link: Pipe, graph_bytes: int | None) -> None:
+    def __init__(self, number: int, link: Pipe, graph_bytes: int | None, station: Station | None = None) -> None:
         self._link = link
+        self._station = station  # in a pool with devices
         self.before_answer: Callable[[], None] = lambda: None
         self._arena = Arena(number)
-        self._packer = Packer(self._arena)
+        self._packer = Packer(self._arena, devices=station)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
         self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
         self._lent: dict[int, Slot] = {}
@@ -130,6 +140,8 @@ class Worker:
             Returned: self._take_back,
             NewSlab: self._attach,
             SlabsGone: self._detach,
+            Try: self._try,
+            Direct: self._go_direct,
         }
 
     def take_warnings(self) -> None:
@@ -160,6 +172,8 @@ class Worker:
         self._send(Ready(pid, self._progress_slot.address))
 
     def handle(self, frame: Frame) -> None:
+        if self._station is not None:
+            self._station.arrive()
         before = self._payload  # inline, a task may use the pool again, while the outer answer is being made
         for message in frame.messages:
             self._payload = Payload()
@@ -181,6 +195,7 @@ class Worker:
                 self._begin(message.chunk, position)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
                 outcomes.append(outcome)
+                self._finish()
                 if isinstance(function, Failure):
                     self._give_back_unread(call)
                 if isinstance(outcome, Failure) and message.stop_at_failure:
@@ -195,6 +210,11 @@ class Worker:
         dropped = self._graphs.take_dropped()
         return Results(message.chunk, outcomes, seconds, mutated, self._warnings(), dropped, self._graphs.nbytes)
 
+    def _finish(self) -> None:
+        """Wait until the device is done. Where it cannot go on after an error, neither can we: then this ends the worker."""
+        if self._station is not None:
+            self._station.finish()
+
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
         self._progress[Progress.POSITION] = position
@@ -205,7 +225,7 @@ class Worker:
         before = self._graphs.memory_in_use()
         try:
             made = self._make(message, call, function, payload, phases)
-            placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+            placed = self._place(made, call.origin)
             result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None)
             graph = made.graph
             del made, placed
@@ -216,34 +236,50 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, phases[-1])
 
+    def _place(self, made: Made, origin: int) -> list[Placed]:
+        place, station = self._packer.place, self._station
+        if station is None:
+            return [place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+        return [place(*each, station.home_of(each[0], origin)) for each in zip(made.tensors, made.flags, strict=True)]
+
     def _make(
         self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
     ) -> Made:
         """Run a call; notes in `phases` how far it came."""
         if message.seed is not None:
-            seed_item(message.seed, call.item)
-        tensors, edges = self._inputs(call.tensors, payload)
+            seed = seed_item(message.seed, call.item)
+            if self._station is not None:
+                self._station.seed(seed)
+        tensors, edges = self._inputs(self._named(call.tensors, function.gathers), payload)
         args, kwargs = arguments(call, tensors)
         checkpoints = CHECKPOINTS.count
         value = function.target(*args, **kwargs)
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
         shape, found = result_structure(value)
-        flags, outputs = [], []
+        flags, outputs, places = [], list[Edge](), list[int]()
         for tensor in found:
-            check_carriable(tensor, "the result")
+            check_carriable(tensor, "the result", None, self._packer.kind)
             flag = flags_of(tensor)
             if flag & REQUIRES_GRAD and (not flag & LEAF or any(tensor is each for each in (*tensors, *function.captures))):
                 flag &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
                 if not message.modes.inference:
                     outputs.append(edge_of(tensor))
+                    places.append(code_of(tensor) if self._station is not None else 0)
             flags.append(flag)
-        graph = Graph(message.function, outputs, edges, function.edges, whole) if outputs else None
+        graph = None
+        if outputs:
+            names = None
+            if self._station is not None:
+                names = Names(places, names_of(call.tensors), function.names)
+            graph = Graph(message.function, outputs, edges, function.edges, whole, names)
         return Made(shape, found, flags, graph)
 
-    def _inputs(
-        self, refs: Sequence[TensorRef], payload: memoryview
-    ) -> tuple[list[torch.Tensor], list[Edge]]:
+    def _named(self, refs: Sequence[TensorRef], gathers: bool) -> Sequence[TensorRef]:
+        """The caller's tensors, on the devices where they are to be here."""
+        return refs if self._station is None else self._station.named(refs, gathers)
+
+    def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
         needs_grad = [bool(ref.flags & REQUIRES_GRAD) for ref in refs]
         for k, ref in enumerate(refs):
@@ -280,9 +316,10 @@ class Worker:
                         found = self._step(steps.popleft(), payload)
                         if found is None:
                             break
-                    outcomes.append(Missing() if found is None else self._lend_all(found))
+                    outcomes.append(Missing() if found is None else self._lend_all(found, self._names_of(call)))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
+                self._finish()
                 for step in steps:
                     self._give_back_unread(step)
                 self._graphs.trim()
@@ -324,6 +361,10 @@ class Worker:
         before = self._graphs.memory_in_use()
         create = call.graph is not None
         refs = [ref for parts in call.grads for ref in parts]
+        given = names_of(refs)
+        if graph.names is not None:
+            places = [code for parts, code in zip(call.grads, graph.names.outputs, strict=True) for _ in parts]
+            refs = [renamed(*each) for each in zip(refs, places, strict=True)]
         incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
         rest = iter(incoming)
         grads = [functools.reduce(plus, [next(rest) for _ in parts]) if parts else None for parts in call.grads]
@@ -335,20 +376,36 @@ class Worker:
             if len(sums) > MOST_TASKS:  # a backward that failed leaves its sum behind
                 del sums[next(iter(sums))]
         if call.graph is not None:
-            outputs = [edge_of(grad) for grad in gradients if grad is not None and grad.requires_grad]
-            if outputs:
-                derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
+            connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
+            if connected:
+                names = graph.names
+                if names is not None:
+                    names = Names(list(map(code_of, connected)), [*given, *names.inputs], names.captures)
+                outputs = list(map(edge_of, connected))
+                derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures, names=names)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif not call.keep:
             self._graphs.resize(call.call, 0)  # its buffers are gone; what is left says so to a second backward
         return gradients
 
+    def _names_of(self, call: BackwardCall) -> list[int] | None:
+        """Where the gradients that `call` asks for are to be in the caller."""
+        graph = self._graphs.get(call.call)
+        names = None if graph is None else graph.names
+        if names is None:
+            return None
+        return [names.inputs[k] for k in call.wanted] + (names.captures if call.captures and call.apart else [])
+
     def _collect(self, message: Collect, payload: memoryview) -> Message:
+        function = self._functions.get(message.function)
+        names = function.names if isinstance(function, Function) and self._station is not None else None
         sums = self._sums.get(message.function, {}).pop((message.task, message.levels), None)
         try:
-            return Collected(message.chunk, [] if sums is None else self._lend_all(sums.sums))
+            return Collected(message.chunk, [] if sums is None else self._lend_all(sums.sums, names))
         except BaseException as error:
             return Collected(message.chunk, failure(error, "backward"))
+        finally:
+            self._finish()
 
     def _release(self, message: Release, payload: memoryview) -> None:
         for call in message.calls:
@@ -363,10 +420,11 @@ class Worker:
             block = memoryview(b"")
             if message.block is not None:
                 block = self._lenders.borrow(*message.block, private=True)
-            captures = [capture(ref, block, self._borrow) for ref in message.captures]
+            captures = [capture(ref, block, self._borrow) for ref in self._named(message.captures, message.gathers)]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
-            function = Function(target, captures, edges, [tensor._version for tensor in captures])
+            versions = [tensor._version for tensor in captures]
+            function = Function(target, captures, edges, versions, message.gathers, names_of(message.captures))
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
@@ -384,18 +442,24 @@ class Worker:
 
     # --- memory
 
-    def _lend_all(self, tensors: Sequence[torch.Tensor | None]) -> list[TensorRef | None]:
+    def _lend_all(self, tensors: Sequence[torch.Tensor | None], names: Sequence[int] | None) -> list[TensorRef | None]:
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
         place = self._packer.place
-        placed = [None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0) for each in tensors]
+        if names is None:
+            placed = [None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0) for each in tensors]
+        else:
+            placed = [
+                None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0, name)
+                for each, name in zip(tensors, names, strict=True)
+            ]
         return [None if each is None else self._lend(each) for each in placed]
 
     def _lend(self, placed: Placed) -> TensorRef:
         if isinstance(placed.holder, Slot):
-            self._lent[placed.holder.address] = placed.holder
+            self._lend_slot(placed.holder)
         return self._payload.add(placed)
 
-    def _borrow(self, ref: TensorRef) -> memoryview:
+    def _borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
     def _take_back(self, message: Returned, payload: memoryview) -> None:
@@ -403,7 +467,21 @@ class Worker:
             del self._lent[address]
 
     def _attach(self, message: NewSlab, payload: memoryview) -> None:
+        if message.handle is not None and self._station is not None:
+            self._station.attach(message, self._lenders)
+            return
         self._lenders.attach(message.number, self._link.take_descriptor(), message.nbytes)
+
+    def _try(self, message: Try, payload: memoryview) -> Message:
+        assert self._station is not None
+        return self._station.try_out(message, self._lenders.borrow, self._lend_slot)
+
+    def _go_direct(self, message: Direct, payload: memoryview) -> None:
+        assert self._station is not None
+        self._station.is_direct = True
+
+    def _lend_slot(self, slot: Slot) -> None:
+        self._lent[slot.address] = slot
 
     def _detach(self, message: SlabsGone, payload: memoryview) -> None:
         for number in message.numbers:
@@ -413,7 +491,8 @@ class Worker:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._arena.tidy()
-        send_slabs(self._link, drained(self._arena.made))
+        lane = self._station.lane if self._station is not None else None
+        send_slabs(self._link, drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
         messages: list[Message] = []
         if returns := self._lenders.collect() + drained(self._unread):
             messages.append(Returned(returns))
@@ -423,7 +502,12 @@ class Worker:
         self._link.send(messages, self._payload.parts)
 
 
-def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+def names_of(refs: Sequence[TensorRef]) -> list[int]:
+    """Where those of the caller's tensors lie there that need gradients."""
+    return [ref.flags // DEVICE for ref in refs if ref.flags & REQUIRES_GRAD]
+
+
+def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
     tensor = view(ref, block, borrow)
     needs_grad = bool(ref.flags & REQUIRES_GRAD)
     if ref.flags & PARAMETER:
