@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -173,7 +174,7 @@ class RemoteGraph:
         derivative = self._derivatives[task]
         grad = derivative.take(number)
         if derivative.is_taken:
-            del self._derivatives[task]
+            self._derivatives.pop(task, None)  # gates of tensors on other devices run in other threads
         return grad
 
     def is_expected(self, task: int) -> bool:
@@ -184,7 +185,7 @@ class RemoteGraph:
         derivative = self._derivatives[task]
         promise = derivative.promise(number)
         if derivative.is_taken:
-            del self._derivatives[task]
+            self._derivatives.pop(task, None)
         return promise
 
     def reveal(self) -> None:
@@ -217,6 +218,7 @@ class Derivative:
         self._left = set(order.wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: list[torch.Tensor | None] = []
+        self._looking = threading.Lock()  # the gate of the captures runs in another thread than those of tensors on devices
 
     def take(self, number: int) -> torch.Tensor | None:
         self._left.discard(number)
@@ -238,6 +240,10 @@ class Derivative:
         return not self._left
 
     def _results(self) -> dict[int, torch.Tensor | None]:
+        with self._looking:
+            return self._look()
+
+    def _look(self) -> dict[int, torch.Tensor | None]:
         if self._found is None:
             with outside_transforms():
                 found = self._reply.gradients()

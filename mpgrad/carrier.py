@@ -36,6 +36,7 @@ __all__ = [
     "flags_of",
     "placed_again",
     "renamed",
+    "staged_again",
     "stand_in",
     "view",
 ]
@@ -190,10 +191,10 @@ class Packer:
         """Of the devices whose tensors can be placed."""
         return "" if self._devices is None else self._devices.kind
 
-    def place(self, tensor: torch.Tensor, flags: int, code: int | None = None) -> Placed:
-        """`code`: the device on which the receiver is to have it; None for the one where it lies."""
+    def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
+        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
         if code or not tensor.is_cpu:
-            return self._place_elsewhere(tensor, flags, code_of(tensor) if code is None else code)
+            return self._place_elsewhere(tensor, flags, code_of(tensor) if code is None else code, staged)
         core, form, how = dense_core(tensor)
         flags |= how
         nbytes = core.numel() * core.element_size()
@@ -210,15 +211,15 @@ class Packer:
         self.bytes_copied += nbytes
         return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
 
-    def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int) -> Placed:
+    def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
         """A tensor that lies on a device, or is to.
 
         Small ones take a slot there too: to ride in a message they would have to come to the CPU, and so wait until all is
         done that the device has been given before.
         """
-        lane = self._way(tensor, code)
+        lane = None if staged or code == 0 else self._way(tensor)
         if lane is None:
-            placed = self.place(tensor.detach().cpu(), flags)
+            placed = self.place(brought_here(tensor), flags)
             return placed._replace(flags=placed.flags + code * DEVICE)
         core, form, how = dense_core(tensor.detach())
         slot = lane.write(core)
@@ -227,19 +228,19 @@ class Packer:
         flags |= how | code * DEVICE
         return Placed(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
 
-    def _way(self, tensor: torch.Tensor, code: int) -> Lane | None:
+    def _way(self, tensor: torch.Tensor) -> Lane | None:
         is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor._is_zerotensor()
-        return self._devices.way_to(code_of(tensor)) if is_plain and code and self._devices is not None else None
+        return self._devices.way_to(code_of(tensor)) if is_plain and self._devices is not None else None
 
     def place_together(
-        self, tensors: Sequence[torch.Tensor], sharing: bool = False, code: int | None = None
+        self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
     ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
         """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory.
 
-        Those on devices have slots of their own there, which come last. `code`: as for `place`.
+        Those on devices have slots of their own there, which come last, unless all is to be `staged`.
         """
         if not all(tensor.is_cpu for tensor in tensors):
-            return self._some_elsewhere(tensors, sharing, code)
+            return self._some_elsewhere(tensors, sharing, staged)
         refs, cores, nbytes = laid_out(tensors, sharing)
         if nbytes == 0:
             return refs, None, []
@@ -249,23 +250,33 @@ class Packer:
         return refs, slot, []
 
     def _some_elsewhere(
-        self, tensors: Sequence[torch.Tensor], sharing: bool, code: int | None
+        self, tensors: Sequence[torch.Tensor], sharing: bool, staged: bool
     ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
-        codes = [code_of(tensor) if code is None else code for tensor in tensors]
-        ways = [self._way(*each) for each in zip(tensors, codes, strict=True)]
-        through_here = [tensor.detach().cpu() for tensor, way in zip(tensors, ways, strict=True) if way is None]
+        ways = [None if staged else self._way(tensor) for tensor in tensors]
+        through_here = [brought_here(tensor) for tensor, way in zip(tensors, ways, strict=True) if way is None]
         refs, slot, slots = self.place_together(through_here, sharing)
-        staged, found = iter(refs), []
-        for tensor, way, name in zip(tensors, ways, codes, strict=True):
+        here, found = iter(refs), []
+        for tensor, way in zip(tensors, ways, strict=True):
+            code = code_of(tensor)
             if way is None:
-                ref = next(staged)
-                found.append(ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | name * DEVICE))
+                ref = next(here)
+                found.append(ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE))
             else:
-                placed = self._place_elsewhere(tensor, flags_of(tensor), name)
+                placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
                 assert isinstance(placed.holder, Slot)
                 slots.append(placed.holder)
                 found.append(Payload().add(placed))
         return found, slot, slots
+
+
+def staged_again(
+    packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
+) -> Placed:
+    """As `placed_again`, for a worker that can read the CPU's memory only."""
+    if ref.place < 0 or not isinstance(memories[ref.place], Slot):
+        return placed_again(ref, payload, memories)
+    tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
+    return packer.place(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
 
 
 def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], list[torch.Tensor], int]:
@@ -342,6 +353,18 @@ def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
     fill(memoryview(memory), refs, cores)
     core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
     return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
+
+
+def brought_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` on the CPU, with its strides."""
+    if tensor.is_cpu or tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return tensor.detach().cpu()
+    core, stride, how = dense_core(tensor.detach())
+    here = core.cpu()
+    if not isinstance(stride, tuple) or here.numel() == 0:
+        return here
+    flat = here.as_strided((here.numel(),), (1,))
+    return spread(flat, tuple(tensor.shape), stride) if how else flat.as_strided(tensor.shape, stride)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -424,22 +447,22 @@ def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]
 
 
 def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """A copy of the tensor on its device."""
-    device = device_of(ref.flags // DEVICE)
+    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them on the way."""
+    device, stride = device_of(ref.flags // DEVICE), ref.form
     memory = borrow(ref) if ref.place >= 0 else None
-    if not isinstance(memory, Region):
+    if isinstance(stride, Sparse):
         return view(renamed(ref, 0), payload, lambda ref: memory).to(device)
     dtype = DTYPES[ref.dtype]
-    own = memory.copied()
-    tensor = torch.empty(0, dtype=dtype, device=own.device)
-    tensor.set_(own.untyped_storage(), 0, (ref.nbytes // dtype.itemsize,), (1,))
-    stride = ref.form
-    assert not isinstance(stride, Sparse)
-    if stride is None:
-        tensor.resize_(ref.shape)
+    flat_shape = (ref.nbytes // dtype.itemsize,)
+    if isinstance(memory, Region):
+        own = memory.copied()
+        tensor = torch.empty(0, dtype=dtype, device=own.device).set_(own.untyped_storage(), 0, flat_shape, (1,))
+        tensor = tensor.to(device, non_blocking=True)
     else:
-        tensor = spread(tensor, ref.shape, stride) if ref.flags & SPREAD else tensor.as_strided_(ref.shape, stride)
-    return tensor.to(device, non_blocking=True)
+        tensor = view(ref._replace(shape=flat_shape, form=None, flags=0), payload, lambda ref: memory).to(device)
+    if stride is None:
+        return tensor.resize_(ref.shape)
+    return spread(tensor, ref.shape, stride) if ref.flags & SPREAD else tensor.as_strided_(ref.shape, stride)
 
 
 def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:

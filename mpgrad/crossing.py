@@ -28,7 +28,7 @@ log = logging.getLogger("mpgrad")
 
 
 class Crossing:
-    """The caller's lanes to each device of its pool, two of them: tensors that leave never wait in line with those that come."""
+    """The caller's lanes to each device of its pool, two of them: what comes never waits in line behind what leaves."""
 
     def __init__(self, codes: Sequence[int], in_process: bool) -> None:
         self._accelerator = INSTALLED.accelerator
@@ -102,10 +102,17 @@ class Crossing:
 
     # --- memory of workers
 
-    def attach(self, message: NewSlab, lenders: Lenders) -> None:
+    def attach(self, worker: Worker, message: NewSlab, lenders: Lenders) -> None:
+        """A slab that `worker` has made.
+
+        Raises:
+            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said to lie there is lost.
+        """
         assert message.handle is not None
         lane = self._arrivals[message.code]
         lenders.attach_elsewhere(message.number, functools.partial(lane.open, message.number, message.nbytes, message.handle))
+        if worker.direct:  # else it is only being tried
+            lenders.slab(message.number)
 
     def tidy(self) -> None:
         for arena in self._arenas:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd import Promise
-from mpgrad.carrier import DEVICE, LEAF, REQUIRES_GRAD, Packer, Placed, placed_again, view
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, placed_again, staged_again
 from mpgrad.crew import SentGradients
 from mpgrad.operations import Delivered, Failed, Operation
 from mpgrad.packing import PackedCall
@@ -55,7 +55,7 @@ class Dependents:
                 return
         outcomes = [claim.outcome for claim in call.claims]
         for claim, outcome in zip(call.claims, outcomes, strict=True):
-            put_in(call, outcome, self._packer if operation.request is not None and operation.request.code == 0 else None)
+            put_in(call, outcome, self._packer if operation.request is not None and operation.request.staged else None)
             operation.warned.extend(claim.source.take_warnings())  # perhaps nobody ever asks for the value itself
         if operation.request is not None:
             try:
@@ -79,7 +79,8 @@ class Dependents:
                 return
         for promise in promises:
             sent.reply.warned = [*sent.reply.warned, *promise.reply.take_warnings()]
-        sent.what = sent.what._replace(grads=[kept_promises(parts) for parts in sent.what.grads])
+        staged_by = self._packer if sent.what.graph.worker.device == 0 else None
+        sent.what = sent.what._replace(grads=[kept_promises(parts, staged_by) for parts in sent.what.grads])
         self._desk.backward_is_ready(sent)
 
 
@@ -91,11 +92,10 @@ def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
     if packer is None:
         call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
     else:
-        found = ((view(ref, outcome.payload, lambda ref: outcome.memories[ref.place].memory), ref) for ref in refs)
-        call.placed += [packer.place(tensor, ref.flags % DEVICE, 0) for tensor, ref in found]
+        call.placed += [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
     call.claimed.append((outcome.result.structure, len(refs)))
 
 
-def kept_promises(parts: Sequence[Placed | Promise]) -> list[Placed | Promise]:
-    there = (part.reply.passed_on(part.place) if isinstance(part, Promise) else part for part in parts)
+def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:
+    there = (part.reply.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
     return [part for part in there if part is not None]

@@ -132,7 +132,8 @@ class Cuda:
         return CUDA.current_stream(index)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return CUDA.stream(stream)
+        setting: contextlib.AbstractContextManager[Any] = CUDA.stream(stream)
+        return setting
 
     def event(self, index: int) -> Any:
         event: Any = CUDA.Event(interprocess=True)
@@ -348,8 +349,10 @@ class Lane:
         return DeviceSlab(number, self, self.accelerator.open(handle.raw, nbytes, self.index))
 
     def write(self, core: torch.Tensor) -> Slot:
-        """The bytes of a dense tensor, which may lie on another device, in a slot."""
-        source = bytes_of(core)
+        """A dense tensor, which may lie on another device, in a slot."""
+        return self.write_bytes(bytes_of(core))
+
+    def write_bytes(self, source: torch.Tensor) -> Slot:
         slot = self.arena.allocate(source.numel())
         if self._stream is None:
             slot.memory.bytes.copy_(source, non_blocking=True)

@@ -51,7 +51,7 @@ class SharedFunction:
         self.gathers = request is not None and request.gathers
         shares = getattr(function, "captures_share_memory", False)
         self.refs, self.slot, self.slots = packer.place_together(
-            captures, shares, request.code if request is not None else None
+            captures, shares, request is not None and request.staged
         )
         if request is not None:
             request.note_captures(captures)
@@ -139,12 +139,13 @@ def pack_call(
             return pack_call(packer, index, args, kwargs, grad, shared, request)
     shape, tensors, claims = arguments_structure(index, args, kwargs)
     placed = []
-    code = None if request is None else request.code
+    staged = request is not None and request.staged
     for tensor in tensors:
         check_carriable(tensor, "item", index, packer.kind)
-        placed.append(
-            packer.place(tensor, flags_of(tensor), code) if shared is None else place_once(packer, tensor, shared, code)
-        )
+        if shared is None:
+            placed.append(packer.place(tensor, flags_of(tensor), None, staged))
+        else:
+            placed.append(place_once(packer, tensor, shared, staged))
     call = PackedCall(index, shape, placed, claims)
     if request is not None:
         call.route, call.origin = request.of(tensors)
@@ -158,10 +159,10 @@ def pack_call(
     return call
 
 
-def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, code: int | None) -> Placed:
+def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:
     known = shared.get(id(tensor))
     if known is None:
-        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, code)
+        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
     return known[1]
 
 

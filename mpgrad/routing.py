@@ -93,7 +93,7 @@ class Request:
         self._wanted = wanted
         self._captured = 0  # where the first capture lies that is not on the CPU
         self.gathers = wanted is not None
-        self.code = 0 if wanted == frozenset({0}) else None  # all goes there in any case; else the worker's device says where
+        self.staged = wanted == frozenset({0})  # all goes to workers that can read the CPU's memory only
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:
         self._captured = next(filter(None, map(code_of, captures)), 0)

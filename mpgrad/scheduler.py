@@ -265,7 +265,8 @@ class Scheduler(ABC):
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
-        placed = [[part if isinstance(part, Promise) else self._place_grad(part) for part in parts] for parts in grads]
+        place, worker = self._place_grad, graph.worker
+        placed = [[part if isinstance(part, Promise) else place(part, worker) for part in parts] for parts in grads]
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
         if task != order.task:
@@ -284,8 +285,8 @@ class Scheduler(ABC):
             self.hand_over()
         return sent.reply
 
-    def _place_grad(self, grad: torch.Tensor) -> Placed:
-        return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0)
+    def _place_grad(self, grad: torch.Tensor, worker: Any) -> Placed:
+        return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0, None, worker.device == 0)
 
     def request_captures(
         self, worker: Worker, function: int, task: int, levels: tuple[Level, ...], timeout: float | None

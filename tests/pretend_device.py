@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import include_paths
 
-__all__ = ["Pretend", "built"]
+__all__ = ["BROKEN", "Pretend", "built"]
 
 SOURCE = Path(__file__).parent / "pretend" / "device.cpp"
 COUNT = 2
@@ -61,7 +61,12 @@ class Stream:
 
     def record_event(self, event: Event) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if BROKEN:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+BROKEN: list[str] = []  # after which nothing works on the device any more, as on a real one
 
 
 class Event:

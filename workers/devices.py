@@ -39,7 +39,10 @@ def station(pickled: bytes, number: int) -> Iterator[Station | None]:
     index = post.code - 1
     accelerator.enter(index)
     lane = Lane(accelerator, index, number, 2 * post.code, streamed=False, in_process=post.in_process)
-    with accelerator.on(accelerator.stream(index)) if post.in_process else contextlib.nullcontext():
+    stream = accelerator.on(accelerator.stream(index)) if post.in_process else contextlib.nullcontext()
+    # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait in it, for us, so in the
+    # caller's process ours would wait for them; in any, to run where we are saves the way there and back.
+    with stream, torch.autograd.set_multithreading_enabled(False):
         yield Station(post, lane)
 
 
