@@ -361,7 +361,7 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu()
     core, stride, how = dense_core(tensor.detach())
     here = core.cpu()
-    if not isinstance(stride, tuple) or here.numel() == 0:
+    if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
         return here
     flat = here.as_strided((here.numel(),), (1,))
     return spread(flat, tuple(tensor.shape), stride) if how else flat.as_strided(tensor.shape, stride)

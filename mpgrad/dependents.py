@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mpgrad.autograd import Promise
 from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, placed_again, staged_again
-from mpgrad.crew import SentGradients
+from mpgrad.crew import SentGradients, Worker
 from mpgrad.operations import Delivered, Failed, Operation
 from mpgrad.packing import PackedCall
 
@@ -79,7 +79,9 @@ class Dependents:
                 return
         for promise in promises:
             sent.reply.warned = [*sent.reply.warned, *promise.reply.take_warnings()]
-        staged_by = self._packer if sent.what.graph.worker.device == 0 else None
+        worker = sent.what.graph.worker
+        assert isinstance(worker, Worker)
+        staged_by = self._packer if worker.device == 0 else None
         sent.what = sent.what._replace(grads=[kept_promises(parts, staged_by) for parts in sent.what.grads])
         self._desk.backward_is_ready(sent)
 

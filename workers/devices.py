@@ -43,7 +43,10 @@ def station(pickled: bytes, number: int) -> Iterator[Station | None]:
     # PyTorch has one thread a device for all backwards of a process. Gates of the caller's may wait in it, for us, so in the
     # caller's process ours would wait for them; in any, to run where we are saves the way there and back.
     with stream, torch.autograd.set_multithreading_enabled(False):
-        yield Station(post, lane)
+        try:
+            yield Station(post, lane)
+        finally:
+            lane.arena.close()
 
 
 class Station:
