@@ -15,8 +15,8 @@ from mpgrad.carrier import REQUIRES_GRAD, TensorRef
 from mpgrad.crew import Chunk, Differentiation, Worker
 from mpgrad.crossing import kept
 from mpgrad.errors import SharedMemoryError, raised_again
-from mpgrad.homes import GradientReply
-from mpgrad.messages import Collected, Failure, Gradients, Missing, Results
+from mpgrad.homes import GradientReply, ReadyGradients
+from mpgrad.messages import Collected, Eager, Failure, Gradients, Missing, Results
 from mpgrad.operations import Delivered, Failed
 from mpgrad.packing import PackedCall
 
@@ -37,14 +37,22 @@ class Answers:
             if isinstance(outcome, Failure):
                 operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.index}, ", worker))
                 continue
-            graph = None
-            if outcome.has_graph:
+            graph, refs = None, outcome.tensors
+            if outcome.gradients is not None:
+                graph = RemoteGraph(operation.home, worker, number, call.index, call)
+                refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]
+                if operation.eager == Eager.SUMS and operation.function.differentiable:
+                    worker.summed.add(operation.function.number)
+                    operation.function.summed[worker] += 1
+            elif outcome.has_graph:
                 graph = self._graph_kept(worker, operation.home, number, call.index, call)
             try:
-                memories = self._borrow(outcome.tensors)
+                memories = self._borrow(refs)
             except SharedMemoryError as error:
                 operation.deliver(call.index, error)
                 continue
+            if graph is not None and outcome.gradients is not None:
+                graph.ready = ReadyGradients(outcome.gradients, payload, memories, operation.eager == Eager.APART)
             if graph is None or graph.recipe is None:
                 call.placed = []  # the worker has it now
             if graph is None:
@@ -69,6 +77,9 @@ class Answers:
 
     def collected(self, worker: Worker, chunk: Chunk, message: Collected, payload: memoryview) -> None:
         assert chunk.captures is not None
+        if chunk.captures.task is None:
+            worker.summed.discard(chunk.captures.function)
+        chunk.captures.reply.calls = message.calls
         self._arrive(chunk.captures.reply, message.grads, payload, worker)
 
     def _graph_kept(

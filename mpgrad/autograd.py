@@ -87,6 +87,7 @@ class Order(NamedTuple):
 
 class Reply(Protocol):
     graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
+    is_ready: bool  # they are here already
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Wait for the gradients of the wanted inputs, then those of the captures where they come apart; raises what the
@@ -96,6 +97,12 @@ class Reply(Protocol):
     def connected(self) -> list[int]:
         """Which of these gradients are outputs of `graph`."""
         ...
+
+
+class Ready(Protocol):
+    """Gradients that a worker computed ahead, for a gradient of one."""
+
+    apart: bool  # those of the captures too
 
 
 class Home(Protocol):
@@ -139,6 +146,7 @@ class RemoteGraph:
         "number",
         "placeholders",
         "promises",
+        "ready",
         "recipe",
         "worker",
     )
@@ -147,17 +155,20 @@ class RemoteGraph:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
+        self.ready: Ready | None = None
         self.call = call
         self.index = index
         self.number = -1  # in the order in which graphs were attached to nodes
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
-        self.placeholders: list[torch.Tensor] = []  # for the gradients of the inputs
+        # There is one of these for every call that is kept, so containers come when something is to be put into them: what
+        # the collector of cycles has to walk through, again and again, costs more than all the rest.
+        self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
-        self.family: list[weakref.ref[Any]] = []  # the `Call`s of this graph and of its derivatives, where there are any
-        self._derivatives: dict[int, Derivative] = {}  # by backward: with gradients that no gate has taken yet
+        self.family: list[weakref.ref[Any]] | None = None  # the `Call`s of this graph and of its derivatives
+        self._derivatives: dict[int, Derivative] | None = None  # by backward: with gradients that no gate has taken yet
         self.hidden = False  # the caller cannot see the outputs, only calls that were given them
-        self.gates_behind: list[weakref.ref[Any]] = []  # of those calls
-        self.promises: dict[int, list[tuple[int, Promise]]] = {}  # by backward: to which output
+        self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
+        self.promises: dict[int, list[tuple[int, Promise]]] | None = None  # by backward: to which output
 
     def send(self, order: Order, grads: Grads, further: Further | None) -> Derivative:
         for tensor, version in self.inputs_lent:
@@ -167,34 +178,53 @@ class RemoteGraph:
         return Derivative(self, order, self.home.send_gradients(self, order, grads), further)
 
     def expect(self, derivative: Derivative) -> None:
+        if self._derivatives is None:
+            self._derivatives = {}
         self._derivatives[derivative.order.task] = derivative
 
     def take(self, task: int, number: int) -> torch.Tensor | None:
         """The gradient of input `number`; the first gate of a call to ask waits for all of them."""
-        derivative = self._derivatives[task]
+        derivative = self._expected(task)
         grad = derivative.take(number)
-        if derivative.is_taken:
-            self._derivatives.pop(task, None)  # gates of tensors on other devices run in other threads
+        self._forget_taken(derivative)
         return grad
 
     def is_expected(self, task: int) -> bool:
-        return task in self._derivatives
+        return self._derivatives is not None and task in self._derivatives
+
+    def _expected(self, task: int) -> Derivative:
+        assert self._derivatives is not None
+        return self._derivatives[task]
+
+    def _forget_taken(self, derivative: Derivative) -> None:
+        derivatives = self._derivatives
+        if derivative.is_taken and derivatives is not None:
+            derivatives.pop(derivative.order.task, None)  # two gates may come here at once
+            self._derivatives = derivatives or None
 
     def promise(self, task: int, number: int) -> Promise | None:
         """Instead of `take`; None where the gradient has to be seen on its way."""
-        derivative = self._derivatives[task]
+        derivative = self._expected(task)
         promise = derivative.promise(number)
-        if derivative.is_taken:
-            self._derivatives.pop(task, None)
+        self._forget_taken(derivative)
         return promise
+
+    def take_promises(self, task: int) -> Sequence[tuple[int, Promise]]:
+        return () if self.promises is None else self.promises.pop(task, ())
+
+    def put_promise(self, task: int, output: int, promise: Promise) -> None:
+        if self.promises is None:
+            self.promises = {}
+        self.promises.setdefault(task, []).append((output, promise))
+        forget_oldest(self.promises)
 
     def reveal(self) -> None:
         """The caller may see the outputs now, and their gradients: those that come have to be waited for, after all is sent."""
         self.hidden = False
-        for ref in self.gates_behind:
+        for ref in self.gates_behind or ():
             if (node := ref()) is not None and node.graph is not None:
                 set_priority(node, WAIT + node.graph.number)
-        self.gates_behind.clear()
+        self.gates_behind = None
 
     def __del__(self) -> None:
         self.home.release(self)
@@ -215,35 +245,34 @@ class Derivative:
         self.number = graph.number
         self._reply = reply
         self._further = further
-        self._left = set(order.wanted)  # inputs whose gradients nobody has taken
+        self._left = len(order.wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
-        self._of_captures: list[torch.Tensor | None] = []
-        self._looking = threading.Lock()  # the gate of the captures runs in another thread than those of tensors on devices
+        self._of_captures: Sequence[torch.Tensor | None] = ()
+        self._taking = threading.Lock()  # gates of captures, and of tensors on each device, run in threads of their own
 
     def take(self, number: int) -> torch.Tensor | None:
-        self._left.discard(number)
-        return self._results().pop(number)
+        with self._taking:
+            self._left -= 1
+            return self._results().pop(number)
 
     def promise(self, number: int) -> Promise | None:
-        if self.order.levels or self.order.create:
+        if self.order.levels or self.order.create or self._reply.is_ready:
             return None
-        self._left.discard(number)
+        with self._taking:
+            self._left -= 1
         return Promise(self._reply, self.order.wanted.index(number))
 
-    def take_captures(self) -> list[torch.Tensor | None]:
-        self._results()
-        found, self._of_captures = self._of_captures, []
+    def take_captures(self) -> Sequence[torch.Tensor | None]:
+        with self._taking:
+            self._results()
+        found, self._of_captures = self._of_captures, ()
         return found
 
     @property
     def is_taken(self) -> bool:
-        return not self._left
+        return self._left == 0
 
     def _results(self) -> dict[int, torch.Tensor | None]:
-        with self._looking:
-            return self._look()
-
-    def _look(self) -> dict[int, torch.Tensor | None]:
         if self._found is None:
             with outside_transforms():
                 found = self._reply.gradients()
@@ -257,18 +286,19 @@ class Derivative:
             if levels:
                 found = [None if each is None else within(each, levels) for each in found]
             self._found = dict(zip(self.order.wanted, found[:count], strict=True))
-            self._of_captures = found[count:]
+            if len(found) > count:
+                self._of_captures = found[count:]
         return self._found
 
 
 def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Further) -> tuple[torch.Tensor, ...]:
     node = further.node()
     assert node is not None  # the engine holds it
-    graph.family = node.graph.family
+    family = graph.family = node.graph.family
     graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
     attached = attach(graph, outputs, node.token, [*further.grads, *map(gate, node.inputs)])
-    graph.family[:] = [ref for ref in graph.family if ref() is not None]
-    graph.family.append(weakref.ref(attached[0].grad_fn))
+    family[:] = [ref for ref in family if ref() is not None]
+    family.append(weakref.ref(attached[0].grad_fn))
     return attached
 
 
@@ -298,7 +328,7 @@ class Call(torch.autograd.Function):
         ctx.task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
-        graph.placeholders = [placeholder(tensor.dtype, tensor.shape, tensor.device) for tensor in inputs]
+        graph.placeholders = tuple([placeholder(tensor.dtype, tensor.shape, tensor.device) for tensor in inputs])
         return tuple(outputs)
 
     @staticmethod
@@ -307,7 +337,7 @@ class Call(torch.autograd.Function):
         wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
         captures = capture_node is not None and will_run(capture_node)
         task = graph_task()
-        promises = ctx.graph.promises.pop(task, ())
+        promises = ctx.graph.take_promises(task)
         if not (wanted or captures):
             for _, promise in promises:
                 promise.reply.wait()  # nobody else would hear what it raises
@@ -331,7 +361,7 @@ def forget_oldest(by_task: dict[int, Any]) -> None:
 
 def relatives_will_run(node: Any) -> bool:
     """Whether this backward still comes to a graph that shares its nodes in the worker: the last one may free them."""
-    relatives = [each for ref in node.graph.family if (each := ref()) is not None]
+    relatives = [each for ref in node.graph.family or () if (each := ref()) is not None]
     return any(each is not node and each.task != node.task and will_run(each) for each in relatives)
 
 
@@ -372,12 +402,13 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
-    apart = captures and (apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled())
+    apart = apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
+    apart = captures and (apart or (graph.ready is not None and graph.ready.apart))
     further = None
     with outside_transforms():
         if create:
-            if not graph.family:
-                graph.family.append(weakref.ref(node))
+            if graph.family is None:
+                graph.family = [weakref.ref(node)]
             further = Further(weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad])
         elif not keep:
             node.inputs = ()  # the worker refuses another backward
@@ -409,8 +440,7 @@ class Gate(torch.autograd.Function):
         if source is not None and source.hidden and not graph.has_further:
             promise = graph.promise(task, number)
             if promise is not None:
-                source.promises.setdefault(task, []).append((ctx.output, promise))
-                forget_oldest(source.promises)
+                source.put_promise(task, ctx.output, promise)
                 return None
         if not graph.has_further:
             return graph.take(task, number)  # type: ignore[no-any-return]
@@ -433,6 +463,7 @@ def gate_behind(source: RemoteGraph | None, tensor: torch.Tensor) -> torch.Tenso
     node: Any = gated.grad_fn
     if source is not None and source.hidden:
         node.source, node.output = source, tensor.output_nr
+        source.gates_behind = source.gates_behind or []
         source.gates_behind.append(weakref.ref(node))
     return gated
 

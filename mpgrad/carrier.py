@@ -26,6 +26,7 @@ from mpgrad.devices import Lane, Region, code_of, device_of
 
 __all__ = [
     "DEVICE",
+    "DTYPES",
     "Devices",
     "Packer",
     "Payload",
@@ -328,6 +329,8 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
+    if not any(stride) and not tensor.is_complex():  # one number in all places: what the gradient of a sum looks like
+        return core.as_strided((1,) * len(stride), stride), stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)

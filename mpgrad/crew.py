@@ -75,7 +75,7 @@ class SentGradients:
 
 class CaptureRequest(NamedTuple):
     function: int
-    task: int
+    task: int | None  # None: of the eager backwards
     levels: tuple[Level, ...]
     timeout: float | None
     reply: GradientReply
@@ -119,6 +119,7 @@ class Worker:
         self.freed: set[int] = set()  # graphs whose backward was not to keep them
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
+        self.summed: set[int] = set()  # functions of which eager gradients are added up there
         self.functions: set[int] = set()
         self.codes: set[int] = set()
         self.slabs: set[int] = set()
@@ -146,8 +147,9 @@ class Worker:
 
     @property
     def is_done(self) -> bool:
-        """Nothing under way, nothing waiting, no graph there that a backward could still need."""
-        return not (self.under_way or self.backlog or self.graphs > len(self.missing) or self.releases)
+        """Nothing under way, nothing waiting, nothing there that a backward could still need."""
+        kept = self.graphs > len(self.missing) or self.summed
+        return not (self.under_way or self.backlog or kept or self.releases)
 
     @property
     def current(self) -> Chunk | None:
@@ -209,7 +211,7 @@ class Worker:
         function, modes, seed = operation.conditions
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        messages.append(Forward(number, function.number, modes, seed, operation.stop_at_failure, sent))
+        messages.append(Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.eager, sent))
         self.under_way[number] = Chunk(operation, calls, [], None, operation.timeout)
         return messages, payload
 
@@ -278,8 +280,10 @@ class Worker:
     def _before(self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool) -> list[Rerun | Rederive]:
         """What makes `graph` again, where it is missing here; or where it was freed, and that does not count."""
         recipe = graph.recipe
-        if recipe is None or (graph.call not in self.missing and not (again and graph.call in self.freed)):
+        is_here = graph.call in self.kept and graph.call not in self.missing
+        if recipe is None or (is_here and not (again and graph.call in self.freed)):
             return []
+        self.kept.add(graph.call)
         self.missing.discard(graph.call)
         self.freed.discard(graph.call)
         if isinstance(recipe, Differentiation):
@@ -318,5 +322,6 @@ class Worker:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
             self.functions.difference_update(functions)
+            self.summed.difference_update(functions)
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
         self.channel.send(news + messages, payload.parts)

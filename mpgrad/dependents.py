@@ -8,6 +8,7 @@ Assumes: called by the scheduling thread; `post` has an order carried out later 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -71,7 +72,8 @@ class Dependents:
         promises = [part for parts in sent.what.grads for part in parts if isinstance(part, Promise)]
         for promise in promises:
             if not promise.reply.arrived:
-                promise.reply.dependents.append(lambda: self._post(lambda: self.look_at_backward(sent)))
+                again = functools.partial(self._post, functools.partial(self.look_at_backward, sent))
+                promise.reply.dependents = (*promise.reply.dependents, again)
                 return
             if promise.reply.has_failed:
                 sent.reply.fail_as(promise.reply)
@@ -95,7 +97,7 @@ def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
         call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
     else:
         call.placed += [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
-    call.claimed.append((outcome.result.structure, len(refs)))
+    call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
 
 
 def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:

@@ -218,6 +218,8 @@ def hvp(
         (tensor(6.), tensor([0., 3., 2.]))
     """
     return product(Hvp, callable_of(fn), args, vectors, "vectors", pool, argnums, create_graph)
+
+
 # --- [1], [3]
 
 
@@ -235,11 +237,7 @@ def differentiated(
         positive("chunk_size", chunk_size)
     check_pool(pool)
     cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool.processes)
-    calls = [
-        (item, share, shares, *arguments.of(item))
-        for item, shares in enumerate(cut)
-        for share in range(shares)
-    ]
+    calls = [(item, share, shares, *arguments.of(item)) for item, shares in enumerate(cut) for share in range(shares)]
     create_graph = create_graph or may_be_followed()  # by a transform, which asks for no graph, but for what follows
     task = Jacobian(fn, arguments, create_graph, mode, chunk_size)
     found = iter(run_alike(task, calls, pool))

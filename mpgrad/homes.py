@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import weakref
@@ -26,16 +27,19 @@ Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slo
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_outcome", "_subject", "_wait_until", "apart", "dependents", "graph", "warned")
+    __slots__ = ("_outcome", "_subject", "_wait_until", "apart", "calls", "dependents", "graph", "warned")
+
+    is_ready = False
 
     def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | None) -> None:
         self._wait_until = wait_until
         self._subject = "" if index is None else f"item {index}, "
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
-        self.dependents: list[Callable[[], None]] = []  # of the scheduling thread: to be told when it is there
+        self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
         self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
         self.graph: RemoteGraph | None = None
+        self.calls = 0  # of which these are the sums, where they are sums
         self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
 
     @property
@@ -65,7 +69,7 @@ class GradientReply:
 
     def _arrived(self, outcome: Outcome | Callable[[], BaseException]) -> None:
         self._outcome = outcome
-        dependents, self.dependents = self.dependents, []
+        dependents, self.dependents = self.dependents, ()
         for tell in dependents:
             tell()
 
@@ -110,13 +114,68 @@ class GradientReply:
         return outcome
 
 
+class ReadyGradients:
+    """The gradients of a loss, which came with it: of its inputs, and where `apart` of the captures too."""
+
+    __slots__ = ("_memories", "_payload", "_refs", "apart")
+
+    def __init__(
+        self, refs: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed | Slot], apart: bool
+    ) -> None:
+        self._refs = refs
+        self._payload = payload
+        self._memories = memories
+        self.apart = apart
+
+    def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply:
+        places = [*order.wanted, *(range(inputs, len(self._refs)) if order.captures and self.apart else ())]
+        found = [self._view(self._refs[place]) for place in places]
+        return ReadyReply([scaled(each, factor, shared=order.keep) for each in found])
+
+    def _view(self, ref: TensorRef | None) -> torch.Tensor | None:
+        return None if ref is None else view(ref, self._payload, lambda ref: self._memories[ref.place].memory)
+
+
+class ReadyReply:
+    """The answer to a backward for which nothing has to be done."""
+
+    __slots__ = ("_gradients", "graph")
+
+    is_ready = True
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+        self.graph: RemoteGraph | None = None
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return self._gradients
+
+    def connected(self) -> list[int]:
+        return []
+
+
+def scaled(grad: torch.Tensor | None, factor: float, shared: bool) -> torch.Tensor | None:
+    """`shared`: the gradient will be needed again, and whoever gets one may write to it."""
+    if grad is None or (factor == 1 and not shared):
+        return grad
+    return grad.clone() if factor == 1 else grad * factor
+
+
+def factor_of(order: Order, grads: Grads) -> float | None:
+    """The gradient of a loss as a number; None where it is more than that."""
+    if order.create or order.levels or len(grads[0]) != 1:
+        return None
+    (grad,) = grads[0]
+    return None if isinstance(grad, Promise) else float(grad)
+
+
 class Carrier(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply: ...
 
     def request_captures(
-        self, worker: Any, function: int, task: int, levels: tuple[Level, ...], timeout: float | None
+        self, worker: Any, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply: ...
 
     def release(self, graph: RemoteGraph) -> None: ...
@@ -131,6 +190,25 @@ class Contribution(NamedTuple):
     reply: GradientReply
 
 
+class Share(NamedTuple):
+    """What an eager backward has added to the sums of its worker, as the caller's backward wants it."""
+
+    graph: weakref.ref[RemoteGraph]
+    order: Order
+    grads: Grads
+    factor: float
+
+
+Sums = dict[tuple[object, tuple[Level, ...]], list[Contribution]]  # by worker and levels
+
+
+def alive(ref: weakref.ref[RemoteGraph]) -> RemoteGraph:
+    graph = ref()
+    if graph is None:
+        raise InternalError("a graph ended before its backward")
+    return graph
+
+
 class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
@@ -139,11 +217,17 @@ class OperationHome:
         self._function = function
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
-        # backward -> who adds up what, in the order they were first asked
-        self._contributions: dict[int, dict[tuple[object, tuple[Level, ...]], list[Contribution]]] = {}
+        self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
+        self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
+        self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
 
-    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply:
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         worker = graph.worker
+        ready = graph.ready
+        if isinstance(ready, ReadyGradients) and (not order.apart or ready.apart):
+            factor = factor_of(order, grads)
+            if factor is not None:
+                return self._serve(graph, ready, order, grads, factor)
         reply = self.carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
@@ -151,12 +235,22 @@ class OperationHome:
             sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
+    def _serve(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float) -> ReadyReply:
+        if order.captures and not order.apart:
+            shares = self._shares.setdefault(order.task, {})
+            forget_oldest(self._shares)
+            shares.setdefault(graph.worker, []).append(Share(weakref.ref(graph), order, grads, factor))
+        if not order.keep:
+            graph.ready = None  # another backward has to run the call again
+        return ready.serve(order, len(graph.placeholders), factor)
+
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         request = self.carrier.request_captures
         sums = self._contributions.pop(task, {})
         for each in itertools.chain(*sums.values()):
             if any(isinstance(part, Promise) for parts in each.grads for part in parts):
                 each.reply.wait()  # only now it has gone to its worker; the others go there before the request does
+        yield from self._eager_gradients(task, sums)
         asked = [
             (levels, contributions, request(worker, self._function.number, task, levels, self.timeout))
             for (worker, levels), contributions in sums.items()
@@ -174,11 +268,41 @@ class OperationHome:
             for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
                 yield levels, own.gradients()[len(order.wanted) :]
 
+    def _eager_gradients(self, task: int, sums: Sums) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
+        shares = self._shares.pop(task, {})
+        replies = {
+            worker: self.carrier.request_captures(worker, self._function.number, None, (), self.timeout)
+            for worker, own in shares.items()
+            if self._are_the_sum(worker, own) and worker not in self._eager_sums
+        }
+        for worker, own in shares.items():
+            if worker in replies:
+                with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
+                    self._eager_sums[worker] = replies[worker].gradients()
+                    assert replies[worker].calls == len(own)
+            if self._are_the_sum(worker, own) and worker in self._eager_sums:
+                factor, keep = own[0].factor, own[0].order.keep
+                held = self._eager_sums[worker] if keep else self._eager_sums.pop(worker)
+                yield (), [scaled(each, factor, shared=keep) for each in held]
+                continue
+            for share in own:
+                self._contribute(share, sums)
+
+    def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
+        """Whether what the worker has added up is what these calls give, but for one factor."""
+        return len(shares) == self._function.summed[worker] and len({share.factor for share in shares}) == 1
+
+    def _contribute(self, share: Share, sums: Sums) -> None:
+        """Run the backward again, with the gradient that came."""
+        graph = alive(share.graph)
+        order = share.order._replace(wanted=())
+        reply = self.carrier.send_gradients(graph, order, share.grads, again=True)
+        sums.setdefault((graph.worker, ()), []).append(Contribution(share.graph, order, share.grads, reply))
+
     def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
         """Once more, of a backward that was done: its part of the sum was lost with the worker."""
-        graph = lost.graph()
-        if graph is None:
-            raise InternalError("a graph ended before its backward")
+        graph = alive(lost.graph)
         order = lost.order._replace(wanted=(), apart=True)
         return order, self.carrier.send_gradients(graph, order, lost.grads, again=True)
 

@@ -22,6 +22,7 @@ __all__ = [
     "Collected",
     "Define",
     "Direct",
+    "Eager",
     "Failure",
     "Forget",
     "Forward",
@@ -158,14 +159,26 @@ class ForwardCall(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`."""
+    """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
+
+    `eager`: see `Eager`; where a result is a loss, its backward is run at once.
+    """
 
     chunk: int
     function: int
     modes: Modes
     seed: int | None
     stop_at_failure: bool
+    eager: int
     calls: list[ForwardCall]
+
+
+class Eager:
+    """Whether backwards are run right after their forwards, and where the gradients of captures go then."""
+
+    NO = 0
+    SUMS = 1  # added up in the worker until they are collected, as for calls that all have the same part in the loss
+    APART = 2  # with each call's result
 
 
 class Rerun(NamedTuple):
@@ -212,11 +225,11 @@ class Backward(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Hand over the capture gradients added up for a function in one backward."""
+    """Hand over the capture gradients added up for a function in one backward; without `task`, in the eager ones."""
 
     chunk: int
     function: int
-    task: int
+    task: int | None
     levels: tuple[Level, ...]
 
 
@@ -251,9 +264,12 @@ class StartFailed(NamedTuple):
 
 
 class Result(NamedTuple):
+    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager."""
+
     structure: Structure
     tensors: list[TensorRef]
     has_graph: bool
+    gradients: list[TensorRef | None] | None
 
 
 class Warned(NamedTuple):
@@ -305,8 +321,11 @@ class Logged(NamedTuple):
 
 
 class Collected(NamedTuple):
+    """The sums, and of how many calls."""
+
     chunk: int
     grads: list[TensorRef | None] | Failure
+    calls: int
 
 
 Message = (

@@ -126,9 +126,7 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     return replicas
 
 
-def scatter(
-    inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0
-) -> list[Any]:
+def scatter(inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] | None = None, dim: int = 0) -> list[Any]:
     """Cut all tensors in `inputs` into chunks along `dim`, one for each device; what is no tensor goes to all of them.
 
     Args:
@@ -258,9 +256,7 @@ def parallel_apply(
     return applied(pool, modules, inputs, kwargs)
 
 
-def applied(
-    pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]
-) -> list[Any]:
+def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
     """The output of each module, or of the only one for each of the inputs."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
     calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
@@ -442,5 +438,3 @@ def same_number(one: str, these: Sequence[Any], other: str, those: Sequence[Any]
 
 def kinds(values: Iterable[Any]) -> str:
     return ", ".join(type(value).__name__ for value in values)
-
-

@@ -25,7 +25,7 @@ from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
-from mpgrad.messages import Result, Warned
+from mpgrad.messages import Eager, Result, Warned
 from mpgrad.modes import Modes
 from mpgrad.packing import Conditions, PackedCall, SharedFunction
 from mpgrad.routing import Request
@@ -99,8 +99,10 @@ class Operation:
         noun: str = "item",
         timeout: float | None = None,
         request: Request | None = None,
+        eager: int = Eager.NO,
     ) -> None:
         self.request = request  # where its calls are to run
+        self.eager = eager
         self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
         self.conditions = Conditions(function, modes, seed)
         self.function = function

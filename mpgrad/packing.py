@@ -6,6 +6,7 @@ a result that another call is still to give leaves a number, and is put in by th
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class SharedFunction:
         for tensor in captures:
             check_carriable(tensor, "the function", None, packer.kind)
         self.number = next(self.numbers)
+        self.summed: collections.Counter[object] = collections.Counter()  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.gathers = request is not None and request.gathers
@@ -101,7 +103,7 @@ class PackedCall:
         self.structure = shape
         self.placed = placed
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
-        self.claimed: list[tuple[Structure, int]] = []  # what they led to: their tensors are the last of `placed`
+        self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
@@ -150,12 +152,13 @@ def pack_call(
     if request is not None:
         call.route, call.origin = request.of(tensors)
     lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
-    call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
-    if grad:
-        call.gated = [gate(tensor) for tensor in tensors if tensor.requires_grad]
-    else:
-        needing = [tensor for tensor in tensors if tensor.requires_grad]
-        call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
+    if lent:
+        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+    if needing := [tensor for tensor in tensors if tensor.requires_grad]:
+        if grad:
+            call.gated = [gate(tensor) for tensor in needing]
+        else:
+            call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
     return call
 
 

@@ -25,6 +25,7 @@ import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.autograd import capture_gate
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
 from mpgrad.functional import may_be_followed, run_followed
@@ -32,6 +33,7 @@ from mpgrad.homes import OperationHome
 from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
 from mpgrad.memory import bytes_of
+from mpgrad.messages import Eager
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Submitted
 from mpgrad.packing import Shared, SharedFunction, pack_call
@@ -47,7 +49,7 @@ from mpgrad.structure import transported
 __all__ = ["Pool", "PoolWorker"]
 
 ENGINES = ("process", "thread", "inline", "stream")
-GRAPHS = ("keep", "recompute")
+GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 FIRST_BATCH = 16  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
 LARGEST_BATCH = 256
@@ -79,7 +81,12 @@ class Pool:
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
-        graphs: "keep", or "recompute": workers keep no graphs, and a backward runs the forward again.
+        graphs: "keep"; or "recompute": workers keep no graphs, and a backward runs the forward again; or "eager": where a
+            result is a loss (one float32 or float64 number, and nothing else that needs gradients), the worker runs the
+            backward right after the forward, while the graph is hot in its cache, and keeps the gradients only; the caller's
+            backward multiplies them by the gradient that comes. Gradients of captures are added up on the workers as if
+            that were the same for all items of a map, as in a sum or a mean; where it turns out not to be, and with
+            `create_graph` or batched gradients, forwards are run again. Half precision, autocast and anomaly mode keep graphs.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
@@ -138,7 +145,9 @@ class Pool:
             graph_bytes=0 if graphs == "recompute" else graph_bytes,
             devices=self._devices,
             in_process=engine == "stream",
+            eager=graphs == "eager",
         )
+        self._eager = settings.eager
         self._engine = engine
         self._timeout = self._seconds(timeout)
         self._deterministic = deterministic
@@ -287,7 +296,9 @@ class Pool:
         device: Device | None = None,
     ) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, device=device)
+        operation = self._begin(
+            func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True, device=device
+        )
         return self._iterate(operation, (((item,), {}) for item in iterable), ordered=True)
 
     @not_compiled
@@ -302,7 +313,9 @@ class Pool:
         device: Device | None = None,
     ) -> ResultIterator:
         """`imap` with the results in the order in which they come."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, device=device)
+        operation = self._begin(
+            func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True, device=device
+        )
         return self._iterate(operation, (((item,), {}) for item in iterable), ordered=False)
 
     def close(self) -> None:
@@ -406,7 +419,7 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
-        operation = self._begin(fn, kind=Submitted, device=device)
+        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device)
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
@@ -526,6 +539,7 @@ class Pool:
         on_error: str = "raise",
         kind: type[Operation] = Operation,
         device: Device | None = None,
+        one_by_one: bool = False,
     ) -> Operation:
         function = under_hooks(callable_of(function))
         check_untraced()
@@ -554,7 +568,14 @@ class Pool:
             noun=noun,
             timeout=seconds,
             request=request,
+            eager=self._eagerness(one_by_one),
         )
+
+    def _eagerness(self, one_by_one: bool) -> int:
+        if not self._eager:
+            return Eager.NO
+        deterministic = self._deterministic or torch.are_deterministic_algorithms_enabled()
+        return Eager.APART if one_by_one or deterministic else Eager.SUMS
 
     def _seconds(self, timeout: float | None) -> float | None:
         if timeout is None:
@@ -591,6 +612,7 @@ class Pool:
                 packed += 1
                 if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation, waits=borrow)
+                    let_collector_look()
                     batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
             operation.sealed = True
             self._scheduler.admit(operation, waits=borrow)
@@ -624,17 +646,27 @@ class Pool:
             if results is not None:
                 return results
         operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
+        wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
-            self._add_all(operation, calls, borrow=True, shared=shared)
+            with collector_held():
+                self._add_all(operation, calls, borrow=True, shared=shared)
+                try:
+                    finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
+                except BaseException:  # KeyboardInterrupt, above all
+                    self._scheduler.cancel(operation)
+                    raise
+                if finished:
+                    return operation.values()
             try:
                 if move_to is None:
-                    self._scheduler.wait_until(lambda: operation.finished)
+                    wait_until(lambda: operation.finished)
                 else:
                     self._watch(operation, move_to)
-            except BaseException:  # KeyboardInterrupt, above all
+            except BaseException:
                 self._scheduler.cancel(operation)
                 raise
-        return operation.values()
+        with collector_held():
+            return operation.values()
 
     def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
         while True:
@@ -660,7 +692,7 @@ class Pool:
         self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None, window: int | None
     ) -> ResultIterator:
         """`starmap` as an iterator that takes `window` items ahead of the results; all at once where that is None."""
-        operation = self._begin(func, chunksize, stop_at_failure=False)
+        operation = self._begin(func, chunksize, stop_at_failure=False, one_by_one=True)
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
         return self._iterate(operation, calls, ordered=True, window=math.inf if window is None else window)
 

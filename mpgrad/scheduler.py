@@ -102,13 +102,14 @@ class Settings(NamedTuple):
     calls: int | None  # after which a worker is replaced
     retries: int  # of a call whose worker died; 0: what is lost is lost
     graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
+    eager: bool  # backwards of losses are run right after their forwards
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers on devices are threads of this process
 
     @property
     def recoverable(self) -> bool:
         """Whether calls are kept as long as their graphs, to be run again."""
-        return self.retries > 0 or self.graph_bytes is not None
+        return self.retries > 0 or self.graph_bytes is not None or self.eager
 
 
 class Scheduler(ABC):
@@ -128,6 +129,7 @@ class Scheduler(ABC):
         self._operations: deque[Operation] = deque()  # with calls that no worker has been sent yet
         self._unfinished: dict[Operation, None] = {}
         self._codes = Codes(self._workers)
+        self._wait_until = self.wait_until  # one bound method for all replies
         self._recovery = Recovery(self._workers, self._codes, settings.retries, lambda: self._broken or self._ended)
         self._inbox: deque[Callable[[], None]] = deque()
         self._held_gradients = 0
@@ -265,6 +267,7 @@ class Scheduler(ABC):
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
+        waits_for_others = any(isinstance(part, Promise) for parts in grads for part in parts)
         place, worker = self._place_grad, graph.worker
         placed = [[part if isinstance(part, Promise) else place(part, worker) for part in parts] for parts in grads]
         number = next(self._call_numbers) if order.create else None
@@ -273,8 +276,8 @@ class Scheduler(ABC):
             modes = current_modes()
             self._task_modes = order.task, modes
         what = Differentiation(graph, order, number, placed, modes)
-        sent = SentGradients(what, GradientReply(self.wait_until, graph.index), graph.home.timeout, again)
-        if any(isinstance(part, Promise) for parts in placed for part in parts):
+        sent = SentGradients(what, GradientReply(self._wait_until, graph.index), graph.home.timeout, again)
+        if waits_for_others:
             self._inbox.append(lambda: self._dependents.look_at_backward(sent))
             self._settle_if_ended()
         else:
@@ -289,7 +292,7 @@ class Scheduler(ABC):
         return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0, None, worker.device == 0)
 
     def request_captures(
-        self, worker: Worker, function: int, task: int, levels: tuple[Level, ...], timeout: float | None
+        self, worker: Worker, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply:
         self._check_alive()
         reply = GradientReply(self.wait_until, None)
@@ -313,8 +316,9 @@ class Scheduler(ABC):
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
         assert isinstance(worker, Worker)
-        worker.releases.append(graph.call)
-        self.nudge()
+        if graph.call in worker.kept:  # else its gradients came with its result
+            worker.releases.append(graph.call)
+            self.nudge()
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""

@@ -105,9 +105,7 @@ class Graph:
         """Gradients of the inputs; None stands for outputs that play no part."""
         self.point.seed()
         if self._pull_back is not None:
-            whole = [
-                torch.zeros_like(out) if cot is None else cot for out, cot in zip(self.outputs, cotangents, strict=True)
-            ]
+            whole = [torch.zeros_like(out) if cot is None else cot for out, cot in zip(self.outputs, cotangents, strict=True)]
             return list(self._pull_back(tuple(whole)))
         pairs = [(out, cot) for out, cot in zip(self.outputs, cotangents, strict=True) if cot is not None and out.requires_grad]
         if not pairs:
@@ -361,9 +359,7 @@ def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[t
     return [(at, min(at + step, end)) for begin, end in itertools.pairwise(cuts) for at in range(begin, end, step)]
 
 
-def gathered(
-    of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool
-) -> list[Tensor]:
+def gathered(of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool) -> list[Tensor]:
     """All batches, one after another; copied to their place as they come, if they have no history."""
     if len(pieces) == 1:
         return [each.contiguous() for each in of_batch(*pieces[0])]

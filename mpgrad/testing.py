@@ -105,9 +105,7 @@ def gradients_of(
     generator = torch.Generator().manual_seed(seed)
     cotangents = [torch.randn(output.shape, dtype=output.dtype, generator=generator).to(output.device) for output in outputs]
     # kept, because captures may share a history with those of the other run
-    found = torch.autograd.grad(
-        outputs, inputs, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph
-    )
+    found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
     return list(found)
 
 

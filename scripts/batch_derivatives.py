@@ -322,9 +322,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=at_least_1, default=cpus, metavar="N", help="default: %(default)s")
     parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)")
     parser.add_argument("--quick", action="store_true", help="a little of everything, only to see that it runs")
-    parser.add_argument(
-        "--out", type=Path, default=Path("batch_derivatives.json"), metavar="FILE", help="default: %(default)s"
-    )
+    parser.add_argument("--out", type=Path, default=Path("batch_derivatives.json"), metavar="FILE", help="default: %(default)s")
     parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)  # what a fresh process is started with
     return parser
 

@@ -1034,13 +1034,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=at_least_1, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
-    parser.add_argument(
-        "--limit", type=at_least_1, metavar="SECONDS", help="what takes longer hangs (default: 15, quick: 5)"
-    )
+    parser.add_argument("--limit", type=at_least_1, metavar="SECONDS", help="what takes longer hangs (default: 15, quick: 5)")
     parser.add_argument("--quick", action="store_true", help="two faults of the installed peers, only to see that it runs")
-    parser.add_argument(
-        "--out", type=Path, default=Path("faults_of_peers.json"), metavar="FILE", help="default: %(default)s"
-    )
+    parser.add_argument("--out", type=Path, default=Path("faults_of_peers.json"), metavar="FILE", help="default: %(default)s")
     return parser
 
 

@@ -142,9 +142,7 @@ def test_a_wrong_entry_is_no_rounding(script: Any, wrong: float) -> None:
         script.largest_difference("pool", script.Outcome(right, off), script.Outcome(right, right))
 
 
-def test_without_matplotlib(
-    nursery: mpgrad.Pool, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib(nursery: mpgrad.Pool, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quick_run(script, tmp_path) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("no picture: matplotlib is not installed")
     assert not (tmp_path / "quick.png").exists()

@@ -122,7 +122,7 @@ def test_gradients_of_uncoalesced_tensors(pool2: mpgrad.Pool) -> None:
         xs = [uncoalesced(hybrid).requires_grad_() for _ in range(2)]
         for fn in (lambda x: x.coalesce() * 2, lambda x: torch.sparse.sum(x, 0), lambda x: x.coalesce().values().sin()):
             results, expected = pool2.map(fn, xs), [fn(x) for x in xs]
-            for pair in (zip(results, expected, strict=True)):
+            for pair in zip(results, expected, strict=True):
                 ours, theirs = (torch.autograd.grad(y.to_dense().sum(), xs, allow_unused=True) for y in pair)
                 for mine, other in zip(ours, theirs, strict=True):
                     assert (mine is None) == (other is None)

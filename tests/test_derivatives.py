@@ -491,8 +491,10 @@ def test_basis() -> None:
     likes = [tensor(2), tensor(0), tensor(), tensor(2, 2)]
     whole = torch.eye(7, dtype=torch.float64)
     for start, stop in itertools.combinations(range(8), 2):
-        blocks = [like.new_zeros(stop - start, *like.shape) if block is None else block
-                  for like, block in zip(likes, basis(likes, start, stop), strict=True)]
+        blocks = [
+            like.new_zeros(stop - start, *like.shape) if block is None else block
+            for like, block in zip(likes, basis(likes, start, stop), strict=True)
+        ]
         assert torch.equal(torch.cat([block.reshape(stop - start, -1) for block in blocks], 1), whole[start:stop])
         for step in (1, 2, 100):
             pieces = batches(likes, start, stop, step)

@@ -184,7 +184,9 @@ class Shooter:
 
 
 @pytest.mark.parametrize("method", ["_transmit", "receive"])
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"graphs": "recompute"}, {"graph_memory": 4000}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"graphs": "recompute"}, {"graphs": "eager"}, {"graph_memory": 4000}], ids=str
+)
 def test_a_kill_at_every_frame_of_the_parent(
     undisturbed: list[Tensor], monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
 ) -> None:

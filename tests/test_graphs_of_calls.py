@@ -483,7 +483,9 @@ def kill_all(pool: mpgrad.Pool) -> None:
         os.kill(worker.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("options", [{"graphs": "recompute"}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}])
+@pytest.mark.parametrize(
+    "options", [{"graphs": "recompute"}, {"graphs": "eager"}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}]
+)
 def test_graphs_in_other_pools(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
     x = torch.rand(3000, requires_grad=True)
     w = torch.rand(3000, requires_grad=True)

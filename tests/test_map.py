@@ -159,9 +159,7 @@ def test_an_iterable_without_length(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("chunksize", [1, 3, 1000])
 def test_chunksize_changes_nothing(pool: mpgrad.Pool, chunksize: int) -> None:
-    assert_same_as_serial(
-        smooth, ragged(20), pool, run=lambda pool, fn, items: pool.map(fn, items, chunksize)
-    )
+    assert_same_as_serial(smooth, ragged(20), pool, run=lambda pool, fn, items: pool.map(fn, items, chunksize))
 
 
 def test_a_list_that_can_be_walked_twice(pool2: mpgrad.Pool) -> None:

@@ -302,9 +302,7 @@ class TestCommandLine:
             (["--output", "fit.docx"], "no picture format ('fit.docx'); end in one of ."),
         ],
     )
-    def test_mistake_in_an_argument(
-        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_mistake_in_an_argument(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2

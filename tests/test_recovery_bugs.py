@@ -165,9 +165,7 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
 
 
 @pytest.mark.parametrize("moment", ["in the launcher", "in the arena"])
-def test_a_pool_is_collected_while_locks_are_held(
-    nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its finalizer waited for a thread that waited for the lock."""
     dropped: Any = mpgrad.Pool(1)
     x = torch.ones(5000, requires_grad=True)

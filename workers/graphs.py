@@ -257,10 +257,12 @@ class CaptureSums:
     """Capture gradients of one function in one backward, added up over the calls of this worker."""
 
     def __init__(self, count: int) -> None:
+        self.calls = 0
         self.sums: list[torch.Tensor | None] = [None] * count
         self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        self.calls += 1
         for k, grad in enumerate(grads):
             held = self.sums[k]
             if grad is None:

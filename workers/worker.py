@@ -39,6 +39,7 @@ from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
 from mpgrad.carrier import (
     DEVICE,
+    DTYPES,
     LEAF,
     PARAMETER,
     REQUIRES_GRAD,
@@ -63,6 +64,7 @@ from mpgrad.messages import (
     Collected,
     Define,
     Direct,
+    Eager,
     Failure,
     Forget,
     Forward,
@@ -84,13 +86,17 @@ from mpgrad.messages import (
     Try,
     Warned,
 )
-from mpgrad.modes import seed_item, under
+from mpgrad.modes import Modes, seed_item, under
 
 __all__ = ["Worker"]
 
 GARBAGE_BYTES = 64 << 20
 MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
+
+
+PRECISE = (torch.float32, torch.float64)
+PRECISE_NUMBERS = tuple(map(DTYPES.index, (*PRECISE, torch.complex64, torch.complex128)))
 
 
 class Function(NamedTuple):
@@ -100,6 +106,7 @@ class Function(NamedTuple):
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
     names: list[int]  # where those captures lie in the caller
+    precise: bool  # these gradients are not of half precision
 
 
 class Made(NamedTuple):
@@ -125,6 +132,7 @@ class Worker:
         self._codes: dict[int, bytes] = {}
         self._graphs = GraphTable(graph_bytes)
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
+        self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
@@ -226,8 +234,12 @@ class Worker:
         try:
             made = self._make(message, call, function, payload, phases)
             placed = self._place(made, call.origin)
-            result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None)
             graph = made.graph
+            gradients = None
+            if graph is not None and message.eager and is_loss(made, call, function, message.modes):
+                gradients = self._lend_ahead(message, call.call, graph, made.tensors)
+                graph = None
+            result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None, gradients)
             del made, placed
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
@@ -241,6 +253,23 @@ class Worker:
         if station is None:
             return [place(*each) for each in zip(made.tensors, made.flags, strict=True)]
         return [place(*each, station.home_of(each[0], origin)) for each in zip(made.tensors, made.flags, strict=True)]
+
+    def _lend_ahead(
+        self, message: Forward, call: int, graph: Graph, results: Sequence[torch.Tensor]
+    ) -> list[TensorRef | None] | None:
+        """The gradients of a loss, while its graph is hot in the cache; None where they cannot be had."""
+        (loss,) = [each for each in results if each.requires_grad]
+        inputs = range(len(graph.inputs))
+        try:
+            found = run_backward(graph, [torch.ones_like(loss)], inputs, bool(graph.captures), False, False, ())
+        except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
+            self._graphs.miss(call)
+            return None
+        if message.eager == Eager.SUMS and graph.captures:
+            found, of_captures = found[: len(inputs)], found[len(inputs) :]
+            self._eager_sums.setdefault(message.function, CaptureSums(len(of_captures))).add(of_captures)
+        names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(found)]
+        return self._lend_all(found, names)
 
     def _make(
         self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
@@ -399,11 +428,16 @@ class Worker:
     def _collect(self, message: Collect, payload: memoryview) -> Message:
         function = self._functions.get(message.function)
         names = function.names if isinstance(function, Function) and self._station is not None else None
-        sums = self._sums.get(message.function, {}).pop((message.task, message.levels), None)
+        if message.task is None:
+            sums = self._eager_sums.pop(message.function, None)
+        else:
+            sums = self._sums.get(message.function, {}).pop((message.task, message.levels), None)
+        if sums is None:
+            return Collected(message.chunk, [], 0)
         try:
-            return Collected(message.chunk, [] if sums is None else self._lend_all(sums.sums, names))
+            return Collected(message.chunk, self._lend_all(sums.sums, names), sums.calls)
         except BaseException as error:
-            return Collected(message.chunk, failure(error, "backward"))
+            return Collected(message.chunk, failure(error, "backward"), 0)
         finally:
             self._finish()
 
@@ -424,7 +458,9 @@ class Worker:
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
             versions = [tensor._version for tensor in captures]
-            function = Function(target, captures, edges, versions, message.gathers, names_of(message.captures))
+            precise = all(ref.dtype in PRECISE_NUMBERS for ref in message.captures if ref.flags & REQUIRES_GRAD)
+            names = names_of(message.captures)
+            function = Function(target, captures, edges, versions, message.gathers, names, precise)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
@@ -433,6 +469,7 @@ class Worker:
         for function in message.functions:
             self._functions.pop(function, None)
             self._sums.pop(function, None)
+            self._eager_sums.pop(function, None)
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes
@@ -513,6 +550,19 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
     if ref.flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=needs_grad)
     return tensor.requires_grad_(needs_grad)
+
+
+def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> bool:
+    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with.
+
+    Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
+    """
+    losses = [tensor for tensor in made.tensors if tensor.requires_grad]
+    if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
+        return False
+    if modes.autocast or modes.anomaly or not function.precise:
+        return False
+    return all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
 
 
 def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
