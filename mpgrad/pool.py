@@ -561,7 +561,7 @@ class Pool:
             home,
             token,
             self._draw_seed() if modes is None else None,
-            modes or current_modes(),
+            modes or current_modes(scheduler.packer.kind),
             chunksize=chunksize,
             stop_at_failure=stop_at_failure and on_error == "raise",
             return_errors=on_error == "return",

@@ -49,6 +49,7 @@ class Module:
     set_device = staticmethod(lambda index: torch.ops.pretend.set_device(index))
     _is_in_bad_fork = staticmethod(lambda: False)
     manual_seed_all = staticmethod(lambda seed: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
 
 
 class Stream:

@@ -499,3 +499,26 @@ def test_a_pool_without_devices_asks_nothing_of_them(fresh_pool: mpgrad.Pool, mo
     fresh_pool.submit(torch.sin, x).result().sum().backward()
     call: Callable[[], Any] = fresh_pool.stats
     assert {worker.device for worker in call().workers} == {"cpu"}
+
+
+def test_losses_differentiated_ahead(crossing: str) -> None:
+    weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
+    items = ragged(ZERO, dtype=torch.float64)
+    with mpgrad.Pool(devices=["cpu", ZERO], graphs="eager") as pool:
+        settled(pool)
+        losses = pool.map(lambda x: (x * weight).exp().sum(), items)
+        found = torch.autograd.grad(sum(losses), [weight, *items])
+    serial = torch.autograd.grad(sum((x * weight).exp().sum() for x in items), [weight, *items])
+    for grad, expected in zip(found, serial, strict=True):
+        assert grad.device == expected.device
+        torch.testing.assert_close(grad.cpu(), expected.cpu())
+
+
+def test_autocast_for_the_device_goes_along() -> None:
+    with mpgrad.Pool(devices=[ZERO]) as pool:
+        with torch.autocast("pretend", torch.bfloat16):
+            assert pool.apply(lambda: (torch.is_autocast_enabled("pretend"), torch.get_autocast_dtype("pretend"))) == (
+                True,
+                torch.bfloat16,
+            )
+        assert not pool.apply(torch.is_autocast_enabled, ("pretend",))
