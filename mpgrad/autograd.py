@@ -31,7 +31,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from mpgrad._torch import apply, graph_is_kept, graph_task, has_tangent, outside_transforms, plus, set_priority, will_run
+from mpgrad._torch import (
+    apply,
+    graph_is_kept,
+    graph_task,
+    has_tangent,
+    outside_transforms,
+    plus,
+    set_priority,
+    wait_for_devices,
+    will_run,
+)
 from mpgrad.batching import Level, levels_of, within, without
 
 __all__ = [
@@ -517,6 +527,7 @@ class CaptureGate(torch.autograd.Function):
             total = added(total, derivative.take_captures())
         for levels, grads in ctx.home.capture_gradients(task):
             total = added(total, [None if each is None else within(each, levels) for each in grads])
+        wait_for_devices(total)
         return None, *total
 
 
