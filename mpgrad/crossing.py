@@ -63,10 +63,10 @@ class Crossing:
 
     def offer(self, code: int) -> tuple[Slot, Try] | None:
         """A slot for a new worker to read; None where there cannot be one."""
-        lane = self._departures[code]
+        lane = self._arrivals[code]  # where nothing has to be waited for
         mark = secrets.token_bytes(MARK_BYTES)
         try:
-            slot = lane.write(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+            slot = lane.write_bytes(torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True)
             lane.finish()
             _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
         except (OSError, RuntimeError, MemoryError) as error:

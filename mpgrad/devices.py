@@ -352,12 +352,14 @@ class Lane:
         """A dense tensor, which may lie on another device, in a slot."""
         return self.write_bytes(bytes_of(core))
 
-    def write_bytes(self, source: torch.Tensor) -> Slot:
+    def write_bytes(self, source: torch.Tensor, at_once: bool = False) -> Slot:
+        """`at_once`: not after what this thread has given the device before."""
         slot = self.arena.allocate(source.numel())
         if self._stream is None:
             slot.memory.bytes.copy_(source, non_blocking=True)
             return slot
-        self._stream.wait_stream(self.accelerator.current_stream(self.index))
+        if not at_once:
+            self._stream.wait_stream(self.accelerator.current_stream(self.index))
         with self.accelerator.on(self._stream):
             slot.memory.bytes.copy_(source, non_blocking=True)
         if source.device.index == self.index:  # else its own device's current stream has copied it

@@ -522,3 +522,37 @@ def test_autocast_for_the_device_goes_along() -> None:
                 torch.bfloat16,
             )
         assert not pool.apply(torch.is_autocast_enabled, ("pretend",))
+
+
+def test_arrays_stay_on_the_cpu(crossing: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    with mpgrad.Pool(devices=["cpu", ZERO]) as pool:
+        settled(pool)
+        array, seen = pool.apply(lambda a, x: (a * 2, where(x)), (numpy.ones(5000), torch.ones(2)), device=ZERO)
+        assert array.sum() == 10_000 and seen == [ZERO]
+
+
+def test_derivatives_by_other_ways(crossing: str) -> None:
+    weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
+
+    def same(found: Tensor, expected: Tensor) -> None:
+        assert found.device == expected.device
+        torch.testing.assert_close(found.cpu(), expected.cpu())
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * weight).sin()
+
+    with mpgrad.Pool(devices=["cpu", ZERO]) as pool:
+        settled(pool)
+        rows = torch.eye(4, dtype=torch.float64).to(ZERO)
+        (value,) = pool.map(fn, [x])
+        (batched,) = torch.autograd.grad(value, x, rows, is_grads_batched=True)
+        slopes = (weight * (x * weight).cos()).detach()
+        same(batched, torch.diag(slopes.cpu()).to(ZERO))
+        same(torch.func.grad(lambda x: pool.map(fn, [x])[0].sum())(x), slopes)
+        same(torch.func.jvp(lambda x: pool.map(fn, [x])[0], (x,), (torch.ones_like(x),))[1], slopes)
+        (jacobian,) = mpgrad.jacobian(fn, [x], pool=pool, mode="reverse")  # the others want views that this device has not
+        same(jacobian, torch.diag(slopes.cpu()).to(ZERO))
+        (per_item,) = mpgrad.per_item_grad(pool.map(lambda x: fn(x).sum(), [x]), weight)
+        same(per_item, (x * (x * weight).cos()).detach())
