@@ -338,7 +338,9 @@ class Call(torch.autograd.Function):
         ctx.task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
-        graph.placeholders = tuple([placeholder(tensor.dtype, tensor.shape, tensor.device) for tensor in inputs])
+        graph.placeholders = tuple(
+            [placeholder(each.dtype, each.shape, None if each.is_cpu else each.device) for each in inputs]
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -553,7 +555,7 @@ with torch.inference_mode(False):
 
 
 @functools.lru_cache(maxsize=4096)
-def placeholder(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
+def placeholder(dtype: torch.dtype, shape: torch.Size, device: torch.device | None) -> torch.Tensor:
     """A gradient that costs nothing and passes the engine's checks."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return torch.zeros((), dtype=dtype, device=device or "cpu").expand(shape)

@@ -184,13 +184,9 @@ class Packer:
         self._arena = arena
         self._known = known
         self._devices = devices
+        self.kind = "" if devices is None else devices.kind  # of the devices whose tensors can be placed
         self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
-
-    @property
-    def kind(self) -> str:
-        """Of the devices whose tensors can be placed."""
-        return "" if self._devices is None else self._devices.kind
 
     def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
         """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""

@@ -286,7 +286,10 @@ class Worker:
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
         shape, found = result_structure(value)
-        flags, outputs, places = [], list[Edge](), list[int]()
+        station = self._station
+        flags: list[int] = []
+        outputs: list[Edge] = []
+        places: list[int] = []
         for tensor in found:
             check_carriable(tensor, "the result", None, self._packer.kind)
             flag = flags_of(tensor)
@@ -294,13 +297,12 @@ class Worker:
                 flag &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
                 if not message.modes.inference:
                     outputs.append(edge_of(tensor))
-                    places.append(code_of(tensor) if self._station is not None else 0)
+                    if station is not None:
+                        places.append(code_of(tensor))
             flags.append(flag)
         graph = None
         if outputs:
-            names = None
-            if self._station is not None:
-                names = Names(places, names_of(call.tensors), function.names)
+            names = None if station is None else Names(places, names_of(call.tensors), function.names)
             graph = Graph(message.function, outputs, edges, function.edges, whole, names)
         return Made(shape, found, flags, graph)
 
@@ -390,8 +392,9 @@ class Worker:
         before = self._graphs.memory_in_use()
         create = call.graph is not None
         refs = [ref for parts in call.grads for ref in parts]
-        given = names_of(refs)
+        given: list[int] = []  # where those gradients lie in the caller that are to be differentiated again
         if graph.names is not None:
+            given = names_of(refs)
             places = [code for parts, code in zip(call.grads, graph.names.outputs, strict=True) for _ in parts]
             refs = [renamed(*each) for each in zip(refs, places, strict=True)]
         incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
