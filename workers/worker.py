@@ -203,7 +203,8 @@ class Worker:
                 self._begin(message.chunk, position)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
                 outcomes.append(outcome)
-                self._finish()
+                if self._station is not None:
+                    self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
                 if isinstance(function, Failure):
                     self._give_back_unread(call)
                 if isinstance(outcome, Failure) and message.stop_at_failure:
@@ -218,11 +219,6 @@ class Worker:
         dropped = self._graphs.take_dropped()
         return Results(message.chunk, outcomes, seconds, mutated, self._warnings(), dropped, self._graphs.nbytes)
 
-    def _finish(self) -> None:
-        """Wait until the device is done. Where it cannot go on after an error, neither can we: then this ends the worker."""
-        if self._station is not None:
-            self._station.finish()
-
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
         self._progress[Progress.POSITION] = position
@@ -233,7 +229,10 @@ class Worker:
         before = self._graphs.memory_in_use()
         try:
             made = self._make(message, call, function, payload, phases)
-            placed = self._place(made, call.origin)
+            if self._station is None:
+                placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+            else:
+                placed = self._place(made, call.origin, self._station)
             graph = made.graph
             gradients = None
             if graph is not None and message.eager and is_loss(made, call, function, message.modes):
@@ -248,11 +247,9 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, phases[-1])
 
-    def _place(self, made: Made, origin: int) -> list[Placed]:
-        place, station = self._packer.place, self._station
-        if station is None:
-            return [place(*each) for each in zip(made.tensors, made.flags, strict=True)]
-        return [place(*each, station.home_of(each[0], origin)) for each in zip(made.tensors, made.flags, strict=True)]
+    def _place(self, made: Made, origin: int, station: Station) -> list[Placed]:
+        pairs = zip(made.tensors, made.flags, strict=True)
+        return [self._packer.place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
 
     def _lend_ahead(
         self, message: Forward, call: int, graph: Graph, results: Sequence[torch.Tensor]
@@ -275,18 +272,19 @@ class Worker:
         self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
     ) -> Made:
         """Run a call; notes in `phases` how far it came."""
+        station = self._station
         if message.seed is not None:
             seed = seed_item(message.seed, call.item)
-            if self._station is not None:
-                self._station.seed(seed)
-        tensors, edges = self._inputs(self._named(call.tensors, function.gathers), payload)
+            if station is not None:
+                station.seed(seed)
+        refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
+        tensors, edges = self._inputs(refs, payload)
         args, kwargs = arguments(call, tensors)
         checkpoints = CHECKPOINTS.count
         value = function.target(*args, **kwargs)
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
         shape, found = result_structure(value)
-        station = self._station
         flags: list[int] = []
         outputs: list[Edge] = []
         places: list[int] = []
@@ -305,10 +303,6 @@ class Worker:
             names = None if station is None else Names(places, names_of(call.tensors), function.names)
             graph = Graph(message.function, outputs, edges, function.edges, whole, names)
         return Made(shape, found, flags, graph)
-
-    def _named(self, refs: Sequence[TensorRef], gathers: bool) -> Sequence[TensorRef]:
-        """The caller's tensors, on the devices where they are to be here."""
-        return refs if self._station is None else self._station.named(refs, gathers)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
@@ -337,6 +331,7 @@ class Worker:
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
         outcomes: list[list[TensorRef | None] | Failure | Missing] = []
+        station = self._station
         with under(message.modes):
             for position, call in enumerate(message.calls):
                 steps = deque([*call.before, call])
@@ -347,10 +342,12 @@ class Worker:
                         found = self._step(steps.popleft(), payload)
                         if found is None:
                             break
-                    outcomes.append(Missing() if found is None else self._lend_all(found, self._names_of(call)))
+                    names = None if station is None else self._names_of(call)
+                    outcomes.append(Missing() if found is None else self._lend_all(found, names))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
-                self._finish()
+                if station is not None:
+                    station.finish()
                 for step in steps:
                     self._give_back_unread(step)
                 self._graphs.trim()
@@ -442,7 +439,8 @@ class Worker:
         except BaseException as error:
             return Collected(message.chunk, failure(error, "backward"), 0)
         finally:
-            self._finish()
+            if self._station is not None:
+                self._station.finish()
 
     def _release(self, message: Release, payload: memoryview) -> None:
         for call in message.calls:
@@ -457,7 +455,8 @@ class Worker:
             block = memoryview(b"")
             if message.block is not None:
                 block = self._lenders.borrow(*message.block, private=True)
-            captures = [capture(ref, block, self._borrow) for ref in self._named(message.captures, message.gathers)]
+            refs = message.captures if self._station is None else self._station.named(message.captures, message.gathers)
+            captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
             versions = [tensor._version for tensor in captures]
