@@ -35,17 +35,17 @@ class Answers:
         operation.warned.extend(message.warned)
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
-                operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.index}, ", worker))
+                operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.item}, ", worker))
                 continue
             graph, refs = None, outcome.tensors
             if outcome.gradients is not None:
-                graph = RemoteGraph(operation.home, worker, number, call.index, call)
+                graph = RemoteGraph(operation.home, worker, number, call.item, call)
                 refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]
                 if operation.eager == Eager.SUMS and operation.function.differentiable:
                     worker.summed.add(operation.function.number)
                     operation.function.summed[worker] += 1
             elif outcome.has_graph:
-                graph = self._graph_kept(worker, operation.home, number, call.index, call)
+                graph = self._graph_kept(worker, operation.home, number, call.item, call)
             try:
                 memories = self._borrow(refs)
             except SharedMemoryError as error:

@@ -208,7 +208,7 @@ class Worker:
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
-        function, modes, seed = operation.conditions
+        function, modes, seed, _ = operation.conditions
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         messages.append(Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.eager, sent))
@@ -253,7 +253,7 @@ class Worker:
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = [self._pack(each, payload) for each in call.placed]
-        return ForwardCall(number, call.index, call.structure, tensors, call.claimed, call.origin)
+        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
@@ -290,7 +290,7 @@ class Worker:
             before = self._before(recipe.graph, payload, messages, again=True)
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
         assert isinstance(recipe, PackedCall)
-        function, modes, seed = recipe.conditions
+        function, modes, seed, _ = recipe.conditions
         self._define(function, messages)
         return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload))]
 

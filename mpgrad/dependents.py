@@ -51,7 +51,7 @@ class Dependents:
                 return
             if isinstance(claim.outcome, Failed):
                 claim.source.on_passed_on()
-                operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.index}"))
+                operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.item}"))
                 self._desk.call_has_failed(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]

@@ -18,7 +18,7 @@ import torch
 
 from mpgrad._torch import outside_transforms, saved_tensor_hooks
 
-__all__ = ["Modes", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under", "under_hooks"]
+__all__ = ["Modes", "RandomState", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under", "under_hooks"]
 
 MASK = (1 << 64) - 1
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
@@ -169,16 +169,37 @@ def finish_mix(number: int) -> int:
     return number ^ (number >> 31)
 
 
+class RandomState:
+    """The state of this process's generators at one moment."""
+
+    def __init__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._random = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def has_moved(self) -> bool:
+        """Whether anybody has drawn a number since."""
+        if not torch.equal(self._torch, torch.default_generator.get_state()) or self._random != random.getstate():
+            return True
+        numpy: Any = sys.modules.get("numpy")
+        if self._numpy is None or numpy is None:
+            return False
+        name, key, *rest = numpy.random.get_state()
+        return bool(name != self._numpy[0] or tuple(rest) != tuple(self._numpy[2:]) or (key != self._numpy[1]).any())
+
+    def put_back(self) -> None:
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._random)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
     """Put the generators back afterwards: for tasks that run in the caller's own process."""
-    ours, theirs = torch.default_generator.get_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    third = numpy.random.get_state() if numpy is not None else None
+    state = RandomState()
     try:
         yield
     finally:
-        torch.default_generator.set_state(ours)
-        random.setstate(theirs)
-        if third is not None:
-            numpy.random.set_state(third)
+        state.put_back()

@@ -100,11 +100,12 @@ class Operation:
         timeout: float | None = None,
         request: Request | None = None,
         eager: int = Eager.NO,
+        first: int = 0,
     ) -> None:
         self.request = request  # where its calls are to run
         self.eager = eager
         self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
-        self.conditions = Conditions(function, modes, seed)
+        self.conditions = Conditions(function, modes, seed, first)
         self.function = function
         self.home = home
         self.token = token
@@ -133,7 +134,7 @@ class Operation:
     def add(self, call: PackedCall) -> None:
         call.conditions = self.conditions
         if any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
-            raise ValueError(f"{self.noun} {call.index} has a future of another pool; pass its value (future.result())")
+            raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
         self.added += 1
         (self.waiting if call.claims else self.queue).append(call)
 

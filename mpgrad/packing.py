@@ -22,10 +22,31 @@ from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.routing import Request
 
-__all__ = ["Conditions", "PackedCall", "Shared", "SharedFunction", "pack_call"]
+__all__ = ["Conditions", "PackedCall", "PickledFunction", "Shared", "SharedFunction", "pack_call", "pickled_function"]
 
 
 Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
+
+
+class PickledFunction(NamedTuple):
+    pickled: bytes
+    captures: list[torch.Tensor]
+    captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
+
+
+def pickled_function(function: Callable[..., Any], kind: str = "") -> PickledFunction:
+    """`kind` is that of the pool's devices, if it has some.
+
+    Raises:
+    TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
+    """
+    try:
+        pickled, captures = structure.dumps(function)
+    except Exception as error:
+        raise structure.transported(error, "the function") from error
+    for tensor in captures:
+        check_carriable(tensor, "the function", None, kind)
+    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False))
 
 
 class SharedFunction:
@@ -35,26 +56,18 @@ class SharedFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: PickledFunction,
         packer: Packer,
         forget: Callable[[int, int], None],
         request: Request | None = None,
     ) -> None:
-        try:
-            self.pickled, captures = structure.dumps(function)
-        except Exception as error:
-            raise structure.transported(error, "the function") from error
-        for tensor in captures:
-            check_carriable(tensor, "the function", None, packer.kind)
+        self.pickled, captures, sharing = function
         self.number = next(self.numbers)
         self.summed: collections.Counter[object] = collections.Counter()  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.gathers = request is not None and request.gathers
-        shares = getattr(function, "captures_share_memory", False)
-        self.refs, self.slot, self.slots = packer.place_together(
-            captures, shares, request is not None and request.staged
-        )
+        self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
         if request is not None:
             request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
@@ -75,6 +88,7 @@ class Conditions(NamedTuple):
     function: SharedFunction
     modes: Modes
     seed: int | None
+    first: int = 0  # the item of call 0
 
 
 class PackedCall:
@@ -113,6 +127,11 @@ class PackedCall:
         self.idle_deaths = 0  # of workers that had it next
 
     @property
+    def item(self) -> int:
+        """The number of its item, in the eyes of the caller."""
+        return self.conditions.first + self.index
+
+    @property
     def message_bytes(self) -> int:
         shapes = [self.structure, *(shape for shape, _ in self.claimed)]
         pickled = sum(len(shape) for shape in shapes if isinstance(shape, bytes))
@@ -126,11 +145,13 @@ def pack_call(
     kwargs: dict[str, Any],
     grad: bool,
     shared: Shared | None = None,
+    first: int = 0,
     request: Request | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
-    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common.
+    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `first` is the
+    item of call 0, for errors.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -138,12 +159,12 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, request)
-    shape, tensors, claims = arguments_structure(index, args, kwargs)
+            return pack_call(packer, index, args, kwargs, grad, shared, first, request)
+    shape, tensors, claims = arguments_structure(first + index, args, kwargs)
     placed = []
     staged = request is not None and request.staged
     for tensor in tensors:
-        check_carriable(tensor, "item", index, packer.kind)
+        check_carriable(tensor, "item", first + index, packer.kind)
         if shared is None:
             placed.append(packer.place(tensor, flags_of(tensor), None, staged))
         else:

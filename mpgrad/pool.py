@@ -24,6 +24,7 @@ import cloudpickle
 import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
+from mpgrad.adaptive import AdaptiveMap, Costs, may_run_here
 from mpgrad.autograd import capture_gate
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
@@ -36,7 +37,7 @@ from mpgrad.memory import bytes_of
 from mpgrad.messages import Eager
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Submitted
-from mpgrad.packing import Shared, SharedFunction, pack_call
+from mpgrad.packing import Shared, SharedFunction, pack_call, pickled_function
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
@@ -51,6 +52,7 @@ __all__ = ["Pool", "PoolWorker"]
 ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
+INLINE = ("auto", "never")
 FIRST_BATCH = 16  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
 LARGEST_BATCH = 256
 BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
@@ -89,6 +91,9 @@ class Pool:
             `create_graph` or batched gradients, forwards are run again. Half precision, autocast and anomaly mode keep graphs.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
+        inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
+            run in the caller's thread, on private copies and with the same results; "never": all are sent to workers. With an
+            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent.
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
             ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
             dies is replaced by one on the same device. Engines "process" and "stream" only.
@@ -121,6 +126,7 @@ class Pool:
         timeout: float | None = None,
         graphs: str = "keep",
         graph_memory: int | str | None = None,
+        inline: str = "auto",
         devices: Device | Sequence[Device] | None = None,
     ) -> None:
         if engine is None:
@@ -131,6 +137,8 @@ class Pool:
             raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
         if graphs not in GRAPHS:
             raise ValueError(f"graphs must be one of {', '.join(GRAPHS)} (graphs: {graphs!r})")
+        if inline not in INLINE:
+            raise ValueError(f"inline must be one of {', '.join(INLINE)} (inline: {inline!r})")
         graph_bytes = None if graph_memory is None else bytes_of("graph_memory", graph_memory)
         if processes is not None:
             positive("processes", processes)
@@ -154,6 +162,9 @@ class Pool:
         self._processes = settings.workers
         self._uncollected = Uncollected()
         self._scheduler = start_scheduler(engine, settings, context)
+        self._may_stay = inline == "auto" and engine == "process" and initializer is None
+        self._may_stay = self._may_stay and self._timeout is None and self._devices is None
+        self._costs = Costs(self._scheduler.seconds_of)
         OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
         self._finalizer = weakref.finalize(self, self._scheduler.abandon)
@@ -204,7 +215,7 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error, device=device)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device)
 
     @not_compiled
     def starmap(
@@ -220,7 +231,7 @@ class Pool:
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._run(func, calls, length(iterable), chunksize, progress, timeout=timeout, on_error=on_error, device=device)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device)
 
     @not_compiled
     def apply(
@@ -232,7 +243,7 @@ class Pool:
         device: Device | None = None,
     ) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._run(func, [(tuple(args), kwds or {})], 1, None, False, device=device)[0]
+        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise", device)[0]
 
     @not_compiled
     def map_async(
@@ -374,7 +385,7 @@ class Pool:
             ...     [(worker.calls, worker.graphs) for worker in pool.stats().workers]
             [(10, 0)]
         """
-        return self._scheduler.stats()
+        return self._scheduler.stats()._replace(calls_here=self._costs.calls_here)
 
     def __enter__(self) -> Pool:
         self._scheduler.check_open()
@@ -540,7 +551,10 @@ class Pool:
         kind: type[Operation] = Operation,
         device: Device | None = None,
         one_by_one: bool = False,
+        first: int = 0,
+        drawn: int | None = None,
     ) -> Operation:
+        """`first`: the item of the first call; `drawn`: the map's seed, where it has one already."""
         function = under_hooks(callable_of(function))
         check_untraced()
         if chunksize is not None:
@@ -552,7 +566,8 @@ class Pool:
         scheduler.check_open()
         with outside_transforms():
             request = requested(device, self._devices)
-            shared = SharedFunction(function, scheduler.packer, scheduler.forget_function, request)
+            pickled = pickled_function(function, scheduler.packer.kind)
+            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
             token = capture_gate(home, shared.differentiable) if reaches_gradients else None
@@ -560,7 +575,7 @@ class Pool:
             shared,
             home,
             token,
-            self._draw_seed() if modes is None else None,
+            drawn if drawn is not None else self._draw_seed() if modes is None else None,
             modes or current_modes(scheduler.packer.kind),
             chunksize=chunksize,
             stop_at_failure=stop_at_failure and on_error == "raise",
@@ -569,6 +584,7 @@ class Pool:
             timeout=seconds,
             request=request,
             eager=self._eagerness(one_by_one),
+            first=first,
         )
 
     def _eagerness(self, one_by_one: bool) -> int:
@@ -598,27 +614,55 @@ class Pool:
         *,
         borrow: bool,
         shared: Shared | None = None,
+        seal: bool = True,
     ) -> None:
         """Pack the calls, and let the workers begin with the first ones meanwhile.
 
         `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
-        could change them in place before they are read.
+        could change them in place before they are read. `seal`: there will be no more calls.
         """
         packer = self._scheduler.packer if borrow else self._scheduler.copying_packer
         batch, packed, copied = FIRST_BATCH, 0, packer.bytes_copied
         try:
-            for index, (args, kwargs) in enumerate(calls):
-                operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared, operation.request))
+            for args, kwargs in calls:
+                index, first = operation.added, operation.conditions.first
+                packed_call = pack_call(packer, index, args, kwargs, operation.modes.grad, shared, first, operation.request)
+                operation.add(packed_call)
                 packed += 1
                 if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation, waits=borrow)
                     let_collector_look()
                     batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
-            operation.sealed = True
+            operation.sealed = seal
             self._scheduler.admit(operation, waits=borrow)
         except BaseException:
             self._scheduler.cancel(operation)
             raise
+
+    def _map(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        total: int | None,
+        chunksize: int | None,
+        progress: Progress,
+        timeout: float | None,
+        on_error: str,
+        device: Device | None,
+    ) -> list[Any]:
+        plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
+        if not (plain and self._may_stay and may_run_here()):
+            return self._run(
+                function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device
+            )
+        requested(device, self._devices)  # refuses what cannot be
+        check_untraced()
+        self._scheduler.check_open()
+        function = callable_of(function)
+        pickled, drawn = pickled_function(function), self._draw_seed()
+        begin = functools.partial(self._begin, function, on_error=on_error, drawn=drawn)
+        add = functools.partial(self._add_all, borrow=True)
+        return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
 
     def _run(
         self,

@@ -49,7 +49,7 @@ class Recovery:
         accused: PackedCall | SentGradients
         if chunk.operation is not None:
             _, accused = chunk.calls[place]
-            accused_index = accused.index
+            accused_index = accused.item
         elif chunk.gradients:
             accused = chunk.gradients[place]
             accused_index = accused.what.graph.index

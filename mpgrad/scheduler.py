@@ -233,6 +233,10 @@ class Scheduler(ABC):
             self.wake()
         self._settle_if_ended()
 
+    def seconds_of(self, pickled: bytes) -> float | None:
+        """What a call of the function takes a worker; None before the first."""
+        return self._codes.seconds_of(pickled)
+
     def cancel(self, operation: Operation) -> None:
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
         self._post(lambda: self._cancel(operation))

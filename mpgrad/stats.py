@@ -42,6 +42,7 @@ class PoolStats(NamedTuple):
         shared_bytes: shared memory in use for tensors on their way, for inputs of graphs that are kept, and for results.
         deaths: of workers, so far.
         reruns: calls and backwards that were given to another worker for it.
+        calls_here: calls that ran in the caller's thread, because sending them would have taken longer.
     """
 
     workers: list[WorkerStats]
@@ -49,6 +50,7 @@ class PoolStats(NamedTuple):
     shared_bytes: int
     deaths: int
     reruns: int
+    calls_here: int = 0
 
 
 def resident_bytes(pid: int) -> int:

@@ -42,6 +42,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy has no setter, its l
 import psutil
 import torch
 from bench_overhead import Record, WrongResultError, at_least_1, surroundings
+from figures import file_to_write, picture_to_write
 from torch import Tensor
 
 import mpgrad
@@ -50,7 +51,6 @@ EPILOG = "exit status: 0 if everything was measured, 1 if a front end computes s
 
 TOLERANCE = 1e-12  # of the largest entry; rounding leaves 1e-15, in float64 and over some tens of products
 WARM_UPS = 1  # untimed rounds; the pool gets its shared memory there
-FORMATS = (".pdf", ".png", ".svg")
 NARROW = 1e-3  # of a picture's width: what lasts shorter is not to be seen
 
 PASSES = {"forward": False, "forward and backward": True}
@@ -454,23 +454,6 @@ def visible(steps: Sequence[tuple[float, int]], narrow: float) -> list[tuple[flo
 
 
 # --- the command line
-
-
-def file_to_write(text: str) -> Path:
-    """A file to be written; refused now rather than after the runs."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"no such folder ({str(path.parent)!r}); make it first")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"is a folder ({text!r}); name a file in it")
-    return path
-
-
-def picture_to_write(text: str) -> Path:
-    path = file_to_write(text)
-    if path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"no picture format ({text!r}); end in one of {', '.join(FORMATS)}")
-    return path
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -40,6 +40,7 @@ import numpy as np
 import psutil
 import torch
 import torch.multiprocessing
+from losses import copied, doubled, op_bound, python_bound
 from torch import Tensor
 
 import mpgrad
@@ -50,7 +51,6 @@ OVERHEAD_TO_REACH = 60.0  # us an item, forward and backward, tiny tensors, 2 co
 SPEED_UP_TO_REACH = 1.8  # at 1 ms an item, 2 cores
 
 SHORTEST_ITEM, LONGEST_ITEM = 10, 200  # floats of a tiny tensor
-CHAIN = 2  # matrix products of an op-bound call; with more, 0.1 ms would go into calling them
 MOST_ITEMS = 400  # in one run
 MOST_FILES = 100  # items as torch.multiprocessing tensors: three open files each, and many systems allow 1,024
 WARM_UPS = 2  # untimed rounds; pools learn there what a call costs
@@ -61,31 +61,6 @@ Function = Callable[[Tensor], Tensor]
 Loop = Callable[[Function, list[Tensor]], Sequence[Tensor]]  # `serial`, or a pool's `map`
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Record = dict[str, Any]
-
-
-# --- what is mapped
-
-
-def doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def python_bound(x: Tensor, steps: int) -> Tensor:
-    y = x
-    for _ in range(steps):
-        y = torch.sin(y) + x
-    return y
-
-
-def op_bound(x: Tensor) -> Tensor:
-    y = x
-    for _ in range(CHAIN):
-        y = torch.tanh(y @ x)
-    return y
-
-
-def copied(x: Tensor) -> Tensor:
-    return x.clone()
 
 
 # --- the contenders
@@ -360,20 +335,20 @@ WORKS = [
 ]
 
 
-def calibrated(work: Work, seconds: float) -> int:
+def calibrated(work: Work, seconds: float, run: Callable[[Function, Batch], Outcome] = backward_at_once) -> int:
     """The size at which forward and backward right after it take about so many seconds in this process."""
+
+    def own_seconds(size: int) -> float:
+        one = partial(run, work.function(size))
+        return min(timed(one, batch_of([work.item(size)])) for _ in range(5))
+
     size = 1
-    while own_seconds(work, 2 * size) < seconds:
+    while own_seconds(2 * size) < seconds:
         size *= 2
     for step in range(1, 5):  # to a sixteenth
         larger = size + max(1, 2 ** (size.bit_length() - 1 - step))
-        size = larger if own_seconds(work, larger) < seconds else size
+        size = larger if own_seconds(larger) < seconds else size
     return size
-
-
-def own_seconds(work: Work, size: int) -> float:
-    run = partial(backward_at_once, work.function(size))
-    return min(timed(run, batch_of([work.item(size)])) for _ in range(5))
 
 
 def bench_work(pools: Pools, plan: Plan, processes: int) -> list[Record]:

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 import torch
 import torch.multiprocessing
+from descendants import MARK, Descendants
 from torch import Tensor
 
 # mpgrad is imported only where it is the peer, or afterwards: what the others do must not depend on it
@@ -67,7 +68,6 @@ WARM_UP_MAPS = 10
 LARGE = 1 << 20  # floats: 4 MB
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")
-MARK = "FAULTS_OF_PEERS_CASE"  # in the environment of everything that a case starts
 Record = dict[str, Any]
 
 
@@ -807,45 +807,6 @@ def run_case(fault: str, name: str, trial: str, processes: str, limit: str, fold
 
 
 # --- watching a case
-
-
-class Descendants:
-    """All that a process has started, also what has left its family meanwhile."""
-
-    def __init__(self, pid: int, mark: str) -> None:
-        self._process = psutil.Process(pid)
-        self._mark = f"{MARK}={mark}".encode()
-        self._seen: set[psutil.Process] = {self._process}
-
-    @property
-    def pids(self) -> set[int]:
-        return {process.pid for process in self._seen}
-
-    def look(self) -> None:
-        with contextlib.suppress(psutil.Error):
-            self._seen.update(self._process.children(recursive=True))
-
-    def look_everywhere(self) -> None:
-        """What was born and orphaned between two looks still carries the mark of its case."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if self._mark in Path(f"/proc/{process.pid}/environ").read_bytes():
-                    self._seen.add(process)
-
-    def left(self) -> list[psutil.Process]:
-        return [process for process in self._seen if process.pid != self._process.pid and lives(process)]
-
-    def kill(self) -> None:
-        for process in self._seen:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def names_of(pids: set[int], since: float) -> list[str]:

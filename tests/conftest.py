@@ -48,7 +48,7 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = stack.enter_context(mpgrad.Pool(processes, engine=engine))
+                made[engine, processes] = stack.enter_context(mpgrad.Pool(processes, engine=engine, inline="never"))
                 made[engine, processes].map(abs, range(4 * processes))
             return made[engine, processes]
 
@@ -62,7 +62,7 @@ ENGINES = [("process", 1), ("process", 4), ("thread", 2), ("inline", 1)]  # two 
 
 @pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
 def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
-    """A warm pool of each engine, shared by the whole session; for tests that do not hurt it."""
+    """A warm pool of each engine, shared by the whole session; for tests that do not hurt it. All calls go to the workers."""
     return shared_pools(*request.param)
 
 
@@ -75,7 +75,7 @@ def pool2(shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
 @pytest.fixture
 def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool of two processes of the test's own, to be hurt."""
-    with mpgrad.Pool(processes=2) as pool:
+    with mpgrad.Pool(processes=2, inline="never") as pool:
         yield pool
 
 

@@ -1,0 +1,303 @@
+"""Calls that would cost more to send than to run: they run in the caller's thread, and mean what they would in a worker.
+
+    cost not known ──► send the first few ──► known: cheap ──► run here, HERE_SECONDS at a time, for as long as it is
+                                                     dear ──► send all                    └─► dear after all: send the rest
+A worker sees copies of its own: of the function, of what it captures, of its arguments. So does a call here. What a worker
+would do differently nevertheless (draw from generators of its own, write to a capture, refuse a result, raise with the item's
+name) is noticed, and then all that ran here is forgotten and sent; the function is sent ever after.
+
+Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to.
+Assumes: what a function does to modules, files and the process it may do here; `Pool(inline="never")` is for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mpgrad import structure
+from mpgrad._torch import saved_tensor_hooks
+from mpgrad.carrier import are_distinct_tensors, check_carriable
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.functional import may_be_followed
+from mpgrad.modes import RandomState
+from mpgrad.operations import Operation
+from mpgrad.packing import PickledFunction
+
+__all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "may_run_here"]
+
+HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
+FIRST_CALLS = 16  # of a function whose cost is not known
+CALLS_AT_ONCE = 256
+DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
+SENT_SECONDS = 40e-6  # that sending a call takes the parent, until it is measured
+LATENCY = 200e-6  # seconds from the first call that is sent to its result
+MANY = 256  # calls of a map, from which its time says what sending takes
+MOST_FUNCTIONS = 128
+
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+
+class Costs:
+    """What calls cost, by the pickle of their function: run in a worker, run here, and sent."""
+
+    def __init__(self, in_workers: Callable[[bytes], float | None]) -> None:
+        self._in_workers = in_workers
+        self._here: dict[bytes, float] = {}  # seconds; the last used at the end
+        self._sent_ever: dict[bytes, None] = {}
+        self._sending = SENT_SECONDS
+        self.calls_here = 0
+
+    def seconds(self, function: bytes) -> float | None:
+        """Of one call; None where it is not known."""
+        here = self._here.get(function)
+        return self._in_workers(function) if here is None else here
+
+    def may_stay(self, function: bytes) -> bool:
+        return function not in self._sent_ever
+
+    def pays(self, function: bytes, workers: int, count: int | None) -> bool:
+        """Whether running `count` calls here, one after another, takes less time than sending them."""
+        seconds = self.seconds(function)
+        if seconds is None or seconds > DEAR or function in self._sent_ever:
+            return False
+        at_once = workers if count is None else max(1, min(workers, count))
+        return seconds * (1 - 1 / at_once) < self._sending + (0 if count is None else LATENCY / max(1, count))
+
+    def note_here(self, function: bytes, seconds: float, calls: int) -> None:
+        self.calls_here += calls
+        before = self._here.pop(function, None)
+        self._here[function] = seconds / calls if before is None else (before + seconds / calls) / 2
+        forget_first(self._here)
+
+    def note_sent(self, function: bytes, seconds: float, calls: int, workers: int) -> None:
+        """A whole map took so long."""
+        self._here.pop(function, None)
+        each = self._in_workers(function)
+        if calls >= MANY and each is not None and each < DEAR:
+            self._sending = (self._sending + max(0.0, seconds / calls - each / workers)) / 2
+
+    def send_ever_after(self, function: bytes) -> None:
+        self._sent_ever[function] = None
+        forget_first(self._sent_ever)
+
+
+def forget_first(functions: dict[bytes, Any]) -> None:
+    if len(functions) > MOST_FUNCTIONS:
+        del functions[next(iter(functions))]
+
+
+class Sender(Protocol):
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def cancel(self, operation: Operation) -> None: ...
+
+
+class AdaptiveMap:
+    """One map. `begin(first=i)` makes an operation whose call 0 is item i; `add(operation, calls, seal)` sends calls of it."""
+
+    def __init__(
+        self,
+        function: PickledFunction,
+        costs: Costs,
+        workers: int,
+        begin: Callable[..., Operation],
+        add: Callable[..., None],
+        sender: Sender,
+    ) -> None:
+        self._function = function
+        self._costs = costs
+        self._workers = workers
+        self._begin = begin
+        self._add = add
+        self._sender = sender
+        self._sent: list[Operation] = []
+
+    def run(self, calls: Iterable[Arguments], total: int | None) -> list[Any]:
+        started = time.perf_counter()
+        calls = iter(calls)
+        try:
+            with collector_held():
+                if self._costs.seconds(self._function.pickled) is None and self._costs.may_stay(self._function.pickled):
+                    self._send_first(calls)
+                here, calls = self._run_here(calls, total)
+                self._send_rest(calls, len(here))
+                finished = self._sender.wait_until(self._all_finished, LONGEST_HOLD)
+            if not finished:
+                self._sender.wait_until(self._all_finished)
+        except BaseException:
+            for operation in self._sent:
+                self._sender.cancel(operation)
+            raise
+        with collector_held():
+            return self._results(here, started)
+
+    def _results(self, here: list[Any], started: float) -> list[Any]:
+        pieces = [(operation.conditions.first, operation.values()) for operation in self._sent]
+        if not here:
+            count = sum(len(piece) for _, piece in pieces)
+            self._costs.note_sent(self._function.pickled, time.perf_counter() - started, count, self._workers)
+        results: list[Any] = []
+        for first, piece in pieces:
+            if first:
+                results += here
+            results += piece
+        return results if any(first for first, _ in pieces) else results + here
+
+    def _all_finished(self) -> bool:
+        return all(operation.finished for operation in self._sent)
+
+    def _send_first(self, calls: Iterator[Arguments]) -> None:
+        """So many that the workers have something to do until it is known what a call costs."""
+        operation = self._begin()
+        self._sent.append(operation)
+        self._add(operation, itertools.islice(calls, FIRST_CALLS), seal=False)
+        pickled = self._function.pickled
+        self._sender.wait_until(lambda: operation.has_ended or self._costs.seconds(pickled) is not None)
+
+    def _run_here(self, calls: Iterator[Arguments], total: int | None) -> tuple[list[Any], Iterator[Arguments]]:
+        """The results of those that were run here, and the calls that are left."""
+        before = sum(operation.added for operation in self._sent)
+        pickled, captures, sharing = self._function
+        results: list[Any] = []
+        run, left = list[Arguments](), list[Arguments]()
+        local: LocalFunction | None = None
+        while not sharing and self._costs.pays(
+            pickled, self._workers, None if total is None else total - before - len(results)
+        ):
+            left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
+            if not left:
+                break
+            try:
+                local = local or LocalFunction(pickled, captures)
+                started = time.perf_counter()
+                found = local.run(left, HERE_SECONDS)
+            except UnusualError:
+                self._costs.send_ever_after(pickled)
+                return [], itertools.chain(run, left, calls)
+            self._costs.note_here(pickled, time.perf_counter() - started, len(found))
+            results += found
+            run += left[: len(found)]
+            del left[: len(found)]
+            let_collector_look()
+        return results, itertools.chain(left, calls)
+
+    def _send_rest(self, calls: Iterator[Arguments], here: int) -> None:
+        before = sum(operation.added for operation in self._sent)
+        rest = list(itertools.islice(calls, 1))
+        if here and self._sent:
+            self._add(self._sent[0], (), seal=True)
+        if here and not rest:
+            return
+        if here or not self._sent:
+            self._sent.append(self._begin(first=before + here))
+        self._add(self._sent[-1], itertools.chain(rest, calls), seal=True)
+
+
+class UnusualError(Exception):
+    """A worker would have done something else than we did."""
+
+
+def may_run_here() -> bool:
+    """Whether nothing is going on in the caller's thread that would treat a call here in another way than one in a worker."""
+    return not may_be_followed() and not torch.is_inference_mode_enabled() and saved_tensor_hooks() is None
+
+
+class LocalFunction:
+    """A function as a worker would have it, in the caller's thread."""
+
+    def __init__(self, pickled: bytes, captures: Sequence[torch.Tensor]) -> None:
+        self._captures = [private(each) for each in captures]
+        self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
+        self._random = RandomState()
+        self._is_followed = torch.is_grad_enabled()
+        try:
+            self._target = structure.loads(pickled, self._captures)
+        except Exception as error:
+            raise UnusualError from error
+
+    def run(self, calls: Sequence[Arguments], seconds: float) -> list[Any]:
+        """The results of the first of the calls, of as many as are begun within `seconds`.
+
+        Raises:
+            UnusualError: nothing of what was computed here counts.
+        """
+        results: list[Any] = []
+        end = time.perf_counter() + seconds
+        try:
+            for args, kwargs in calls:
+                results.append(self._call(args, kwargs))
+                if time.perf_counter() > end:
+                    break
+            self._check_captures()
+        except UnusualError:
+            self._random.put_back()
+            raise
+        except Exception as error:  # the worker's will name the item
+            self._random.put_back()
+            raise UnusualError from error
+        if self._random.has_moved():
+            self._random.put_back()
+            raise UnusualError
+        return results
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+            copies = [private(each, is_argument=True) for each in args]
+            value = self._target(*copies)
+            check_unwritten(args, copies)
+        else:
+            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
+            if claims:
+                raise UnusualError
+            copies = [private(each, is_argument=True) for each in tensors]
+            own_args, own_kwargs = structure.loads(pickled, copies)
+            value = self._target(*own_args, **own_kwargs)
+            check_unwritten(tensors, copies)
+        return self._result(value)
+
+    def _result(self, value: Any) -> Any:
+        """`value` as it would arrive: no memory in common with what the function keeps, containers made anew."""
+        if isinstance(value, torch.Tensor):
+            self._check_result(value)
+            return value
+        pickled, tensors = structure.dumps(value)
+        for each in tensors:
+            self._check_result(each)
+        return structure.loads(pickled, tensors)
+
+    def _check_result(self, tensor: torch.Tensor) -> None:
+        check_carriable(tensor, "the result")
+        if tensor.layout is not torch.strided or (tensor.requires_grad and not self._is_followed):
+            raise UnusualError
+        if self._memories and tensor.untyped_storage().data_ptr() in self._memories:
+            raise UnusualError
+
+    def _check_captures(self) -> None:
+        if any(each._version or (each.is_leaf and each.grad is not None) for each in self._captures):
+            raise UnusualError
+
+
+def private(tensor: torch.Tensor, is_argument: bool = False) -> torch.Tensor:
+    """A copy that gradients pass through."""
+    check_carriable(tensor, "the call")
+    if tensor.layout is not torch.strided or (is_argument and type(tensor) is not torch.Tensor):
+        raise UnusualError
+    if not tensor.requires_grad or torch.is_grad_enabled():
+        copy = tensor.clone()
+    else:
+        copy = tensor.detach().clone().requires_grad_()
+    if copy.stride() != tensor.stride():
+        raise UnusualError
+    return copy
+
+
+def check_unwritten(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Nobody may write to a leaf that needs gradients, unless gradients are off; our copies are no leaves."""
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if copy._version and tensor.requires_grad and tensor.is_leaf:
+            raise UnusualError

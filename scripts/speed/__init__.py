@@ -1,0 +1,1 @@
+"""The rows of `bench_speed.py`: grains, copies and processes."""

@@ -1,0 +1,135 @@
+"""Wall time of tiny items, and speed-ups by how long an item takes: what handing work out costs, and what it brings."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from bench_overhead import (
+    LONGEST_ITEM,
+    SHORTEST_ITEM,
+    Contender,
+    Function,
+    Measured,
+    Work,
+    forward,
+    measured,
+    serial,
+)
+from bench_overhead import one_backward as backward_of_all
+from figures import Figure, median_figure, ratios
+from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
+from losses import doubled
+from torch import Tensor
+
+import mpgrad
+from speed.plan import Plan, Pools
+
+# of a grain in ms: keep over one backward, eager over the best order
+PYTHON_AIMS = {10: (2.3, 1.92), 1: (2.1, 1.8), 0.3: (1.7, 1.5), 0.1: (1.4, 1.2)}
+OP_AIMS = {10: 1.9, 1: 1.75, 0.1: 1.15}
+ADAPTIVE_AIM = (">=", 0.95)
+
+
+# --- tiny tensors
+
+
+def bench_tiny(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    contenders = [
+        Contender("serial", partial(backward_of_all, serial, doubled)),
+        Contender("pool", partial(backward_of_all, pools.keep.map, doubled)),
+    ]
+    yield from tiny_figures("tiny: x * 2, forward and backward, pool forced", contenders, plan, 40.0)
+
+
+def bench_forward(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    contenders = [
+        Contender("serial", partial(forward, serial, doubled)),
+        Contender("pool", partial(forward, pools.keep.map, doubled)),
+    ]
+    yield from tiny_figures("forward: x * 2, forward only, no gradient, pool forced", contenders, plan, 15.0)
+
+
+def tiny_figures(row: str, contenders: Sequence[Contender], plan: Plan, most: float) -> Iterator[Figure]:
+    lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=plan.tiny_items)
+    contenders = [contender._replace(most_items=plan.tiny_items) for contender in contenders]
+    own, pool = measured(contenders, [torch.randn(length) for length in lengths], plan.repeats)
+    yield median_figure(row, "serial", microseconds(own), "us/item")
+    yield median_figure(row, "pool", microseconds(pool), "us/item", ("<=", most))
+
+
+def microseconds(result: Measured) -> list[float]:
+    return [1e6 * seconds for seconds in result.seconds]
+
+
+# --- speed-ups
+
+
+def bench_python(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    for ms in plan.grains_ms:
+        keep, eager = PYTHON_AIMS.get(ms, (None, None))
+        yield from grain_figures("python", pools, plan, PYTHON, ms, keep, eager)
+
+
+def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    for ms in plan.grains_ms:
+        yield from grain_figures("op", pools, plan, OP, ms, None, OP_AIMS.get(ms))
+
+
+def grain_figures(
+    name: str, pools: Pools, plan: Plan, work: Work, ms: float, keep_aim: float | None, eager_aim: float | None
+) -> Iterator[Figure]:
+    function, items = items_of(work, ms / 1e3, plan.work_seconds)
+    loops = {"keep": pools.keep, "eager": pools.eager}
+    results = side_by_side(function, items, loops, plan.repeats)
+    row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
+    yield from absolute(row, results.values())
+    aims = {"keep": (keep_aim, None), "eager": (None, eager_aim)}
+    for graphs in loops:
+        over_one, over_best = (None if aim is None else (">=", aim) for aim in aims[graphs])
+        mine = results[graphs].seconds
+        yield median_figure(row, f"{graphs} over one backward", ratios(results["serial"].seconds, mine), "x", over_one)
+        yield median_figure(row, f"{graphs} over the best order", ratios(best_order(results), mine), "x", over_best)
+
+
+def side_by_side(
+    function: Function, items: Sequence[Tensor], pools: dict[str, mpgrad.Pool], repeats: int
+) -> dict[str, Measured]:
+    contenders = [
+        Contender("serial", partial(one_backward, serial, function)),
+        Contender("serial, at once", partial(backward_at_once, function)),
+        *(Contender(name, partial(one_backward, pool.map, function)) for name, pool in pools.items()),
+    ]
+    contenders = [contender._replace(most_items=len(items)) for contender in contenders]
+    return {result.name: result for result in measured(contenders, items, repeats)}
+
+
+def best_order(results: dict[str, Measured]) -> list[float]:
+    return min((results["serial"], results["serial, at once"]), key=lambda result: result.median).seconds
+
+
+def absolute(row: str, results: Iterable[Measured]) -> Iterator[Figure]:
+    for result in results:
+        yield median_figure(row, result.name, [1e3 * seconds for seconds in result.seconds], "ms/item")
+
+
+def bench_adaptive(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    loops = {"keep": pools.adaptive, "eager": pools.adaptive_eager}
+    for work in (PYTHON, OP):
+        least: dict[str, float] = dict.fromkeys(loops, float("inf"))
+        for ms in plan.adaptive_ms:
+            function, items = items_of(work, ms / 1e3, plan.work_seconds)
+            results = side_by_side(function, items, loops, plan.repeats)
+            row = f"adaptive: {work.name} items of {ms:g} ms, forward and backward, warm pool that may run them inline"
+            for graphs in loops:
+                over_one = ratios(results["serial"].seconds, results[graphs].seconds)
+                over_best = ratios(best_order(results), results[graphs].seconds)
+                yield median_figure(row, f"{graphs} over one backward", over_one, "x", ADAPTIVE_AIM)
+                yield median_figure(row, f"{graphs} over the best order", over_best, "x")
+                least[graphs] = min(least[graphs], statistics.median(over_one))
+        row = f"adaptive: {work.name}, the smallest of all grains"
+        for graphs in loops:
+            yield Figure(row, f"{graphs} over one backward", least[graphs], "x", ADAPTIVE_AIM)

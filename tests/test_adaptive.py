@@ -1,0 +1,298 @@
+"""Calls too cheap to be sent: they mean what they would in a worker, and what would not is sent."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.adaptive import CALLS_AT_ONCE, Costs
+from mpgrad.testing import assert_same_as_serial
+
+Tensor = torch.Tensor
+weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def cheap(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    """A pool for which sending is so dear that whatever is known runs here."""
+    with mpgrad.Pool(2) as pool:
+        pool._costs._sending = 1.0
+        yield pool
+
+
+def items(count: int = 6) -> list[Tensor]:
+    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+
+
+def here(pool: mpgrad.Pool) -> int:
+    return pool.stats().calls_here
+
+
+def known(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any]) -> list[Any]:
+    """The results of a map whose function's cost is known from others."""
+    in_a_row = 0
+    for _ in range(50):  # the first calls in a fresh process may take long
+        before = here(pool)
+        results = pool.map(function, xs)
+        in_a_row = in_a_row + 1 if here(pool) == before + len(xs) else 0
+        if in_a_row == 3:
+            return results
+    raise AssertionError("a cheap function is not run here")
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda x: (x.sin() * weight).exp(),
+    "several": lambda x: (x * 2, weight * x),
+    "a structure": lambda x: {"a": [x.sin(), 3], "b": (x.detach(), None)},
+    "the argument itself": lambda x: x,
+    "written to": lambda x: x.sin().mul_(2).add_(weight),
+    "a view of the argument": lambda x: x[1:3],
+    "no tensor": lambda x: float(x.sum().detach()),
+    "a leaf of its own": lambda x: torch.ones(3, dtype=torch.float64, requires_grad=True),
+    "under no_grad": torch.no_grad()(lambda x: x * weight),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_same_here_as_in_a_serial_loop(cheap: mpgrad.Pool, name: str) -> None:
+    function = FUNCTIONS[name]
+    known(cheap, function, items())
+    before = here(cheap)
+    assert_same_as_serial(function, items(), cheap, order=2)
+    assert here(cheap) > before
+
+
+def test_structured_arguments_and_starmap(cheap: mpgrad.Pool) -> None:
+    def function(pair: dict[str, Tensor]) -> Tensor:
+        return pair["a"] * pair["b"] * weight
+
+    xs = [{"a": a, "b": b} for a, b in zip(items(), items(), strict=True)]
+    known(cheap, function, xs)
+    before = here(cheap)
+    assert_same_as_serial(function, xs, cheap)
+    assert here(cheap) > before
+    pairs = list(zip(items(), items(), strict=True))
+    for _ in range(2):
+        found = cheap.starmap(torch.mul, pairs)
+    assert all(torch.equal(each, a * b) for each, (a, b) in zip(found, pairs, strict=True))
+    assert cheap.apply(torch.mul, pairs[1]).equal(pairs[1][0] * pairs[1][1])
+
+
+def test_arguments_and_captures_are_private(cheap: mpgrad.Pool) -> None:
+    def write(x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    xs = [torch.zeros(3) for _ in range(5)]
+    assert all(torch.equal(each, torch.ones(3)) for each in known(cheap, write, xs))
+    assert not any(x.any() for x in xs)
+    state = torch.zeros(3)
+    box: list[int] = []
+
+    def remember(x: Tensor) -> int:
+        box.append(1)
+        return len(box)
+
+    known(cheap, remember, xs)
+    assert box == []
+
+    def count(x: Tensor) -> Tensor:
+        return state.add_(1) + x
+
+    with pytest.warns(UserWarning, match="wrote into a tensor that it captures"):
+        cheap.map(count, xs)
+    with pytest.warns(UserWarning, match="wrote into a tensor that it captures"):
+        cheap.map(count, xs)  # tried here, and sent
+    assert not state.any()
+
+
+def test_writes_to_leaves_are_refused_here_as_there(cheap: mpgrad.Pool) -> None:
+    def sometimes(x: Tensor) -> Tensor:
+        return x.add_(1) if x.numel() == 3 else x * 2
+
+    fine, bad = items(3), [torch.zeros(3, requires_grad=True)]
+    known(cheap, sometimes, fine)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad") as caught:
+        cheap.map(sometimes, [*fine, *bad])
+    assert "item 3" in "".join(caught.value.__notes__)
+    assert not bad[0].any()
+
+
+def test_errors_are_those_of_a_worker(cheap: mpgrad.Pool) -> None:
+    def picky(x: int) -> int:
+        if x == 7:
+            raise KeyError("seven")
+        return x
+
+    assert known(cheap, picky, list(range(5))) == list(range(5))
+    with pytest.raises(KeyError, match="seven") as caught:
+        cheap.map(picky, range(20))
+    assert "item 7" in "".join(caught.value.__notes__) and "worker" in "".join(caught.value.__notes__)
+    found = cheap.map(picky, range(9), on_error="return")
+    assert [*found[:7], found[8]] == [*range(7), 8] and isinstance(found[7], KeyError)
+
+    def unpicklable(x: int) -> Any:
+        return threading.Lock() if x else x
+
+    known(cheap, unpicklable, [0, 0])
+    with pytest.raises(TypeError, match="the result cannot be carried"):
+        cheap.map(unpicklable, [0, 1])
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), lambda: random.random()], ids=["torch", "random"])
+def test_random_numbers_are_those_of_the_workers(cheap: mpgrad.Pool, draw: Callable[[], float]) -> None:
+    """And those of the caller go on as if nothing had been tried here."""
+
+    def noisy(x: int) -> float:
+        return draw()
+
+    found, after = [], []
+    for _ in range(3):
+        torch.manual_seed(1)
+        random.seed(1)
+        found.append(cheap.map(noisy, range(10)))
+        after.append((torch.rand(()).item(), random.random()))
+    assert found[0] == found[1] == found[2] and after[0] == after[1] == after[2]
+    assert here(cheap) == 0
+    torch.manual_seed(1)
+    with mpgrad.Pool(2, inline="never") as other:
+        assert other.map(noisy, range(10)) == found[0]
+
+
+def test_a_map_draws_the_same_from_the_caller_wherever_it_runs(cheap: mpgrad.Pool) -> None:
+    after = []
+    for _ in range(20):
+        torch.manual_seed(1)
+        cheap.map(abs, range(3))
+        after.append(torch.rand(()).item())
+    assert here(cheap) > 3 and len(set(after)) == 1
+
+
+def test_the_first_calls_of_an_unknown_function_are_sent(cheap: mpgrad.Pool) -> None:
+    cheap.map(abs, range(100))
+    for _ in range(20):
+        scale = random.random()
+        pids = cheap.map(lambda x, scale=scale: (x * scale, os.getpid())[1], range(100))  # new each time
+        assert os.getpid() not in pids[:16]
+        if set(pids[16:]) == {os.getpid()}:
+            return
+    raise AssertionError("no cheap function was run here")
+
+
+def test_a_function_that_becomes_dear_is_sent_again(cheap: mpgrad.Pool) -> None:
+    def wait(seconds: float) -> tuple[float, int]:
+        time.sleep(seconds)
+        return seconds, os.getpid()
+
+    known(cheap, wait, [0.0] * 5)
+    delays = [0.0] * 10 + [0.03] * 12
+    found = cheap.map(wait, delays)
+    assert [each for each, _ in found] == delays
+    assert found[0][1] == os.getpid() and found[-1][1] != os.getpid()
+    failing = [0.0] * 3 + [0.03] * 4 + ["x"]
+
+    def item_that_failed() -> str:
+        with pytest.raises(TypeError) as caught:
+            cheap.map(wait, failing)
+        return "".join(caught.value.__notes__)
+
+    assert "item 7" in item_that_failed()
+
+
+def test_captures_are_as_they_are_now(cheap: mpgrad.Pool) -> None:
+    scale = torch.ones(3, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return x * scale
+
+    xs = [torch.ones(3) for _ in range(4)]
+    known(cheap, function, xs)
+    before = here(cheap)
+    for value in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            scale.fill_(value)
+        assert all(torch.equal(each, torch.full((3,), value)) for each in cheap.map(function, xs))
+    (gradient,) = torch.autograd.grad(sum(each.sum() for each in cheap.map(function, xs)), scale)
+    assert torch.equal(gradient, torch.full((3,), 4.0)) and here(cheap) == before + 16
+
+
+def test_modes_and_modules(cheap: mpgrad.Pool) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    known(cheap, network, items())
+    before = here(cheap)
+    assert_same_as_serial(network, items(), cheap)
+    assert here(cheap) > before
+    with torch.no_grad():
+        assert not any(each.requires_grad for each in cheap.map(network, items()))
+    with torch.inference_mode():
+        assert all(each.is_inference() for each in cheap.map(network, items()))
+    assert not any(parameter.grad is not None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"inline": "never"}, {}),
+        ({"timeout": 50}, {}),
+        ({"initializer": abs, "initargs": (1,)}, {}),
+        ({"engine": "thread"}, {}),
+        ({}, {"timeout": 50}),
+        ({}, {"chunksize": 1}),
+        ({}, {"progress": True}),
+    ],
+    ids=str,
+)
+def test_where_all_calls_are_sent(nursery: mpgrad.Pool, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    with mpgrad.Pool(2, **options) as pool:
+        for _ in range(3):
+            pool.map(abs, range(50), **arguments)
+        assert here(pool) == 0
+
+
+def test_an_empty_map_and_a_closed_pool(cheap: mpgrad.Pool) -> None:
+    known(cheap, abs, [1, 2])
+    assert cheap.map(abs, []) == [] and cheap.map(len, []) == []
+    cheap.close()
+    with pytest.raises(mpgrad.PoolClosedError):
+        cheap.map(abs, [1])
+
+
+def test_an_interrupt_leaves_the_pool_whole(cheap: mpgrad.Pool) -> None:
+    def stop(x: int) -> int:
+        if x == 3:
+            raise KeyboardInterrupt
+        return x
+
+    known(cheap, stop, [1, 2])
+    with pytest.raises(KeyboardInterrupt):
+        cheap.map(stop, range(10))
+    assert cheap.map(abs, range(-3, 3)) == [3, 2, 1, 0, 1, 2]
+
+
+def test_long_maps_in_pieces(cheap: mpgrad.Pool) -> None:
+    known(cheap, abs, [1, 2])
+    before = here(cheap)
+    count = 5 * CALLS_AT_ONCE + 3
+    assert cheap.map(abs, iter(range(-count, 0))) == list(range(count, 0, -1))
+    assert here(cheap) == before + count
+
+
+def test_what_pays() -> None:
+    times = {b"cheap": 10e-6, b"medium": 90e-6, b"dear": 2e-3}
+    costs = Costs(times.get)
+    assert costs.pays(b"cheap", 2, 1000) and not costs.pays(b"medium", 2, 1000) and not costs.pays(b"new", 2, 1000)
+    assert costs.pays(b"medium", 2, 4)  # so few that waking the workers is most of it
+    assert costs.pays(b"medium", 1, 1000) and not costs.pays(b"dear", 1, 1)
+    costs.note_sent(b"medium", 1000 * 145e-6, 1000, 2)  # 100 us more than the work itself
+    assert costs.pays(b"medium", 2, 1000)
+    costs.note_here(b"medium", 500e-6, 1)
+    assert not costs.pays(b"medium", 2, 1000)
+    costs.send_ever_after(b"cheap")
+    assert not costs.pays(b"cheap", 2, 1000)
