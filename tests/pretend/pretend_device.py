@@ -19,7 +19,7 @@ from torch.utils.cpp_extension import include_paths
 
 __all__ = ["BROKEN", "Pretend", "built"]
 
-SOURCE = Path(__file__).parent / "pretend" / "device.cpp"
+SOURCE = Path(__file__).parent / "device.cpp"
 COUNT = 2
 
 
