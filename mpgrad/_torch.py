@@ -57,6 +57,7 @@ __all__ = [
     "unbatched_the_older_way",
     "vmap_levels",
     "vmap_the_older_way",
+    "wait_for_devices",
     "will_run",
     "within_dual_level",
     "without_refusal",
@@ -173,6 +174,15 @@ def set_priority(node: Any, number: int) -> None:
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(number)
+
+
+def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Wait until what this thread has devices compute for `tensors` is there.
+
+    Between nodes on one device the engine sees to that itself, but not behind a node on the CPU.
+    """
+    for device in {tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpgrad.arena import Borrowed, Lenders, slab_of
+from mpgrad.arena import Borrowed, Lenders, Slot, slab_of
 from mpgrad.autograd import Home, RemoteGraph
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef
 from mpgrad.crew import Chunk, Differentiation, Worker
+from mpgrad.crossing import kept
 from mpgrad.errors import SharedMemoryError, raised_again
 from mpgrad.homes import GradientReply, ReadyGradients
 from mpgrad.messages import Collected, Eager, Failure, Gradients, Missing, Results
@@ -96,19 +97,20 @@ class Answers:
         except SharedMemoryError as error:
             reply.fail(error)
 
-    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, Borrowed]:
+    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, Borrowed | Slot]:
         """By address.
 
         Raises:
             SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
         """
-        found: dict[int, Borrowed] = {}
+        found: dict[int, Borrowed | Slot] = {}
         refused: SharedMemoryError | None = None
         for ref in refs:
             try:
                 if ref.place >= 0:
                     memory = self._lenders.borrow(ref.place, ref.nbytes)
-                    found[ref.place] = Borrowed(memory, self._lenders.slab(slab_of(ref.place)))
+                    slab = self._lenders.slab(slab_of(ref.place))
+                    found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
             except SharedMemoryError as error:
                 refused = error
         if refused is not None:

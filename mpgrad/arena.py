@@ -24,13 +24,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
 
 from mpgrad._torch import descriptor_of, shared_storage, storage_from_descriptor
 from mpgrad.errors import PoolClosedError, SharedMemoryError
+
+if TYPE_CHECKING:
+    from mpgrad.devices import DeviceSlab
 
 __all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot", "slab_of"]
 
@@ -42,6 +45,8 @@ IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touc
 COPY_BYTES = 1 << 20  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
 OFFSET_BITS = 44  # an address is slab << OFFSET_BITS | offset
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
+OWNER_BITS = 32  # a slab's number is owner << OWNER_BITS | kind << KIND_BITS | count
+KIND_BITS = 24
 
 
 def slab_of(address: int) -> int:
@@ -50,6 +55,8 @@ def slab_of(address: int) -> int:
 
 class Slab:
     """A piece of shared memory, mapped into this process. Whoever holds a `memory` slice keeps the mapping."""
+
+    elsewhere = False  # than in the CPU's memory: see `devices.DeviceSlab`
 
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
@@ -62,8 +69,27 @@ class Slab:
         self.memory = memoryview(array).cast("B")
 
     @classmethod
+    def make(cls, number: int, size: int) -> Slab:
+        return cls(number, shared_storage(size))
+
+    @classmethod
     def attach(cls, number: int, descriptor: int, nbytes: int) -> Slab:
         return cls(number, storage_from_descriptor(descriptor, nbytes))
+
+    def reserve(self, offset: int, size: int, nbytes: int) -> None:
+        """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
+        if nbytes > psutil.virtual_memory().available:
+            raise no_room(nbytes)
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self.descriptor, offset, size)
+            except OSError as error:
+                raise no_room(nbytes) from error
+
+    def hollow_out(self, offset: int, size: int) -> None:
+        """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
+        if sys.platform == "linux":
+            LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
         """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
@@ -83,12 +109,12 @@ class Slot:
 
     __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory", "slab")
 
-    def __init__(self, arena: Arena, slab: Slab, offset: int, capacity: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena, slab: Any, offset: int, capacity: int, nbytes: int) -> None:
         self._arena = arena
         self._capacity = capacity
-        self.slab = slab
+        self.slab: Any = slab  # a `Slab`, or a `devices.DeviceSlab`
         self.address = slab.number << OFFSET_BITS | offset
-        self.memory = slab.memory[offset : offset + nbytes]
+        self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `devices.Region`
 
     def __del__(self) -> None:
         self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
@@ -102,14 +128,22 @@ class Borrowed(NamedTuple):
 
 
 class Arena:
-    """The shared memory that this process owns.
+    """The shared memory that this process owns: of the CPU, or of a device, where `make_slab` says so.
 
     Slots come from large slabs, and those above half a slab from one of their own. Free memory is kept for reuse up to
-    IDLE_BYTES; what is freed beyond goes back to the system, the address range of a small slot staying as a hollow one.
+    `idle_bytes`; what is freed beyond goes back to the system, the address range of a small slot staying as a hollow one.
     """
 
-    def __init__(self, owner: int) -> None:
-        self._next_number = owner << 32
+    def __init__(
+        self,
+        owner: int,
+        make_slab: Callable[[int, int], Any] = Slab.make,
+        kind: int = 0,
+        idle_bytes: float = IDLE_BYTES,
+    ) -> None:
+        self._next_number = owner << OWNER_BITS | kind << KIND_BITS
+        self._make_slab = make_slab  # of its number and size
+        self._most_idle = idle_bytes
         self._free: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, with memory; never empty
         self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
         self._idle_bytes = 0  # in free slots
@@ -162,7 +196,7 @@ class Arena:
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
             self._free[capacity] = free  # the size used last stands last, and memory of the first is given up first
-            while self._idle_bytes > IDLE_BYTES:
+            while self._idle_bytes > self._most_idle:
                 self._give_up(next(iter(self._free)))
 
     def _take_free(self, capacity: int) -> tuple[Slab, int]:
@@ -179,7 +213,7 @@ class Arena:
         if slab.nbytes == capacity:
             self.dropped.append(slab.number)  # unmapped here with its last view
         else:
-            hollow_out(slab, offset, capacity)
+            slab.hollow_out(offset, capacity)
             self._hollow.setdefault(capacity, []).append((slab, offset))
 
     def close(self) -> None:
@@ -193,32 +227,31 @@ class Arena:
             self._dead.clear()
 
     def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
-        if nbytes > psutil.virtual_memory().available:
-            raise no_room(nbytes)
         if capacity > SLAB_BYTES // 2:
             slab = self._new_slab(capacity, nbytes)
-            reserve(slab, 0, capacity, nbytes)
+            slab.reserve(0, capacity, nbytes)
             self.made.append(slab)
             return slab, 0
         hollow = self._hollow.get(capacity)
         if hollow:
-            reserve(*hollow[-1], capacity, nbytes)
+            slab, offset = hollow[-1]
+            slab.reserve(offset, capacity, nbytes)
             return hollow.pop()
         if self._open is None or self._used + capacity > self._open.nbytes:
             self._open, self._used = self._new_slab(SLAB_BYTES, nbytes), 0
             self.made.append(self._open)
-        reserve(self._open, self._used, capacity, nbytes)
+        self._open.reserve(self._used, capacity, nbytes)
         offset = self._used
         self._used += capacity
         return self._open, offset
 
     def _new_slab(self, size: int, nbytes: int) -> Slab:
         try:
-            storage = shared_storage(size)
+            slab: Slab = self._make_slab(self._next_number, size)
         except (OSError, RuntimeError) as error:
             raise no_room(nbytes) from error
         self._next_number += 1
-        return Slab(self._next_number - 1, storage)
+        return slab
 
 
 class Lenders:
@@ -230,9 +263,11 @@ class Lenders:
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
-        self.slabs: dict[int, Slab] = {}
+        self.slabs: dict[int, Any] = {}  # `Slab`s, and `devices.DeviceSlab`s
+        self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
         self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
-        self._refused: list[tuple[int, int]] = []  # given back at once, because the slab could not be mapped
+        # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
+        self._given_back: list[tuple[int, int]] = []
         self._closed = False
         self._notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
@@ -251,8 +286,15 @@ class Lenders:
         if descriptor is not None:
             self._unmapped[number] = descriptor, nbytes
 
+    def attach_elsewhere(self, number: int, open_slab: Callable[[], DeviceSlab]) -> None:
+        """A slab on a device."""
+        self._elsewhere[number] = open_slab
+
     def detach(self, number: int) -> None:
-        self.slabs.pop(number, None)
+        slab = self.slabs.pop(number, None)
+        if slab is not None and slab.elsewhere:
+            slab.finish()
+        self._elsewhere.pop(number, None)
         descriptor, _ = self._unmapped.pop(number, (None, 0))
         if descriptor is not None:
             os.close(descriptor)
@@ -260,9 +302,9 @@ class Lenders:
     @property
     def numbers(self) -> list[int]:
         """Of all slabs, mapped or not."""
-        return [*self.slabs, *self._unmapped]
+        return [*self.slabs, *self._unmapped, *self._elsewhere]
 
-    def slab(self, number: int) -> Slab:
+    def slab(self, number: int) -> Any:
         """Mapped when it is first wanted.
 
         Raises:
@@ -276,11 +318,17 @@ class Lenders:
                 raise no_mapping(f"{nbytes:,} bytes of them") from error
             del self._unmapped[number]
             os.close(descriptor)
+        elif number in self._elsewhere:
+            try:
+                self.slabs[number] = self._elsewhere[number]()
+            except (OSError, RuntimeError) as error:
+                raise no_mapping(f"on a device: {error}") from error
+            del self._elsewhere[number]
         if number not in self.slabs:
             raise no_mapping("no file descriptor was free to receive it with")
         return self.slabs[number]
 
-    def borrow(self, address: int, nbytes: int, private: bool = False) -> memoryview:
+    def borrow(self, address: int, nbytes: int, private: bool = False) -> Any:
         """The memory at `address`; `private` where others use it too, so that writing to it must not show.
 
         Raises:
@@ -290,8 +338,11 @@ class Lenders:
         try:
             slab, offset = self.slab(slab_of(address)), address & OFFSET_MASK
         except SharedMemoryError:
-            self._refused.append((address, 1))
+            self._given_back.append((address, 1))
             raise
+        if slab.elsewhere:
+            self._given_back.append((address, 1))  # the copy is made right after this, and told of after that
+            return slab.memory[offset : offset + nbytes]
         self._received[key] = self._received.get(key, 0) + 1
         known = self._views.get(key)
         memory = known() if known is not None else None
@@ -325,12 +376,12 @@ class Lenders:
         self._closed = True
         for number in list(self._unmapped):
             self.detach(number)
-        for table in (self.slabs, self._views, self._received, self._pointers, self._dead):
+        for table in (self.slabs, self._elsewhere, self._views, self._received, self._pointers, self._dead):
             table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
         """What is not needed here any more, since the last time: addresses, and how often each was received."""
-        returned, self._refused = self._refused, []
+        returned, self._given_back = self._given_back, []
         while self._dead:
             key, pointer, view = self._dead.popleft()
             if self._pointers.get(pointer, (0, None, None))[2] is view:
@@ -346,21 +397,6 @@ def size_class(nbytes: int) -> int:
     pages = max(1, -(-nbytes // PAGE))
     step = 1 << max(0, pages.bit_length() - 3)
     return -(-pages // step) * step * PAGE
-
-
-def reserve(slab: Slab, offset: int, size: int, nbytes: int) -> None:
-    """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(slab.descriptor, offset, size)
-        except OSError as error:
-            raise no_room(nbytes) from error
-
-
-def hollow_out(slab: Slab, offset: int, size: int) -> None:
-    """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
-    if sys.platform == "linux":
-        LIBC.fallocate(slab.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
 
 def no_mapping(why: str) -> SharedMemoryError:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +31,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from mpgrad._torch import apply, graph_is_kept, graph_task, has_tangent, outside_transforms, plus, set_priority, will_run
+from mpgrad._torch import (
+    apply,
+    graph_is_kept,
+    graph_task,
+    has_tangent,
+    outside_transforms,
+    plus,
+    set_priority,
+    wait_for_devices,
+    will_run,
+)
 from mpgrad.batching import Level, levels_of, within, without
 
 __all__ = [
@@ -196,9 +207,10 @@ class RemoteGraph:
         return self._derivatives[task]
 
     def _forget_taken(self, derivative: Derivative) -> None:
-        if derivative.is_taken and self._derivatives is not None:
-            del self._derivatives[derivative.order.task]
-            self._derivatives = self._derivatives or None
+        derivatives = self._derivatives
+        if derivative.is_taken and derivatives is not None:
+            derivatives.pop(derivative.order.task, None)  # two gates may come here at once
+            self._derivatives = derivatives or None
 
     def promise(self, task: int, number: int) -> Promise | None:
         """Instead of `take`; None where the gradient has to be seen on its way."""
@@ -246,19 +258,23 @@ class Derivative:
         self._left = len(order.wanted)  # inputs whose gradients nobody has taken
         self._found: dict[int, torch.Tensor | None] | None = None  # by input
         self._of_captures: Sequence[torch.Tensor | None] = ()
+        self._taking = threading.Lock()  # gates of captures, and of tensors on each device, run in threads of their own
 
     def take(self, number: int) -> torch.Tensor | None:
-        self._left -= 1
-        return self._results().pop(number)
+        with self._taking:
+            self._left -= 1
+            return self._results().pop(number)
 
     def promise(self, number: int) -> Promise | None:
         if self.order.levels or self.order.create or self._reply.is_ready:
             return None
-        self._left -= 1
+        with self._taking:
+            self._left -= 1
         return Promise(self._reply, self.order.wanted.index(number))
 
     def take_captures(self) -> Sequence[torch.Tensor | None]:
-        self._results()
+        with self._taking:
+            self._results()
         found, self._of_captures = self._of_captures, ()
         return found
 
@@ -322,7 +338,9 @@ class Call(torch.autograd.Function):
         ctx.task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
-        graph.placeholders = tuple([placeholder(tensor.dtype, tensor.shape) for tensor in inputs])
+        graph.placeholders = tuple(
+            [placeholder(each.dtype, each.shape, None if each.is_cpu else each.device) for each in inputs]
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -511,6 +529,7 @@ class CaptureGate(torch.autograd.Function):
             total = added(total, derivative.take_captures())
         for levels, grads in ctx.home.capture_gradients(task):
             total = added(total, [None if each is None else within(each, levels) for each in grads])
+        wait_for_devices(total)
         return None, *total
 
 
@@ -536,7 +555,7 @@ with torch.inference_mode(False):
 
 
 @functools.lru_cache(maxsize=4096)
-def placeholder(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def placeholder(dtype: torch.dtype, shape: torch.Size, device: torch.device | None) -> torch.Tensor:
     """A gradient that costs nothing and passes the engine's checks."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+        return torch.zeros((), dtype=dtype, device=device or "cpu").expand(shape)

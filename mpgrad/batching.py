@@ -47,7 +47,8 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and _torch.is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        levels += [Level(1 + number, True) for number in range(_torch.older_levels())]
+        # in the engine's threads for devices none is counted; there is one then, within which `torch.autograd.grad` was called
+        levels += [Level(1 + number, True) for number in range(max(1, _torch.older_levels()))]
     return tuple(levels)
 
 

@@ -15,16 +15,19 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from mpgrad._torch import has_tangent, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
+from mpgrad.devices import Lane, Region, code_of, device_of
 
 __all__ = [
+    "DEVICE",
     "DTYPES",
+    "Devices",
     "Packer",
     "Payload",
     "Placed",
@@ -33,6 +36,8 @@ __all__ = [
     "check_carriable",
     "flags_of",
     "placed_again",
+    "renamed",
+    "staged_again",
     "stand_in",
     "view",
 ]
@@ -77,6 +82,7 @@ LEAF = 2
 PARAMETER = 4
 SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
 SPREAD = 16  # travels dense, and is spread out to its strides by the receiver
+DEVICE = 256  # times the code of the device on which the receiver is to have it (see `devices.code_of`), wherever it lies now
 
 
 def flags_of(tensor: torch.Tensor) -> int:
@@ -89,8 +95,8 @@ def flags_of(tensor: torch.Tensor) -> int:
     return flags
 
 
-def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) -> None:
-    """Refuse by name what cannot be carried, before anything runs.
+def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, kind: str = "") -> None:
+    """Refuse by name what cannot be carried, before anything runs. `kind` is that of the pool's devices, if it has some.
 
     Raises:
         TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
@@ -104,8 +110,8 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None) 
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
     elif tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
         reason = f"its layout is {tensor.layout}; pass tensor.to_dense()"
-    elif not tensor.is_cpu:
-        reason = f"its device is {tensor.device}; pass tensor.cpu()"
+    elif not tensor.is_cpu and tensor.device.type != kind:
+        reason = f"its device is {tensor.device}; pass tensor.cpu(), or make the pool with devices=..."
     elif tensor.is_quantized:
         reason = f"its dtype is {tensor.dtype}; pass tensor.dequantize()"
     elif is_functorch_wrapped(tensor):
@@ -135,14 +141,31 @@ class Placed(NamedTuple):
     holder: Slot | Borrowed | None
 
 
-def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed]) -> Placed:
+def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
     """What one process has sent us, ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
     if flags & REQUIRES_GRAD and not flags & LEAF:
         flags &= ~PARAMETER  # the output of a call is none, whatever it was there
     if place >= 0:
-        return Placed(dtype, shape, form, place, nbytes, flags | SHARED, None, memories[place])
+        holder = memories[place]
+        address = holder.address if isinstance(holder, Slot) else place  # on a device it has come into a slot of ours
+        return Placed(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
     return Placed(dtype, shape, form, -1, nbytes, flags, bytes(payload[-1 - place : -1 - place + nbytes]), None)
+
+
+def renamed(ref: TensorRef, code: int) -> TensorRef:
+    """The same tensor, to be had on another device."""
+    return ref._replace(flags=ref.flags % DEVICE + code * DEVICE)
+
+
+class Devices(Protocol):
+    """The devices of a pool, as one side of it sees them."""
+
+    kind: str
+
+    def way_to(self, code: int) -> Lane | None:
+        """For a tensor that lies there: the lane by which it travels; None where it goes through the CPU's memory."""
+        ...
 
 
 class Packer:
@@ -156,13 +179,19 @@ class Packer:
         arena: Arena,
         known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None,
         lasting: bool = False,
+        devices: Devices | None = None,
     ) -> None:
         self._arena = arena
         self._known = known
+        self._devices = devices
+        self.kind = "" if devices is None else devices.kind  # of the devices whose tensors can be placed
         self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
 
-    def place(self, tensor: torch.Tensor, flags: int) -> Placed:
+    def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
+        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
+        if code or not tensor.is_cpu:
+            return self._place_elsewhere(tensor, flags, code_of(tensor) if code is None else code, staged)
         core, form, how = dense_core(tensor)
         flags |= how
         nbytes = core.numel() * core.element_size()
@@ -179,15 +208,72 @@ class Packer:
         self.bytes_copied += nbytes
         return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
 
-    def place_together(self, tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], Slot | None]:
-        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory."""
+    def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
+        """A tensor that lies on a device, or is to.
+
+        Small ones take a slot there too: to ride in a message they would have to come to the CPU, and so wait until all is
+        done that the device has been given before.
+        """
+        lane = None if staged or code == 0 else self._way(tensor)
+        if lane is None:
+            placed = self.place(brought_here(tensor), flags)
+            return placed._replace(flags=placed.flags + code * DEVICE)
+        core, form, how = dense_core(tensor.detach())
+        slot = lane.write(core)
+        nbytes = slot.memory.nbytes
+        self.bytes_copied += nbytes
+        flags |= how | code * DEVICE
+        return Placed(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
+
+    def _way(self, tensor: torch.Tensor) -> Lane | None:
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor._is_zerotensor()
+        return self._devices.way_to(code_of(tensor)) if is_plain and self._devices is not None else None
+
+    def place_together(
+        self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
+    ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
+        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory.
+
+        Those on devices have slots of their own there, which come last, unless all is to be `staged`.
+        """
+        if not all(tensor.is_cpu for tensor in tensors):
+            return self._some_elsewhere(tensors, sharing, staged)
         refs, cores, nbytes = laid_out(tensors, sharing)
         if nbytes == 0:
-            return refs, None
+            return refs, None, []
         slot = self._arena.allocate(nbytes)
         fill(slot.memory, refs, cores)
         self.bytes_copied += nbytes
-        return refs, slot
+        return refs, slot, []
+
+    def _some_elsewhere(
+        self, tensors: Sequence[torch.Tensor], sharing: bool, staged: bool
+    ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
+        ways = [None if staged else self._way(tensor) for tensor in tensors]
+        through_here = [brought_here(tensor) for tensor, way in zip(tensors, ways, strict=True) if way is None]
+        refs, slot, slots = self.place_together(through_here, sharing)
+        here, found = iter(refs), []
+        for tensor, way in zip(tensors, ways, strict=True):
+            code = code_of(tensor)
+            if way is None:
+                ref = next(here)
+                found.append(ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE))
+            else:
+                placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
+                assert isinstance(placed.holder, Slot)
+                slots.append(placed.holder)
+                found.append(Payload().add(placed))
+        return found, slot, slots
+
+
+def staged_again(
+    packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
+) -> Placed:
+    """As `placed_again`, for a worker that can read the CPU's memory only."""
+    if ref.place < 0 or not isinstance(memories[ref.place], Slot):
+        return placed_again(ref, payload, memories)
+    tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
+    return packer.place(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
 
 
 def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], list[torch.Tensor], int]:
@@ -268,6 +354,18 @@ def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
     return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
 
 
+def brought_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` on the CPU, with its strides."""
+    if tensor.is_cpu or tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return tensor.detach().cpu()
+    core, stride, how = dense_core(tensor.detach())
+    here = core.cpu()
+    if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
+        return here
+    flat = here.as_strided((here.numel(),), (1,))
+    return spread(flat, tuple(tensor.shape), stride) if how else flat.as_strided(tensor.shape, stride)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements, in some order of dimensions, fill one run of memory."""
     expected = 1
@@ -293,7 +391,11 @@ def overlaps(core: torch.Tensor) -> bool:
 
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-    return torch.empty_strided(kept, stride, dtype=core.dtype, device="cpu").copy_(core.view(kept)).as_strided_(shape, stride)
+    return (
+        torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device)
+        .copy_(core.view(kept))
+        .as_strided_(shape, stride)
+    )
 
 
 class Payload:
@@ -318,11 +420,14 @@ class Payload:
 
 def stand_in(ref: TensorRef) -> torch.Tensor:
     """A tensor like the one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
-    return torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device="cpu")
+    device = device_of(ref.flags // DEVICE)
+    return torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device)
 
 
-def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
     """The tensor that `ref` stands for, over the memory where it lies; the memory lives as long as the tensor."""
+    if ref.flags >= DEVICE:
+        return view_elsewhere(ref, payload, borrow)
     form = ref.form
     if isinstance(form, Sparse):
         return view_sparse(ref, form, payload, borrow)
@@ -338,6 +443,25 @@ def view(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], memo
     if len(ref.shape) != 1 or ref.nbytes == 0:
         return tensor.resize_(ref.shape)
     return tensor
+
+
+def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
+    """A copy of the tensor on its device. It gets its strides there: a tensor with holes loses them on the way."""
+    device, stride = device_of(ref.flags // DEVICE), ref.form
+    memory = borrow(ref) if ref.place >= 0 else None
+    if isinstance(stride, Sparse):
+        return view(renamed(ref, 0), payload, lambda ref: memory).to(device)
+    dtype = DTYPES[ref.dtype]
+    flat_shape = (ref.nbytes // dtype.itemsize,)
+    if isinstance(memory, Region):
+        own = memory.copied()
+        tensor = torch.empty(0, dtype=dtype, device=own.device).set_(own.untyped_storage(), 0, flat_shape, (1,))
+        tensor = tensor.to(device, non_blocking=True)
+    else:
+        tensor = view(ref._replace(shape=flat_shape, form=None, flags=0), payload, lambda ref: memory).to(device)
+    if stride is None:
+        return tensor.resize_(ref.shape)
+    return spread(tensor, ref.shape, stride) if ref.flags & SPREAD else tensor.as_strided_(ref.shape, stride)
 
 
 def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:

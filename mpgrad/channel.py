@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mpgrad.arena import Slab
 from mpgrad.messages import Message, NewSlab
 
 __all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
@@ -203,8 +202,12 @@ class Channel:
         self._socket.close()
 
 
-def send_slabs(pipe: Pipe, slabs: Sequence[Slab]) -> None:
+def send_slabs(pipe: Pipe, slabs: Sequence[Any]) -> None:
     """Hand over shared memory, in frames of as many descriptors as one may carry."""
+    elsewhere = [each for each in slabs if each.elsewhere]
+    if elsewhere:
+        pipe.send([NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1) for each in elsewhere])
+        slabs = [each for each in slabs if not each.elsewhere]
     for start in range(0, len(slabs), MAX_DESCRIPTORS):
         some = slabs[start : start + MAX_DESCRIPTORS]
         messages: list[Message] = [NewSlab(slab.number, slab.nbytes) for slab in some]

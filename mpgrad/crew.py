@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mpgrad.arena import Borrowed, Slab, Slot, slab_of
+from mpgrad.arena import Borrowed, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import Payload, Placed, TensorRef
@@ -98,9 +98,11 @@ class Chunk(NamedTuple):
 
 
 class Worker:
-    def __init__(self, number: int, channel: Pipe) -> None:
+    def __init__(self, number: int, channel: Pipe, device: int = 0) -> None:
         self.number = number
         self.channel = channel
+        self.device = device  # its code
+        self.direct = device == 0  # it and we can read each other's slots on its device
         self.ready = False
         self.retiring = False  # takes no new calls: it has done as many as one worker may
         self.gone: BaseException | None = None  # what its graphs answer after its end
@@ -123,7 +125,7 @@ class Worker:
         self.slabs: set[int] = set()
         self._lent: dict[int, tuple[object, int]] = {}  # address -> what has to live, how often it was sent
         # news, to be sent along with the next message
-        self._new_slabs: list[Slab] = []
+        self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()
         self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
         self.releases: deque[int] = deque()
@@ -241,15 +243,17 @@ class Worker:
         if function.number in self.functions:
             return
         pickled = None if function.code in self.codes else function.pickled
-        messages.append(Define(function.number, function.code, pickled, function.block, function.refs))
+        messages.append(Define(function.number, function.code, pickled, function.block, function.refs, function.gathers))
         self.functions.add(function.number)
         self.codes.add(function.code)
         if function.slot is not None:
             self.lend(function.slot.address, function.slot)
+        for slot in function.slots:
+            self.lend(slot.address, slot)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = [self._pack(each, payload) for each in call.placed]
-        return ForwardCall(number, call.item, call.structure, tensors, call.claimed)
+        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd import Promise
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Placed, placed_again
-from mpgrad.crew import SentGradients
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, placed_again, staged_again
+from mpgrad.crew import SentGradients, Worker
 from mpgrad.operations import Delivered, Failed, Operation
 from mpgrad.packing import PackedCall
 
@@ -36,9 +36,10 @@ class Desk(Protocol):
 
 
 class Dependents:
-    def __init__(self, desk: Desk, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, desk: Desk, post: Callable[[Callable[[], None]], None], packer: Packer) -> None:
         self._desk = desk
         self._post = post
+        self._packer = packer
 
     def look_at_call(self, operation: Operation, call: PackedCall) -> None:
         """Put into a call what other calls give it; or come back when the first that is missing has come."""
@@ -55,8 +56,15 @@ class Dependents:
                 return
         outcomes = [claim.outcome for claim in call.claims]
         for claim, outcome in zip(call.claims, outcomes, strict=True):
-            put_in(call, outcome)
+            put_in(call, outcome, self._packer if operation.request is not None and operation.request.staged else None)
             operation.warned.extend(claim.source.take_warnings())  # perhaps nobody ever asks for the value itself
+        if operation.request is not None:
+            try:
+                operation.request.look_again(call)
+            except ValueError as error:
+                operation.deliver(call.index, error)
+                self._desk.call_has_failed(operation)
+                return
         self._desk.call_is_ready(operation, call, outcomes[-1].worker)
 
     def look_at_backward(self, sent: SentGradients) -> None:
@@ -73,18 +81,25 @@ class Dependents:
                 return
         for promise in promises:
             sent.reply.warned = [*sent.reply.warned, *promise.reply.take_warnings()]
-        sent.what = sent.what._replace(grads=[kept_promises(parts) for parts in sent.what.grads])
+        worker = sent.what.graph.worker
+        assert isinstance(worker, Worker)
+        staged_by = self._packer if worker.device == 0 else None
+        sent.what = sent.what._replace(grads=[kept_promises(parts, staged_by) for parts in sent.what.grads])
         self._desk.backward_is_ready(sent)
 
 
-def put_in(call: PackedCall, outcome: Delivered) -> None:
+def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
+    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come there."""
     refs = outcome.result.tensors
     if outcome.graph is None:  # then only leaves need gradients
         refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
-    call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
+    if packer is None:
+        call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
+    else:
+        call.placed += [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
     call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
 
 
-def kept_promises(parts: Sequence[Placed | Promise]) -> list[Placed | Promise]:
-    there = (part.reply.passed_on(part.place) if isinstance(part, Promise) else part for part in parts)
+def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:
+    there = (part.reply.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
     return [part for part in there if part is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import functools
 import multiprocessing
 import threading
 import time
@@ -85,6 +86,8 @@ class Executor(concurrent.futures.Executor):
         """
         with self._lock:
             self._check_open()
+            if "device" in kwargs:  # the function's, not the pool's
+                fn, kwargs = functools.partial(fn, **kwargs), {}
             future = self._pool.submit(fn, *args, **kwargs)
             self._futures.add(future)
         return future

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.arena import Borrowed
+from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Grads, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Placed, TensorRef, placed_again, view
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, placed_again, staged_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
 from mpgrad.packing import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
 
-Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed]]
+Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slot]]
 
 
 class GradientReply:
@@ -50,7 +50,7 @@ class GradientReply:
         self,
         found: Sequence[TensorRef | None] | Failure,
         payload: memoryview,
-        memories: dict[int, Borrowed],
+        memories: dict[int, Borrowed | Slot],
         worker: int,
     ) -> None:
         if isinstance(found, Failure):
@@ -73,12 +73,14 @@ class GradientReply:
         for tell in dependents:
             tell()
 
-    def passed_on(self, place: int) -> Placed | None:
-        """One of the gradients, for another worker."""
+    def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
+        """One of the gradients, for another worker; `staged_by`: for one that can read the CPU's memory only."""
         assert self._outcome is not None and not callable(self._outcome)
         found, payload, memories = self._outcome
         ref = found[place]
-        return None if ref is None else placed_again(ref, payload, memories)
+        if ref is None:
+            return None
+        return placed_again(ref, payload, memories) if staged_by is None else staged_again(staged_by, ref, payload, memories)
 
     @property
     def has_failed(self) -> bool:
@@ -118,7 +120,7 @@ class ReadyGradients:
     __slots__ = ("_memories", "_payload", "_refs", "apart")
 
     def __init__(
-        self, refs: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed], apart: bool
+        self, refs: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed | Slot], apart: bool
     ) -> None:
         self._refs = refs
         self._payload = payload

@@ -1,7 +1,7 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
-    parent ► worker   Start NewSlab SlabsGone Define Forget Forward Backward Collect Release Returned Stop
-    worker ► parent   NewSlab SlabsGone Ready StartFailed Results Gradients Collected Returned Printed Logged
+    parent ► worker   Start NewSlab SlabsGone Try Direct Define Forget Forward Backward Collect Release Returned Stop
+    worker ► parent   NewSlab SlabsGone Tried Ready StartFailed Results Gradients Collected Returned Printed Logged
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mpgrad.batching import Level
 from mpgrad.carrier import TensorRef
+from mpgrad.devices import Handle
 from mpgrad.modes import Modes
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Collect",
     "Collected",
     "Define",
+    "Direct",
     "Eager",
     "Failure",
     "Forget",
@@ -44,6 +46,8 @@ __all__ = [
     "StartFailed",
     "Stop",
     "Structure",
+    "Tried",
+    "Try",
     "Warned",
 ]
 
@@ -66,10 +70,12 @@ class Progress:
 
 
 class NewSlab(NamedTuple):
-    """The sender made shared memory; its file descriptor travels with the frame."""
+    """The sender made shared memory; its file descriptor travels with the frame, or it has a handle, if it is on a device."""
 
     number: int
     nbytes: int
+    handle: Handle | None = None
+    code: int = 0  # of the device
 
 
 class SlabsGone(NamedTuple):
@@ -80,6 +86,25 @@ class Returned(NamedTuple):
     """Slots that the receiver lent: each address, and how many times it had been received."""
 
     slots: list[tuple[int, int]]
+
+
+class Try(NamedTuple):
+    """Whether the receiver can read the sender's slots on a device: at `address`, `nbytes` long, there should be `mark`."""
+
+    address: int
+    nbytes: int
+    mark: bytes
+
+
+class Tried(NamedTuple):
+    """Why the sender cannot read what `Try` named, or ""; and in return a slot of its own, where it can."""
+
+    refusal: str
+    back: Try | None
+
+
+class Direct(NamedTuple):
+    """From here on results may travel as slots on the device: both sides can read each other's."""
 
 
 # --- parent to worker
@@ -98,6 +123,7 @@ class Start(NamedTuple):
     path: list[str]
     argv: list[str]
     directory: str | None
+    device: bytes = b""  # the pickle of a `devices.Post`, in a pool with devices
 
 
 class Define(NamedTuple):
@@ -112,6 +138,7 @@ class Define(NamedTuple):
     pickled: bytes | None
     block: tuple[int, int] | None
     captures: list[TensorRef]
+    gathers: bool = False  # all tensors of its calls go to the worker's device
 
 
 class Forget(NamedTuple):
@@ -128,6 +155,7 @@ class ForwardCall(NamedTuple):
     structure: Structure
     tensors: list[TensorRef]
     claimed: Sequence[tuple[Structure, int]] = ()
+    origin: int = 0  # the device it comes from: where results go that lie on the worker's device
 
 
 class Forward(NamedTuple):
@@ -319,4 +347,7 @@ Message = (
     | Collected
     | Printed
     | Logged
+    | Try
+    | Tried
+    | Direct
 )

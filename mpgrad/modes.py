@@ -36,6 +36,7 @@ class Modes(NamedTuple):
     anomaly: bool
     anomaly_nan: bool
     matmul_precision: str
+    device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
 
     @property
     def determinism(self) -> tuple[bool, bool]:
@@ -46,7 +47,8 @@ class Modes(NamedTuple):
         return self.anomaly, self.anomaly_nan
 
 
-def current_modes() -> Modes:
+def current_modes(kind: str = "") -> Modes:
+    """`kind` is that of the pool's devices, if it has some."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -59,6 +61,7 @@ def current_modes() -> Modes:
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
         torch.get_float32_matmul_precision(),
+        (kind, str(torch.get_autocast_dtype(kind))) if kind and torch.is_autocast_enabled(kind) else None,
     )
 
 
@@ -80,6 +83,9 @@ def under(modes: Modes) -> Iterator[None]:
                 stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=modes.autocast_cache))
             elif before.autocast:
                 stack.enter_context(torch.autocast("cpu", enabled=False))
+            if modes.device_autocast is not None:
+                kind, name = modes.device_autocast
+                stack.enter_context(torch.autocast(kind, dtype_named(name), cache_enabled=modes.autocast_cache))
             yield
     finally:
         set_process_modes(before, modes)
@@ -137,8 +143,8 @@ def draw_seed() -> int:
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 
-def seed_item(seed: int, index: int) -> None:
-    """Give torch, random and numpy the stream of item `index`."""
+def seed_item(seed: int, index: int) -> int:
+    """Give torch, random and numpy the stream of item `index`; returns its seed."""
     own = split_mix(seed + index)
     torch.default_generator.manual_seed(own)
     SEED_RANDOM(own)
@@ -146,6 +152,7 @@ def seed_item(seed: int, index: int) -> None:
     numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
     if numpy is not None:
         numpy.random.seed(own & 0xFFFFFFFF)
+    return own
 
 
 def split_mix(number: int) -> int:

@@ -21,13 +21,14 @@ import torch
 
 from mpgrad import structure
 from mpgrad._torch import outside_transforms
-from mpgrad.arena import Borrowed
+from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Eager, Result, Warned
 from mpgrad.modes import Modes
 from mpgrad.packing import Conditions, PackedCall, SharedFunction
+from mpgrad.routing import Request
 
 __all__ = ["Claim", "Delivered", "Failed", "Operation", "Submitted"]
 
@@ -37,14 +38,14 @@ class Delivered(NamedTuple):
 
     result: Result
     payload: memoryview
-    memories: dict[int, Borrowed]  # by address
+    memories: dict[int, Borrowed | Slot]  # by address; slots of ours for what came from devices
     graph: RemoteGraph | None
     call: PackedCall
     worker: object  # that gave it
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
         """Its tensors, without a history; `private`: not in memory where workers may still read them."""
-        payload, memories = self.payload, {place: memory for place, (memory, _) in self.memories.items()}
+        payload, memories = self.payload, {place: holder.memory for place, holder in self.memories.items()}
         if private:
             payload, memories = own(payload), {place: own(memory) for place, memory in memories.items()}
         return [view(ref, payload, lambda ref: memories[ref.place]) for ref in self.result.tensors]
@@ -79,8 +80,8 @@ class Failed:
 Outcome = Delivered | Failed
 
 
-def own(memory: memoryview) -> memoryview:
-    return memoryview(bytearray(memory))
+def own(memory: Any) -> Any:
+    return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory  # what lies on devices is copied anyway
 
 
 class Operation:
@@ -97,9 +98,11 @@ class Operation:
         return_errors: bool = False,
         noun: str = "item",
         timeout: float | None = None,
+        request: Request | None = None,
         eager: int = Eager.NO,
         first: int = 0,
     ) -> None:
+        self.request = request  # where its calls are to run
         self.eager = eager
         self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
         self.conditions = Conditions(function, modes, seed, first)

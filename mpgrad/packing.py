@@ -20,6 +20,7 @@ from mpgrad.autograd import gate
 from mpgrad.carrier import SHARED, Packer, Placed, are_distinct_tensors, check_carriable, flags_of
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
+from mpgrad.routing import Request
 
 __all__ = ["Conditions", "PackedCall", "PickledFunction", "Shared", "SharedFunction", "pack_call", "pickled_function"]
 
@@ -33,8 +34,10 @@ class PickledFunction(NamedTuple):
     captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
 
 
-def pickled_function(function: Callable[..., Any]) -> PickledFunction:
-    """Raises:
+def pickled_function(function: Callable[..., Any], kind: str = "") -> PickledFunction:
+    """`kind` is that of the pool's devices, if it has some.
+
+    Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
     """
     try:
@@ -42,7 +45,7 @@ def pickled_function(function: Callable[..., Any]) -> PickledFunction:
     except Exception as error:
         raise structure.transported(error, "the function") from error
     for tensor in captures:
-        check_carriable(tensor, "the function")
+        check_carriable(tensor, "the function", None, kind)
     return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False))
 
 
@@ -51,13 +54,22 @@ class SharedFunction:
 
     numbers = itertools.count(1)
 
-    def __init__(self, function: PickledFunction, packer: Packer, forget: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        function: PickledFunction,
+        packer: Packer,
+        forget: Callable[[int, int], None],
+        request: Request | None = None,
+    ) -> None:
         self.pickled, captures, sharing = function
         self.number = next(self.numbers)
         self.summed: collections.Counter[object] = collections.Counter()  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
-        self.refs, self.slot = packer.place_together(captures, sharing)
+        self.gathers = request is not None and request.gathers
+        self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
+        if request is not None:
+            request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
         self._forget = forget
 
@@ -91,7 +103,9 @@ class PackedCall:
         "idle_deaths",
         "index",
         "inputs_lent",
+        "origin",
         "placed",
+        "route",
         "structure",
         "ungated",
     )
@@ -107,6 +121,8 @@ class PackedCall:
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
+        self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
+        self.origin = 0  # the device it comes from
         self.deaths = 0  # of workers that ran this call
         self.idle_deaths = 0  # of workers that had it next
 
@@ -132,6 +148,7 @@ def pack_call(
     grad: bool,
     shared: Shared | None = None,
     first: int = 0,
+    request: Request | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
@@ -144,13 +161,19 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, first)
+            return pack_call(packer, index, args, kwargs, grad, shared, first, request)
     shape, tensors, claims = arguments_structure(first + index, args, kwargs)
     placed = []
+    staged = request is not None and request.staged
     for tensor in tensors:
-        check_carriable(tensor, "item", first + index)
-        placed.append(packer.place(tensor, flags_of(tensor)) if shared is None else place_once(packer, tensor, shared))
+        check_carriable(tensor, "item", first + index, packer.kind)
+        if shared is None:
+            placed.append(packer.place(tensor, flags_of(tensor), None, staged))
+        else:
+            placed.append(place_once(packer, tensor, shared, staged))
     call = PackedCall(index, shape, placed, claims)
+    if request is not None:
+        call.route, call.origin = request.of(tensors)
     lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
     if lent:
         call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
@@ -162,10 +185,10 @@ def pack_call(
     return call
 
 
-def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared) -> Placed:
+def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:
     known = shared.get(id(tensor))
     if known is None:
-        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED)
+        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
     return known[1]
 
 

@@ -42,13 +42,14 @@ from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
 
 __all__ = ["Pool", "PoolWorker"]
 
-ENGINES = ("process", "thread", "inline")
+ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
@@ -73,7 +74,8 @@ class Pool:
         threads_per_worker: intra-op threads of each worker process.
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
-            thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process").
+            thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
+            threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`.
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
@@ -88,10 +90,13 @@ class Pool:
             that were the same for all items of a map, as in a sum or a mean; where it turns out not to be, and with
             `create_graph` or batched gradients, forwards are run again. Half precision, autocast and anomaly mode keep graphs.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
-            dropped, and their backward runs the forward again. None for no limit.
+            dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
         inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
             run in the caller's thread, on private copies and with the same results; "never": all are sent to workers. With an
-            `initializer`, a `timeout`, `progress` or `chunksize` all are sent.
+            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent.
+        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
+            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
+            dies is replaced by one on the same device. Engines "process" and "stream" only.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -122,6 +127,7 @@ class Pool:
         graphs: str = "keep",
         graph_memory: int | str | None = None,
         inline: str = "auto",
+        devices: Device | Sequence[Device] | None = None,
     ) -> None:
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
@@ -134,13 +140,19 @@ class Pool:
         if inline not in INLINE:
             raise ValueError(f"inline must be one of {', '.join(INLINE)} (inline: {inline!r})")
         graph_bytes = None if graph_memory is None else bytes_of("graph_memory", graph_memory)
+        if processes is not None:
+            positive("processes", processes)
+        self._devices = worker_devices(devices, processes, engine, context)
+        workers = len(self._devices) if self._devices is not None else usable_cpus() if processes is None else processes
         settings = Settings(
-            workers=usable_cpus() if processes is None else positive("processes", processes),
+            workers=workers,
             initializer=pickled_initializer(initializer, tuple(initargs)),
             threads=positive("threads_per_worker", threads_per_worker),
             calls=None if maxtasksperchild is None else positive("maxtasksperchild", maxtasksperchild),
             retries=at_least("retries", retries, 0) if engine == "process" else 0,
             graph_bytes=0 if graphs == "recompute" else graph_bytes,
+            devices=self._devices,
+            in_process=engine == "stream",
             eager=graphs == "eager",
         )
         self._eager = settings.eager
@@ -150,7 +162,8 @@ class Pool:
         self._processes = settings.workers
         self._uncollected = Uncollected()
         self._scheduler = start_scheduler(engine, settings, context)
-        self._may_stay = inline == "auto" and engine == "process" and initializer is None and self._timeout is None
+        self._may_stay = inline == "auto" and engine == "process" and initializer is None
+        self._may_stay = self._may_stay and self._timeout is None and self._devices is None
         self._costs = Costs(self._scheduler.seconds_of)
         OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
@@ -169,6 +182,7 @@ class Pool:
         progress: Progress = False,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
 
@@ -181,6 +195,8 @@ class Pool:
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
                 exception stands in the place of the result, and gradients flow to all other items.
+            device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which all tensors are moved. None
+                for a worker where the item lies. Either way results and gradients come back to where they belong.
 
         Raises:
             Exception: what the first failing item raised, with a note that names item, worker and phase.
@@ -199,7 +215,7 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device)
 
     @not_compiled
     def starmap(
@@ -211,15 +227,23 @@ class Pool:
         progress: Progress = False,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device)
 
     @not_compiled
-    def apply(self, func: Callable[..., Any], args: Iterable[Any] = (), kwds: dict[str, Any] | None = None) -> Any:
+    def apply(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        *,
+        device: Device | None = None,
+    ) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise")[0]
+        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise", device)[0]
 
     @not_compiled
     def map_async(
@@ -232,9 +256,10 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> AsyncResult:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error)
+        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
         return self._run_async(operation, (((item,), {}) for item in iterable), callback, error_callback)
 
     @not_compiled
@@ -248,9 +273,10 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> AsyncResult:
         """`starmap` that returns at once."""
-        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error)
+        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
         return self._run_async(operation, ((tuple(args), {}) for args in iterable), callback, error_callback)
 
     @not_compiled
@@ -261,11 +287,13 @@ class Pool:
         kwds: dict[str, Any] | None = None,
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        device: Device | None = None,
     ) -> AsyncResult:
         """`apply` that returns at once."""
         calls = [(tuple(args), kwds or {})]
         fetch = operator.methodcaller("value", 0)
-        return self._run_async(self._begin(func), calls, callback, error_callback, fetch)
+        return self._run_async(self._begin(func, device=device), calls, callback, error_callback, fetch)
 
     @not_compiled
     def imap(
@@ -276,9 +304,12 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True)
+        operation = self._begin(
+            func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True, device=device
+        )
         return self._iterate(operation, (((item,), {}) for item in iterable), ordered=True)
 
     @not_compiled
@@ -290,9 +321,12 @@ class Pool:
         *,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> ResultIterator:
         """`imap` with the results in the order in which they come."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True)
+        operation = self._begin(
+            func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True, device=device
+        )
         return self._iterate(operation, (((item,), {}) for item in iterable), ordered=False)
 
     def close(self) -> None:
@@ -331,11 +365,13 @@ class Pool:
         """Have another number of workers. Those that are too many take no new calls, and end when they keep no graph any more.
 
         Raises:
-            ValueError: less than one, or the engine is "inline".
+            ValueError: less than one; the engine is "inline"; or the pool has devices, which say how many workers there are.
             PoolClosedError: after `close` or `terminate`.
         """
         if self._engine == "inline":
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
+        if self._devices is not None:
+            raise ValueError(f"a pool with devices has one worker for each of them; make another pool (processes: {processes})")
         self._scheduler.resize(positive("processes", processes))
         self._processes = processes
 
@@ -367,13 +403,17 @@ class Pool:
     # --- beyond it
 
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, device: Device | None = None, **kwargs: Any
+    ) -> DifferentiableFuture:
         """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
 
         A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
         starts when its arguments are there, without anybody waiting here, and gradients flow through the graph of calls. A
         result that only calls ask for does not come to the caller's memory. Where a future's value has been asked for,
         further calls are given the value as it is then.
+
+        `device` is as for `map`; where `fn` has an argument of that name, give it with `functools.partial`.
 
         Example:
             >>> import torch, mpgrad
@@ -390,7 +430,7 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
-        operation = self._begin(fn, kind=Submitted, one_by_one=True)
+        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device)
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
@@ -509,6 +549,7 @@ class Pool:
         timeout: float | None = None,
         on_error: str = "raise",
         kind: type[Operation] = Operation,
+        device: Device | None = None,
         one_by_one: bool = False,
         first: int = 0,
         drawn: int | None = None,
@@ -524,7 +565,9 @@ class Pool:
         scheduler = self._scheduler
         scheduler.check_open()
         with outside_transforms():
-            shared = SharedFunction(pickled_function(function), scheduler.packer, scheduler.forget_function)
+            request = requested(device, self._devices)
+            pickled = pickled_function(function, scheduler.packer.kind)
+            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
             token = capture_gate(home, shared.differentiable) if reaches_gradients else None
@@ -533,12 +576,13 @@ class Pool:
             home,
             token,
             drawn if drawn is not None else self._draw_seed() if modes is None else None,
-            modes or current_modes(),
+            modes or current_modes(scheduler.packer.kind),
             chunksize=chunksize,
             stop_at_failure=stop_at_failure and on_error == "raise",
             return_errors=on_error == "return",
             noun=noun,
             timeout=seconds,
+            request=request,
             eager=self._eagerness(one_by_one),
             first=first,
         )
@@ -561,7 +605,7 @@ class Pool:
         return float(timeout)
 
     def _draw_seed(self) -> int | None:
-        return draw_seed() if self._engine != "thread" else None
+        return draw_seed() if self._engine not in ("thread", "stream") else None
 
     def _add_all(
         self,
@@ -582,7 +626,8 @@ class Pool:
         try:
             for args, kwargs in calls:
                 index, first = operation.added, operation.conditions.first
-                operation.add(pack_call(packer, index, args, kwargs, operation.modes.grad, shared, first))
+                packed_call = pack_call(packer, index, args, kwargs, operation.modes.grad, shared, first, operation.request)
+                operation.add(packed_call)
                 packed += 1
                 if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation, waits=borrow)
@@ -603,10 +648,14 @@ class Pool:
         progress: Progress,
         timeout: float | None,
         on_error: str,
+        device: Device | None,
     ) -> list[Any]:
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if not (plain and self._may_stay and may_run_here()):
-            return self._run(function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error)
+            return self._run(
+                function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device
+            )
+        requested(device, self._devices)  # refuses what cannot be
         check_untraced()
         self._scheduler.check_open()
         function = callable_of(function)
@@ -627,17 +676,20 @@ class Pool:
         modes: Modes | None = None,
         timeout: float | None = None,
         on_error: str = "raise",
+        device: Device | None = None,
     ) -> list[Any]:
         if modes is None and may_be_followed():
             check_untraced()
             if on_error == "return":
                 raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
             calls = list(calls)
-            run = functools.partial(self._run, total=total, chunksize=chunksize, progress=progress, noun=noun, timeout=timeout)
+            run = functools.partial(
+                self._run, total=total, chunksize=chunksize, progress=progress, noun=noun, timeout=timeout, device=device
+            )
             results = run_followed(callable_of(function), calls, self._draw_seed, run)
             if results is not None:
                 return results
-        operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error)
+        operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
         wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
             with collector_held():
@@ -694,7 +746,7 @@ class Pool:
         packer = self._scheduler.copying_packer
         if window is None:
             window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
-        pack = functools.partial(pack_call, packer, grad=operation.modes.grad)
+        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request)
         packs = (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
         return ResultIterator(self._scheduler, operation, packs, window, ordered)
 
@@ -727,7 +779,7 @@ atexit.register(terminate_all)
 def start_scheduler(engine: str, settings: Settings, context: BaseContext | str | None) -> Scheduler:
     if engine == "inline":
         return InlineScheduler(settings)
-    return Dispatcher(settings, ThreadLauncher() if engine == "thread" else process_launcher(context))
+    return Dispatcher(settings, ThreadLauncher() if engine in ("thread", "stream") else process_launcher(context))
 
 
 def callable_of(function: object) -> Callable[..., Any]:

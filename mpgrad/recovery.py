@@ -110,7 +110,8 @@ class Recovery:
         else:
             assert isinstance(recipe, PackedCall)
             self._codes.number(recipe.conditions.function)
-            active = [each for each in self._workers.values() if not each.retiring]
+            there = [each for each in self._workers.values() if each.device == worker.device]
+            active = [each for each in there if not each.retiring] or there
             worker = min(active or self._workers.values(), key=lambda each: each.load)
         graph.worker = worker
         worker.kept.add(graph.call)

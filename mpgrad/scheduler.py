@@ -34,8 +34,10 @@ from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
+from mpgrad.crossing import Crossing
 from mpgrad.deadlines import Deadlines, overdue_at
 from mpgrad.dependents import Dependents
+from mpgrad.devices import name_of
 from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -53,12 +55,14 @@ from mpgrad.messages import (
     Start,
     StartFailed,
     Stop,
+    Tried,
 )
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
 from mpgrad.packing import PackedCall
 from mpgrad.recovery import Recovery
+from mpgrad.routing import missing_device, next_for
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
 __all__ = ["Scheduler", "Settings"]
@@ -99,6 +103,8 @@ class Settings(NamedTuple):
     retries: int  # of a call whose worker died; 0: what is lost is lost
     graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
     eager: bool  # backwards of losses are run right after their forwards
+    devices: tuple[int, ...] | None = None  # the code of each worker's device
+    in_process: bool = False  # workers on devices are threads of this process
 
     @property
     def recoverable(self) -> bool:
@@ -114,8 +120,9 @@ class Scheduler(ABC):
         self.traffic = Traffic()
         self.arena = Arena(0)
         self.lenders = Lenders(self.nudge)
-        self.packer = Packer(self.arena, self.lenders.find, lasting=settings.recoverable)
-        self.copying_packer = Packer(self.arena, lasting=settings.recoverable)
+        self._crossing = Crossing(settings.devices, settings.in_process) if settings.devices is not None else None
+        self.packer = Packer(self.arena, self.lenders.find, settings.recoverable, self._crossing)
+        self.copying_packer = Packer(self.arena, None, settings.recoverable, self._crossing)
         self._workers: dict[int, Worker] = {}
         self._worker_numbers = itertools.count(1)
         self._call_numbers = itertools.count(1)
@@ -130,7 +137,7 @@ class Scheduler(ABC):
         self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
         self._deadlines = Deadlines()
         self._answers = Answers(self.lenders, settings.recoverable)
-        self._dependents = Dependents(self, self._inbox.append)
+        self._dependents = Dependents(self, self._inbox.append, self.copying_packer)
         self._failed_starts = 0
         self._started_before_failure = 0  # the last worker that did
         self._understaffed_since: float | None = None
@@ -266,7 +273,8 @@ class Scheduler(ABC):
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
         waits_for_others = any(isinstance(part, Promise) for parts in grads for part in parts)
-        placed = [[part if isinstance(part, Promise) else self._place_grad(part) for part in parts] for parts in grads]
+        place, worker = self._place_grad, graph.worker
+        placed = [[part if isinstance(part, Promise) else place(part, worker) for part in parts] for parts in grads]
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
         if task != order.task:
@@ -285,8 +293,8 @@ class Scheduler(ABC):
             self.hand_over()
         return sent.reply
 
-    def _place_grad(self, grad: torch.Tensor) -> Placed:
-        return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0)
+    def _place_grad(self, grad: torch.Tensor, worker: Any) -> Placed:
+        return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0, None, worker.device == 0)
 
     def request_captures(
         self, worker: Worker, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
@@ -340,6 +348,7 @@ class Scheduler(ABC):
                 worker.graph_bytes,
                 worker.calls_done,
                 worker.retiring,
+                name_of(worker.device),
             )
             for worker in list(self._workers.values())
             if worker.ready
@@ -421,6 +430,8 @@ class Scheduler(ABC):
         while self._inbox:
             self._inbox.popleft()()
         self.arena.tidy()
+        if self._crossing is not None:
+            self._crossing.tidy()
         self._feed()
         if self._draining and self._is_idle():
             self._stopping = True
@@ -458,11 +469,14 @@ class Scheduler(ABC):
         self._staff_at = now + STAFF_GAP
 
     def hire(self) -> None:
+        settings, crossing = self._settings, self._crossing
+        device = 0
+        if settings.devices is not None:
+            device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
         number = next(self._worker_numbers)
-        worker = Worker(number, self.open_channel(number))
+        worker = Worker(number, self.open_channel(number), device)
         self._workers[number] = worker
         self.watch(worker)
-        settings = self._settings
         directory = working_directory()
         start = Start(
             settings.initializer,
@@ -472,8 +486,13 @@ class Scheduler(ABC):
             list(sys.path),
             list(sys.argv),
             directory,
+            b"" if crossing is None else crossing.post(device),
         )
         self._transmit(worker, [start], Payload())
+        if crossing is not None and device and (offered := crossing.offer(device)) is not None:
+            slot, trial = offered
+            worker.lend(slot.address, slot)
+            self._transmit(worker, [trial], Payload())
 
     def _retire(self, worker: Worker) -> None:
         """It takes no new calls; it stays while it keeps graphs."""
@@ -594,6 +613,8 @@ class Scheduler(ABC):
                 self._rescue(worker)
             self.arena.close()
             self.lenders.close()
+            if self._crossing is not None:
+                self._crossing.close()
             self._settle()
 
     def _settle(self) -> None:
@@ -689,16 +710,20 @@ class Scheduler(ABC):
             self._retire(worker)
             return
         room = self._room(worker)
-        while self._operations and room > 0:
-            operation = self._operations[0]
+        place = 0
+        while place < len(self._operations) and room > 0:
+            operation = self._operations[place]
             seconds = self._codes.seconds.get(operation.function.code, math.inf)
             if worker.under_way and seconds > LONGEST_CHUNK and operation.queue:
                 return
-            calls = self._take_calls(operation, min(room, self._chunk_size(operation)))
+            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
             if calls:
                 self._transmit(worker, *worker.forward(self._next_chunk(worker), operation, calls))
                 return
-            self._operations.popleft()
+            if operation.queue:  # what is there is for workers on other devices
+                place += 1
+            else:
+                del self._operations[place]
 
     def _room(self, worker: Worker) -> float:
         """How many calls the worker may still be given before it is replaced."""
@@ -707,11 +732,13 @@ class Scheduler(ABC):
         under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
         return self._settings.calls - worker.calls_done - under_way
 
-    def _take_calls(self, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+    def _take_calls(self, worker: Worker, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
-            call = operation.queue.popleft()
+            call = operation.queue.popleft() if self._crossing is None else next_for(operation.queue, worker.device)
+            if call is None:
+                break
             if call.index >= operation.limit:
                 continue
             if not operation.starts():
@@ -785,6 +812,8 @@ class Scheduler(ABC):
                     self._answers.gradients(worker, self._answered(worker, message.chunk), message, frame.payload)
                 case Collected():
                     self._answers.collected(worker, self._answered(worker, message.chunk), message, frame.payload)
+                case NewSlab() if message.handle is not None and self._crossing is not None:
+                    self._crossing.attach(worker, message, self.lenders)
                 case NewSlab():
                     self.lenders.attach(message.number, worker.channel.take_descriptor(), message.nbytes)
                 case SlabsGone():
@@ -804,6 +833,10 @@ class Scheduler(ABC):
                     printed_again(message)
                 case Logged():
                     logged_again(message)
+                case Tried() if self._crossing is not None:
+                    others = [each for each in self._workers.values() if not each.retiring]
+                    if told := self._crossing.tried(worker, message, self.lenders, others):
+                        self._transmit(worker, told, Payload())
                 case StartFailed():
                     self._break(failed_again(message.failure, "", worker).error())
                 case _:

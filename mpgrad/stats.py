@@ -19,6 +19,7 @@ class WorkerStats(NamedTuple):
         graphs: how many it keeps for a backward.
         graph_bytes: what these take; measured only with `graph_memory`, otherwise 0.
         calls: how many it has run.
+        device: where it stands: "cpu", or like "cuda:0".
         retiring: it takes no new calls, and ends when it keeps no graph any more.
     """
 
@@ -29,6 +30,7 @@ class WorkerStats(NamedTuple):
     graph_bytes: int
     calls: int
     retiring: bool
+    device: str = "cpu"
 
 
 class PoolStats(NamedTuple):

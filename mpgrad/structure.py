@@ -137,7 +137,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
 
 class TensorUnpickler(pickle.Unpickler):
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any]) -> None:
-        super().__init__(buffer, buffers=map(torch.Tensor.numpy, reversed(tensors)))
+        # `cpu`, where `device=` has moved all that a call was given
+        super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)))
         self._tensors = tensors
         self._claimed = claimed
 

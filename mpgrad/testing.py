@@ -103,7 +103,7 @@ def gradients_of(
     if not outputs or not inputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
-    cotangents = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
+    cotangents = [torch.randn(output.shape, dtype=output.dtype, generator=generator).to(output.device) for output in outputs]
     # kept, because captures may share a history with those of the other run
     found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
     return list(found)
@@ -140,12 +140,12 @@ def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor |
         if ours is not theirs:
             raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
         return
-    kinds = [(each.dtype, each.shape, each.layout, strides_that_matter(each)) for each in (ours, theirs)]
+    kinds = [(each.device, each.dtype, each.shape, each.layout, strides_that_matter(each)) for each in (ours, theirs)]
     if kinds[0] != kinds[1]:
         raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
     if rtol is None:
         rtol = 4096 * torch.finfo(theirs.dtype).eps
-    ours, theirs = ours.detach().to_dense(), theirs.detach().to_dense()
+    ours, theirs = ours.detach().cpu().to_dense(), theirs.detach().cpu().to_dense()
     if rtol == 0 and same_bits(ours, theirs):
         return
     if rtol == 0 or not torch.allclose(ours, theirs, rtol=rtol, atol=rtol, equal_nan=True):
@@ -171,4 +171,5 @@ def describe(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "None"
     strides = f" and strides {tensor.stride()}" if tensor.layout is torch.strided else ""
-    return f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}{strides}"
+    device = "" if tensor.is_cpu else f" on {tensor.device}"
+    return f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}{strides}{device}"

@@ -23,9 +23,17 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpgrad._torch import gradients, plus
 from mpgrad.batching import Level, over
 
-__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "GraphTable", "dress", "edge_of", "run_backward"]
+__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "GraphTable", "Names", "dress", "edge_of", "run_backward"]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+
+
+class Names(NamedTuple):
+    """Where tensors lie, in a pool with devices: by code, see `mpgrad.devices`."""
+
+    outputs: list[int]  # here
+    inputs: list[int]  # in the caller
+    captures: list[int]  # in the caller
 
 
 class Graph(NamedTuple):
@@ -34,6 +42,7 @@ class Graph(NamedTuple):
     inputs: list[Edge]  # of the inputs that need gradients, in order
     captures: list[Edge]
     whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    names: Names | None = None
 
 
 MOST_STALE = 1000  # entries of the heap for graphs that are gone

@@ -16,6 +16,7 @@ import sys
 import warnings
 
 import torch
+from mpgrad.workers.devices import Station, station
 from mpgrad.workers.graphs import CHECKPOINTS
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker, failure
@@ -33,6 +34,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
     """Answer frames until `Stop` or the end of the pipe."""
     channel = Channel(end, blocking=True)
     outlet = None
+    setting = contextlib.ExitStack()
     try:
         first = channel.receive()
         assert first is not None
@@ -41,7 +43,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         if in_process:
             settle(start)
             outlet = Outlet(channel, start.log_level)
-        worker = begin(number, channel, start)
+        worker = begin(number, channel, start, setting)
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
@@ -53,21 +55,25 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
     except (EOFError, ConnectionError):
         return  # the parent is gone, and nobody is left to tell
     finally:
+        setting.close()
         if outlet is not None:
             outlet.close()
         channel.close()
 
 
-def begin(number: int, link: Pipe, start: Start) -> Worker | None:
-    """Run the initializer and make the worker; says over the link whether that went well."""
+def begin(number: int, link: Pipe, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
+    """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
+    device: Station | None = None
     try:
+        if setting is not None:
+            device = setting.enter_context(station(start.device, number))
         initializer, initargs = pickle.loads(start.initializer)
         if initializer is not None:
             initializer(*initargs)
     except BaseException as error:
         link.send([StartFailed(failure(error, "initializer"))])
         return None
-    worker = Worker(number, link, start.graph_bytes)
+    worker = Worker(number, link, start.graph_bytes, device)
     worker.announce(os.getpid())
     return worker
 

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, TextIO
 
 import cloudpickle
 import torch
+from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
     CHECKPOINTS,
     CaptureSums,
     Edge,
     Graph,
     GraphTable,
+    Names,
     dress,
     edge_of,
     run_backward,
@@ -36,6 +38,7 @@ from mpgrad._torch import plus
 from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
 from mpgrad.carrier import (
+    DEVICE,
     DTYPES,
     LEAF,
     PARAMETER,
@@ -48,9 +51,11 @@ from mpgrad.carrier import (
     are_distinct_tensors,
     check_carriable,
     flags_of,
+    renamed,
     view,
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
+from mpgrad.devices import code_of
 from mpgrad.errors import InternalError, RemoteError
 from mpgrad.messages import (
     Backward,
@@ -58,6 +63,7 @@ from mpgrad.messages import (
     Collect,
     Collected,
     Define,
+    Direct,
     Eager,
     Failure,
     Forget,
@@ -77,6 +83,7 @@ from mpgrad.messages import (
     Returned,
     SlabsGone,
     Structure,
+    Try,
     Warned,
 )
 from mpgrad.modes import Modes, seed_item, under
@@ -97,6 +104,8 @@ class Function(NamedTuple):
     captures: list[torch.Tensor]
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
+    gathers: bool  # the tensors of its calls come to our device
+    names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
 
 
@@ -110,11 +119,12 @@ class Made(NamedTuple):
 
 
 class Worker:
-    def __init__(self, number: int, link: Pipe, graph_bytes: int | None) -> None:
+    def __init__(self, number: int, link: Pipe, graph_bytes: int | None, station: Station | None = None) -> None:
         self._link = link
+        self._station = station  # in a pool with devices
         self.before_answer: Callable[[], None] = lambda: None
         self._arena = Arena(number)
-        self._packer = Packer(self._arena)
+        self._packer = Packer(self._arena, devices=station)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
         self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
         self._lent: dict[int, Slot] = {}
@@ -138,6 +148,8 @@ class Worker:
             Returned: self._take_back,
             NewSlab: self._attach,
             SlabsGone: self._detach,
+            Try: self._try,
+            Direct: self._go_direct,
         }
 
     def take_warnings(self) -> None:
@@ -168,6 +180,8 @@ class Worker:
         self._send(Ready(pid, self._progress_slot.address))
 
     def handle(self, frame: Frame) -> None:
+        if self._station is not None:
+            self._station.arrive()
         before = self._payload  # inline, a task may use the pool again, while the outer answer is being made
         for message in frame.messages:
             self._payload = Payload()
@@ -189,6 +203,8 @@ class Worker:
                 self._begin(message.chunk, position)
                 outcome = function if isinstance(function, Failure) else self._run(message, call, function, payload)
                 outcomes.append(outcome)
+                if self._station is not None:
+                    self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
                 if isinstance(function, Failure):
                     self._give_back_unread(call)
                 if isinstance(outcome, Failure) and message.stop_at_failure:
@@ -213,8 +229,11 @@ class Worker:
         before = self._graphs.memory_in_use()
         try:
             made = self._make(message, call, function, payload, phases)
+            if self._station is None:
+                placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+            else:
+                placed = self._place(made, call.origin, self._station)
             graph = made.graph
-            placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
             gradients = None
             if graph is not None and message.eager and is_loss(made, call, function, message.modes):
                 gradients = self._lend_ahead(message, call.call, graph, made.tensors)
@@ -227,6 +246,10 @@ class Worker:
             return result
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, phases[-1])
+
+    def _place(self, made: Made, origin: int, station: Station) -> list[Placed]:
+        pairs = zip(made.tensors, made.flags, strict=True)
+        return [self._packer.place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
 
     def _lend_ahead(
         self, message: Forward, call: int, graph: Graph, results: Sequence[torch.Tensor]
@@ -242,31 +265,43 @@ class Worker:
         if message.eager == Eager.SUMS and graph.captures:
             found, of_captures = found[: len(inputs)], found[len(inputs) :]
             self._eager_sums.setdefault(message.function, CaptureSums(len(of_captures))).add(of_captures)
-        return self._lend_all(found)
+        names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(found)]
+        return self._lend_all(found, names)
 
     def _make(
         self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
     ) -> Made:
         """Run a call; notes in `phases` how far it came."""
+        station = self._station
         if message.seed is not None:
-            seed_item(message.seed, call.item)
-        tensors, edges = self._inputs(call.tensors, payload)
+            seed = seed_item(message.seed, call.item)
+            if station is not None:
+                station.seed(seed)
+        refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
+        tensors, edges = self._inputs(refs, payload)
         args, kwargs = arguments(call, tensors)
         checkpoints = CHECKPOINTS.count
         value = function.target(*args, **kwargs)
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
         shape, found = result_structure(value)
-        flags, outputs = [], []
+        flags: list[int] = []
+        outputs: list[Edge] = []
+        places: list[int] = []
         for tensor in found:
-            check_carriable(tensor, "the result")
+            check_carriable(tensor, "the result", None, self._packer.kind)
             flag = flags_of(tensor)
             if flag & REQUIRES_GRAD and (not flag & LEAF or any(tensor is each for each in (*tensors, *function.captures))):
                 flag &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
                 if not message.modes.inference:
                     outputs.append(edge_of(tensor))
+                    if station is not None:
+                        places.append(code_of(tensor))
             flags.append(flag)
-        graph = Graph(message.function, outputs, edges, function.edges, whole) if outputs else None
+        graph = None
+        if outputs:
+            names = None if station is None else Names(places, names_of(call.tensors), function.names)
+            graph = Graph(message.function, outputs, edges, function.edges, whole, names)
         return Made(shape, found, flags, graph)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
@@ -296,6 +331,7 @@ class Worker:
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
         outcomes: list[list[TensorRef | None] | Failure | Missing] = []
+        station = self._station
         with under(message.modes):
             for position, call in enumerate(message.calls):
                 steps = deque([*call.before, call])
@@ -306,9 +342,12 @@ class Worker:
                         found = self._step(steps.popleft(), payload)
                         if found is None:
                             break
-                    outcomes.append(Missing() if found is None else self._lend_all(found))
+                    names = None if station is None else self._names_of(call)
+                    outcomes.append(Missing() if found is None else self._lend_all(found, names))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
+                if station is not None:
+                    station.finish()
                 for step in steps:
                     self._give_back_unread(step)
                 self._graphs.trim()
@@ -350,6 +389,11 @@ class Worker:
         before = self._graphs.memory_in_use()
         create = call.graph is not None
         refs = [ref for parts in call.grads for ref in parts]
+        given: list[int] = []  # where those gradients lie in the caller that are to be differentiated again
+        if graph.names is not None:
+            given = names_of(refs)
+            places = [code for parts, code in zip(call.grads, graph.names.outputs, strict=True) for _ in parts]
+            refs = [renamed(*each) for each in zip(refs, places, strict=True)]
         incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
         rest = iter(incoming)
         grads = [functools.reduce(plus, [next(rest) for _ in parts]) if parts else None for parts in call.grads]
@@ -361,15 +405,29 @@ class Worker:
             if len(sums) > MOST_TASKS:  # a backward that failed leaves its sum behind
                 del sums[next(iter(sums))]
         if call.graph is not None:
-            outputs = [edge_of(grad) for grad in gradients if grad is not None and grad.requires_grad]
-            if outputs:
-                derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures)
+            connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
+            if connected:
+                names = graph.names
+                if names is not None:
+                    names = Names(list(map(code_of, connected)), [*given, *names.inputs], names.captures)
+                outputs = list(map(edge_of, connected))
+                derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures, names=names)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif not call.keep:
             self._graphs.resize(call.call, 0)  # its buffers are gone; what is left says so to a second backward
         return gradients
 
+    def _names_of(self, call: BackwardCall) -> list[int] | None:
+        """Where the gradients that `call` asks for are to be in the caller."""
+        graph = self._graphs.get(call.call)
+        names = None if graph is None else graph.names
+        if names is None:
+            return None
+        return [names.inputs[k] for k in call.wanted] + (names.captures if call.captures and call.apart else [])
+
     def _collect(self, message: Collect, payload: memoryview) -> Message:
+        function = self._functions.get(message.function)
+        names = function.names if isinstance(function, Function) and self._station is not None else None
         if message.task is None:
             sums = self._eager_sums.pop(message.function, None)
         else:
@@ -377,9 +435,12 @@ class Worker:
         if sums is None:
             return Collected(message.chunk, [], 0)
         try:
-            return Collected(message.chunk, self._lend_all(sums.sums), sums.calls)
+            return Collected(message.chunk, self._lend_all(sums.sums, names), sums.calls)
         except BaseException as error:
             return Collected(message.chunk, failure(error, "backward"), 0)
+        finally:
+            if self._station is not None:
+                self._station.finish()
 
     def _release(self, message: Release, payload: memoryview) -> None:
         for call in message.calls:
@@ -394,11 +455,14 @@ class Worker:
             block = memoryview(b"")
             if message.block is not None:
                 block = self._lenders.borrow(*message.block, private=True)
-            captures = [capture(ref, block, self._borrow) for ref in message.captures]
+            refs = message.captures if self._station is None else self._station.named(message.captures, message.gathers)
+            captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
+            versions = [tensor._version for tensor in captures]
             precise = all(ref.dtype in PRECISE_NUMBERS for ref in message.captures if ref.flags & REQUIRES_GRAD)
-            function = Function(target, captures, edges, [tensor._version for tensor in captures], precise)
+            names = names_of(message.captures)
+            function = Function(target, captures, edges, versions, message.gathers, names, precise)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
@@ -417,18 +481,24 @@ class Worker:
 
     # --- memory
 
-    def _lend_all(self, tensors: Sequence[torch.Tensor | None]) -> list[TensorRef | None]:
+    def _lend_all(self, tensors: Sequence[torch.Tensor | None], names: Sequence[int] | None) -> list[TensorRef | None]:
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
         place = self._packer.place
-        placed = [None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0) for each in tensors]
+        if names is None:
+            placed = [None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0) for each in tensors]
+        else:
+            placed = [
+                None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0, name)
+                for each, name in zip(tensors, names, strict=True)
+            ]
         return [None if each is None else self._lend(each) for each in placed]
 
     def _lend(self, placed: Placed) -> TensorRef:
         if isinstance(placed.holder, Slot):
-            self._lent[placed.holder.address] = placed.holder
+            self._lend_slot(placed.holder)
         return self._payload.add(placed)
 
-    def _borrow(self, ref: TensorRef) -> memoryview:
+    def _borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
     def _take_back(self, message: Returned, payload: memoryview) -> None:
@@ -436,7 +506,21 @@ class Worker:
             del self._lent[address]
 
     def _attach(self, message: NewSlab, payload: memoryview) -> None:
+        if message.handle is not None and self._station is not None:
+            self._station.attach(message, self._lenders)
+            return
         self._lenders.attach(message.number, self._link.take_descriptor(), message.nbytes)
+
+    def _try(self, message: Try, payload: memoryview) -> Message:
+        assert self._station is not None
+        return self._station.try_out(message, self._lenders.borrow, self._lend_slot)
+
+    def _go_direct(self, message: Direct, payload: memoryview) -> None:
+        assert self._station is not None
+        self._station.is_direct = True
+
+    def _lend_slot(self, slot: Slot) -> None:
+        self._lent[slot.address] = slot
 
     def _detach(self, message: SlabsGone, payload: memoryview) -> None:
         for number in message.numbers:
@@ -446,7 +530,8 @@ class Worker:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._arena.tidy()
-        send_slabs(self._link, drained(self._arena.made))
+        lane = self._station.lane if self._station is not None else None
+        send_slabs(self._link, drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
         messages: list[Message] = []
         if returns := self._lenders.collect() + drained(self._unread):
             messages.append(Returned(returns))
@@ -456,7 +541,12 @@ class Worker:
         self._link.send(messages, self._payload.parts)
 
 
-def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+def names_of(refs: Sequence[TensorRef]) -> list[int]:
+    """Where those of the caller's tensors lie there that need gradients."""
+    return [ref.flags // DEVICE for ref in refs if ref.flags & REQUIRES_GRAD]
+
+
+def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
     tensor = view(ref, block, borrow)
     needs_grad = bool(ref.flags & REQUIRES_GRAD)
     if ref.flags & PARAMETER:
