@@ -266,9 +266,7 @@ class Packer:
         return found, slot, slots
 
 
-def staged_again(
-    packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]
-) -> Placed:
+def staged_again(packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
     """As `placed_again`, for a worker that can read the CPU's memory only."""
     if ref.place < 0 or not isinstance(memories[ref.place], Slot):
         return placed_again(ref, payload, memories)

@@ -652,9 +652,7 @@ class Pool:
     ) -> list[Any]:
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if not (plain and self._may_stay and may_run_here()):
-            return self._run(
-                function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device
-            )
+            return self._run(function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device)
         requested(device, self._devices)  # refuses what cannot be
         check_untraced()
         self._scheduler.check_open()
