@@ -403,9 +403,7 @@ class Pool:
     # --- beyond it
 
     @not_compiled
-    def submit(
-        self, fn: Callable[..., Any], /, *args: Any, device: Device | None = None, **kwargs: Any
-    ) -> DifferentiableFuture:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
         """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
 
         A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
@@ -413,7 +411,8 @@ class Pool:
         result that only calls ask for does not come to the caller's memory. Where a future's value has been asked for,
         further calls are given the value as it is then.
 
-        `device` is as for `map`; where `fn` has an argument of that name, give it with `functools.partial`.
+        In a pool with `devices`, the keyword `device` is the pool's, as for `map`; where `fn` has an argument of that name,
+        give it with `functools.partial`.
 
         Example:
             >>> import torch, mpgrad
@@ -430,6 +429,7 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
+        device = None if self._devices is None else kwargs.pop("device", None)
         operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device)
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)

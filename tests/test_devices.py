@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import mpgrad
 
 TESTS = Path(__file__).parent
 
@@ -26,3 +29,7 @@ def test_pools_on_pretended_devices() -> None:
     done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_a_pool_without_devices_leaves_the_keyword_to_the_function(pool2: mpgrad.Pool) -> None:
+    assert pool2.submit(torch.ones, 3, device="cpu").result().equal(torch.ones(3))
