@@ -14,7 +14,7 @@ from mpgrad.autograd import Home, RemoteGraph
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef
 from mpgrad.crew import Chunk, Differentiation, Worker
 from mpgrad.crossing import kept
-from mpgrad.errors import SharedMemoryError, raised_again
+from mpgrad.errors import InternalError, SharedMemoryError, raised_again
 from mpgrad.homes import GradientReply, ReadyGradients
 from mpgrad.messages import Collected, Eager, Failure, Gradients, Missing, Results
 from mpgrad.operations import Delivered, Failed
@@ -33,6 +33,8 @@ class Answers:
         assert operation is not None
         operation.mutated = operation.mutated or message.mutated
         operation.warned.extend(message.warned)
+        if len(message.outcomes) > len(chunk.calls):
+            raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
                 operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.item}, ", worker))

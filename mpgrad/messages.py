@@ -60,6 +60,7 @@ class Progress:
     """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
 
     COUNT = 5
+    BETWEEN = -1  # in the place of the chunk: the position is that of another one now
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns

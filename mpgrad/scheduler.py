@@ -700,6 +700,35 @@ class Scheduler(ABC):
             for worker in list(self._workers.values()):
                 if worker.ready and len(worker.under_way) <= depth:
                     self._give(worker)
+        self._balance()
+
+    def _balance(self) -> None:
+        """A worker that has run dry gets what another one has been given and has not begun: costs are not known beforehand."""
+        dry = [each for each in self._workers.values() if each.ready and not (each.under_way or each.retiring)]
+        if not dry or any(operation.queue for operation in self._operations):
+            return
+        loads = [(self._unbegun_seconds(worker), worker.number) for worker in self._workers.values()]
+        seconds, number = max(loads)
+        if seconds < SHORTEST_CHUNK:
+            return
+        for operation, calls in self._workers[number].call_off():
+            self._put_back(operation, calls)
+        for worker in dry * CHUNKS_UNDER_WAY:
+            self._give(worker)
+
+    def _unbegun_seconds(self, worker: Worker) -> float:
+        seconds = self._codes.seconds
+        return sum(
+            count * seconds.get(chunk.operation.function.code, 0.0)
+            for chunk, count in worker.unbegun()
+            if chunk.operation is not None
+        )
+
+    def _put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
+        wanted = [call for call in calls if call.index < operation.limit]
+        if wanted:
+            operation.queue.extendleft(reversed(wanted))
+            self._line_up(operation, self._operations.appendleft)
 
     def _give(self, worker: Worker) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
@@ -863,6 +892,7 @@ class Scheduler(ABC):
             self._codes.note_seconds(operation.function, message.seconds / done)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
+        self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all
         if operation.limit != limit:
             self._cancel_rest(operation)
         if operation.finished:

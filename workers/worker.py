@@ -221,6 +221,8 @@ class Worker:
 
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
+        if self._progress[Progress.CHUNK] != chunk:
+            self._progress[Progress.CHUNK] = Progress.BETWEEN  # whoever reads both finds them to go together, or this
         self._progress[Progress.POSITION] = position
         self._progress[Progress.CHUNK] = chunk
 
