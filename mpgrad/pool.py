@@ -24,7 +24,7 @@ import cloudpickle
 import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
-from mpgrad.adaptive import AdaptiveMap, Costs, may_run_here
+from mpgrad.adaptive import AdaptiveMap, Costs, is_at_rest, may_run_here
 from mpgrad.autograd import capture_gate
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
@@ -91,7 +91,7 @@ class Pool:
             dropped, and their backward runs the forward again. None for no limit.
         inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
             run in the caller's thread, on private copies and with the same results; "never": all are sent to workers. With an
-            `initializer`, a `timeout`, `progress` or `chunksize` all are sent.
+            `initializer`, a `timeout`, `progress` or `chunksize` all are sent, and so are items that a generator makes.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -199,7 +199,7 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, is_at_rest(iterable))
 
     @not_compiled
     def starmap(
@@ -214,12 +214,12 @@ class Pool:
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, is_at_rest(iterable))
 
     @not_compiled
     def apply(self, func: Callable[..., Any], args: Iterable[Any] = (), kwds: dict[str, Any] | None = None) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise")[0]
+        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise", True)[0]
 
     @not_compiled
     def map_async(
@@ -603,8 +603,9 @@ class Pool:
         progress: Progress,
         timeout: float | None,
         on_error: str,
+        at_rest: bool,
     ) -> list[Any]:
-        plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
+        plain = at_rest and chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if not (plain and self._may_stay and may_run_here()):
             return self._run(function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error)
         check_untraced()
