@@ -28,7 +28,7 @@ from mpgrad.modes import RandomState
 from mpgrad.operations import Operation
 from mpgrad.packing import PickledFunction
 
-__all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "may_run_here"]
+__all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
 
 HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known
@@ -38,6 +38,18 @@ SENT_SECONDS = 40e-6  # that sending a call takes the parent, until it is measur
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
 MANY = 256  # calls of a map, from which its time says what sending takes
 MOST_FUNCTIONS = 128
+AT_REST: tuple[type, ...] = (
+    list,
+    tuple,
+    range,
+    dict,
+    set,
+    frozenset,
+    torch.Tensor,
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
@@ -207,13 +219,18 @@ def may_run_here() -> bool:
     return not may_be_followed() and not torch.is_inference_mode_enabled() and saved_tensor_hooks() is None
 
 
+def is_at_rest(iterable: Iterable[Any]) -> bool:
+    """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    return type(iterable) in AT_REST
+
+
 class LocalFunction:
     """A function as a worker would have it, in the caller's thread."""
 
     def __init__(self, pickled: bytes, captures: Sequence[torch.Tensor]) -> None:
-        self._captures = [private(each) for each in captures]
+        self._border = Border()
+        self._captures = [private(each, self._border) for each in captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
-        self._random = RandomState()
         self._is_followed = torch.is_grad_enabled()
         try:
             self._target = structure.loads(pickled, self._captures)
@@ -227,7 +244,9 @@ class LocalFunction:
             UnusualError: nothing of what was computed here counts.
         """
         results: list[Any] = []
+        random = RandomState()
         end = time.perf_counter() + seconds
+        self._border.is_closed = True
         try:
             for args, kwargs in calls:
                 results.append(self._call(args, kwargs))
@@ -235,26 +254,28 @@ class LocalFunction:
                     break
             self._check_captures()
         except UnusualError:
-            self._random.put_back()
+            random.put_back()
             raise
         except Exception as error:  # the worker's will name the item
-            self._random.put_back()
+            random.put_back()
             raise UnusualError from error
-        if self._random.has_moved():
-            self._random.put_back()
+        finally:
+            self._border.is_closed = False
+        if random.has_moved():
+            random.put_back()
             raise UnusualError
         return results
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
-            copies = [private(each, is_argument=True) for each in args]
+            copies = [private(each, self._border, is_argument=True) for each in args]
             value = self._target(*copies)
             check_unwritten(args, copies)
         else:
             pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
             if claims:
                 raise UnusualError
-            copies = [private(each, is_argument=True) for each in tensors]
+            copies = [private(each, self._border, is_argument=True) for each in tensors]
             own_args, own_kwargs = structure.loads(pickled, copies)
             value = self._target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
@@ -278,11 +299,24 @@ class LocalFunction:
             raise UnusualError
 
     def _check_captures(self) -> None:
-        if any(each._version or (each.is_leaf and each.grad is not None) for each in self._captures):
+        if self._border.was_tried or any(each._version or (each.is_leaf and each.grad is not None) for each in self._captures):
             raise UnusualError
 
 
-def private(tensor: torch.Tensor, is_argument: bool = False) -> torch.Tensor:
+class Border:
+    """Between private copies and what they were made from: the caller's backward may cross it, one that a call runs may not."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.was_tried = False  # a function may catch what it is told
+
+    def cross(self, grads: Any) -> None:
+        if self.is_closed:
+            self.was_tried = True
+            raise UnusualError
+
+
+def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> torch.Tensor:
     """A copy that gradients pass through."""
     check_carriable(tensor, "the call")
     if tensor.layout is not torch.strided or (is_argument and type(tensor) is not torch.Tensor):
@@ -293,6 +327,8 @@ def private(tensor: torch.Tensor, is_argument: bool = False) -> torch.Tensor:
         copy = tensor.detach().clone().requires_grad_()
     if copy.stride() != tensor.stride():
         raise UnusualError
+    if copy.grad_fn is not None:
+        copy.grad_fn.register_prehook(border.cross)
     return copy
 
 

@@ -323,7 +323,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
-    if not any(stride) and not tensor.is_complex():  # one number in all places: what the gradient of a sum looks like
+    if not (any(stride) or tensor.is_complex() or tensor.is_neg()):  # one number everywhere: what a sum's gradient looks like
         return core.as_strided((1,) * len(stride), stride), stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:

@@ -24,7 +24,7 @@ import cloudpickle
 import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
-from mpgrad.adaptive import AdaptiveMap, Costs, may_run_here
+from mpgrad.adaptive import AdaptiveMap, Costs, is_at_rest, may_run_here
 from mpgrad.autograd import capture_gate
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
@@ -93,7 +93,8 @@ class Pool:
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
         inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
             run in the caller's thread, on private copies and with the same results; "never": all are sent to workers. With an
-            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent.
+            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that a generator
+            makes.
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
             ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
             dies is replaced by one on the same device. Engines "process" and "stream" only.
@@ -215,7 +216,8 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device)
+        at_rest = is_at_rest(iterable)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device, at_rest)
 
     @not_compiled
     def starmap(
@@ -231,7 +233,8 @@ class Pool:
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device)
+        at_rest = is_at_rest(iterable)
+        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device, at_rest)
 
     @not_compiled
     def apply(
@@ -243,7 +246,7 @@ class Pool:
         device: Device | None = None,
     ) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise", device)[0]
+        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise", device, True)[0]
 
     @not_compiled
     def map_async(
@@ -649,8 +652,9 @@ class Pool:
         timeout: float | None,
         on_error: str,
         device: Device | None,
+        at_rest: bool,
     ) -> list[Any]:
-        plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
+        plain = at_rest and chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if not (plain and self._may_stay and may_run_here()):
             return self._run(function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device)
         requested(device, self._devices)  # refuses what cannot be

@@ -1,0 +1,105 @@
+"""Bugs that came with what makes maps fast, each with its symptom and its cause."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mpgrad
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture
+def cheap(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    """A pool for which sending is so dear that whatever is known runs in the caller's thread."""
+    with mpgrad.Pool(2) as pool:
+        pool._costs._sending = 1.0
+        yield pool
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+def own(x: float) -> float:
+    return x
+
+
+def test_one_negated_number_in_all_places(pool: mpgrad.Pool) -> None:
+    """Symptom: -2 came as 2, with no error. Cause: the way for expanded tensors left out what a lazy negation needs."""
+    expanded = torch.tensor([1 + 2j]).conj().imag.expand(3)
+    assert expanded.is_neg()
+    (found,) = pool.map(lambda x: x * 1, [expanded], chunksize=1)
+    assert found.tolist() == [-2, -2, -2]
+
+
+def test_a_generator_that_writes_to_what_it_gave(cheap: mpgrad.Pool) -> None:
+    """Symptom: every item had the last one's values. Cause: a map took 256 items before it ran the first of them here."""
+
+    def items() -> Iterator[Tensor]:
+        buffer = torch.zeros(2)
+        for i in range(600):
+            yield buffer.fill_(i)
+
+    for _ in range(5):
+        cheap.map(total, [torch.ones(2)] * 50)
+    assert cheap.map(total, items()) == [total(x) for x in items()]
+
+
+def test_a_generator_that_draws_random_numbers(cheap: mpgrad.Pool) -> None:
+    """Symptom: items came twice, and the caller's generator was where it had been. Cause: what the iterable drew was taken for
+    the function's, and put back."""
+    for _ in range(5):
+        cheap.map(own, [1.0] * 50)
+    random.seed(0)
+    found = [cheap.map(own, (random.random() for _ in range(700))), random.random()]
+    random.seed(0)
+    assert found == [[random.random() for _ in range(700)], random.random()]
+    random.seed(0)
+    cheap.starmap(own, [(random.random() for _ in range(1)) for _ in range(700)])
+    after = random.random()
+    random.seed(0)
+    assert [random.random() for _ in range(701)][-1] == after
+
+
+def test_a_backward_inside_a_call(cheap: mpgrad.Pool) -> None:
+    """Symptom: it added to the `grad` of the caller's items and captures, or not, as timing would have it. Cause: a backward
+    went through the private copies to what they were made from."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def inner(x: Tensor) -> Tensor:
+        try:
+            (x * 3).sum().backward()
+        except Exception:
+            return torch.zeros(2)
+        return x.detach() + 1
+
+    def captured(x: Tensor) -> Tensor:
+        (x * weight).sum().backward()
+        return x + 1
+
+    items = [torch.ones(2, requires_grad=True) for _ in range(20)]
+    for _ in range(3):
+        assert all(each.tolist() == [2, 2] for each in cheap.map(inner, items))
+        with pytest.warns(UserWarning, match="wrote into"):
+            cheap.map(captured, [torch.ones(2)] * 20)
+    assert all(each.grad is None for each in items)
+    assert weight.grad is None
+
+
+def test_a_gradient_inside_a_call(cheap: mpgrad.Pool) -> None:
+    """`torch.autograd.grad` with a call's own inputs stays where it is, and is allowed here."""
+
+    def slope(x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        return found.sum()
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for _ in range(5):
+        results = cheap.map(slope, [x] * 20)
+    (found,) = torch.autograd.grad(sum(results, torch.tensor(0.0)), x)
+    assert found.tolist() == [120, 240]
