@@ -176,6 +176,7 @@ class Dispatcher(Scheduler):
 
     def drain_pipe(self, worker: Worker) -> None:
         self._serve(worker, selectors.EVENT_READ)
+        self._woken = True  # what came may be followed by more work: look again before going to sleep
 
     def watch(self, worker: Worker) -> None:
         channel = worker.channel

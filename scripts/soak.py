@@ -419,7 +419,8 @@ def watched(run: Run, pool: mpgrad.Pool) -> Iterator[None]:
         run.error = f"{type(error).__name__} in step {len(run.marks)}: {error}"
         traceback.print_exc()
         faulthandler.dump_traceback(all_threads=True)  # what the pool's thread was at
-    run.deaths, run.reruns = pool.stats()[-2:]
+    stats = pool.stats()
+    run.deaths, run.reruns = stats.deaths, stats.reruns
 
 
 def first_difference(marks: Sequence[str], others: Sequence[str]) -> int | None:
