@@ -38,7 +38,8 @@ SENT_SECONDS = 40e-6  # that sending a call takes the parent, until it is measur
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
 MANY = 256  # calls of a map, from which its time says what sending takes
 MOST_FUNCTIONS = 128
-AT_REST = (list, tuple, range, dict, set, frozenset, torch.Tensor, type(iter([])), type(iter(())), type(iter(range(0))))
+ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
+AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 

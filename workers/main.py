@@ -16,7 +16,7 @@ import sys
 import warnings
 
 import torch
-from mpgrad.workers.graphs import CHECKPOINTS
+from mpgrad.workers.graphs import CHECKPOINTS, HOOKS
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker, failure
 
@@ -91,6 +91,7 @@ def settle(start: Start) -> None:
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
     CHECKPOINTS.watch()
+    HOOKS.watch()
 
 
 def die_with(parent_pid: int | None) -> None:

@@ -22,12 +22,14 @@ import cloudpickle
 import torch
 from mpgrad.workers.graphs import (
     CHECKPOINTS,
+    HOOKS,
     CaptureSums,
     Edge,
     Graph,
     GraphTable,
     dress,
     edge_of,
+    is_linear,
     run_backward,
 )
 
@@ -107,6 +109,7 @@ class Made(NamedTuple):
     tensors: list[torch.Tensor]
     flags: list[int]
     graph: Graph | None
+    hooked: bool  # the function has hung hooks into its graph
 
 
 class Worker:
@@ -252,7 +255,7 @@ class Worker:
             seed_item(message.seed, call.item)
         tensors, edges = self._inputs(call.tensors, payload)
         args, kwargs = arguments(call, tensors)
-        checkpoints = CHECKPOINTS.count
+        checkpoints, hooks = CHECKPOINTS.count, HOOKS.count
         value = function.target(*args, **kwargs)
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
@@ -267,7 +270,7 @@ class Worker:
                     outputs.append(edge_of(tensor))
             flags.append(flag)
         graph = Graph(message.function, outputs, edges, function.edges, whole) if outputs else None
-        return Made(shape, found, flags, graph)
+        return Made(shape, found, flags, graph, HOOKS.count != hooks)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
@@ -465,7 +468,7 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], mem
 
 
 def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> bool:
-    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with.
+    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with afterwards.
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
@@ -473,6 +476,8 @@ def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> 
     if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
         return False
     if modes.autocast or modes.anomaly or not function.precise:
+        return False
+    if made.graph is None or made.hooked or not is_linear(made.graph):
         return False
     return all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
 
