@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -218,6 +219,7 @@ class OperationHome:
         self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
         self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
         self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
+        self._eager_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         worker = graph.worker
@@ -269,23 +271,30 @@ class OperationHome:
     def _eager_gradients(self, task: int, sums: Sums) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
         shares = self._shares.pop(task, {})
-        replies = {
-            worker: self.carrier.request_captures(worker, self._function.number, None, (), self.timeout)
-            for worker, own in shares.items()
-            if self._are_the_sum(worker, own) and worker not in self._eager_sums
-        }
+        sure = {worker: own for worker, own in shares.items() if self._are_the_sum(worker, own)}
+        with self._eager_lock:
+            self._collect_eager(sure)
+            held = {worker: self._eager_sums.get(worker) for worker in sure}
+            for worker, own in sure.items():
+                if not own[0].order.keep:
+                    self._eager_sums.pop(worker, None)
         for worker, own in shares.items():
-            if worker in replies:
-                with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
-                    self._eager_sums[worker] = replies[worker].gradients()
-                    assert replies[worker].calls == len(own)
-            if self._are_the_sum(worker, own) and worker in self._eager_sums:
-                factor, keep = own[0].factor, own[0].order.keep
-                held = self._eager_sums[worker] if keep else self._eager_sums.pop(worker)
-                yield (), [scaled(each, factor, shared=keep) for each in held]
+            found = held.get(worker)
+            if found is not None:
+                yield (), [scaled(each, own[0].factor, shared=own[0].order.keep) for each in found]
                 continue
             for share in own:
                 self._contribute(share, sums)
+
+    def _collect_eager(self, sure: dict[object, list[Share]]) -> None:
+        """From all workers at once."""
+        request = self.carrier.request_captures
+        missing = [worker for worker in sure if worker not in self._eager_sums]
+        for worker, reply in [(each, request(each, self._function.number, None, (), self.timeout)) for each in missing]:
+            with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
+                found = reply.gradients()
+                if reply.calls == len(sure[worker]):  # not so where another backward took it, or a call failed half-way
+                    self._eager_sums[worker] = found
 
     def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
         """Whether what the worker has added up is what these calls give, but for one factor."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,3 +132,21 @@ def test_an_eager_backward_that_clips(nursery: mpgrad.Pool, clip: Callable[[Tens
     with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
         (found,) = torch.autograd.grad(pool.map(lambda x: clip(x).sum(), [x])[0] / 10, x)
         assert found.tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
+    """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers for their sums, which are
+    given once, and who came last had an empty one take the place of the other."""
+    weight = torch.ones(2, requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            loss = torch.stack(pool.map(lambda x: (x * weight).sum(), [torch.ones(2)] * 8)).sum()
+            start = threading.Barrier(4)
+
+            def backward(loss: Tensor = loss, start: threading.Barrier = start) -> list[float]:
+                start.wait()
+                (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+                return found.tolist()
+
+            found = [threads.submit(backward) for _ in range(4)]
+            assert [each.result() for each in found] == [[8, 8]] * 4
