@@ -24,7 +24,7 @@ from mpgrad._torch import saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.functional import may_be_followed
-from mpgrad.modes import RandomState
+from mpgrad.modes import TURNS, RandomState
 from mpgrad.operations import Operation
 from mpgrad.packing import PickledFunction
 
@@ -177,7 +177,8 @@ class AdaptiveMap:
             try:
                 local = local or LocalFunction(pickled, captures)
                 started = time.perf_counter()
-                found = local.run(left, HERE_SECONDS)
+                with TURNS.lock:
+                    found = local.run(left, HERE_SECONDS)
             except UnusualError:
                 self._costs.send_ever_after(pickled)
                 return [], itertools.chain(run, left, calls)

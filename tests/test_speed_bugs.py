@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.modes import draw_seed
 
 Tensor = torch.Tensor
 
@@ -150,3 +151,33 @@ def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
 
             found = [threads.submit(backward) for _ in range(4)]
             assert [each.result() for each in found] == [[8, 8]] * 4
+
+
+ARMED, STARTED, DRAWN = threading.Event(), threading.Event(), threading.Event()
+
+
+def meets(x: float) -> float:
+    if ARMED.is_set():
+        STARTED.set()
+        DRAWN.wait(0.2)  # in vain: whoever would draw waits for us
+    return x
+
+
+def test_a_seed_drawn_while_calls_run_here(cheap: mpgrad.Pool) -> None:
+    """Symptom: maps of two threads had the same random numbers. Cause: the seed that one drew was taken for a draw of the
+    function that the other ran here, and put back."""
+    for _ in range(5):
+        cheap.map(meets, [1.0] * 50)
+    seeds = []
+
+    def draw() -> None:
+        STARTED.wait()
+        seeds.append(draw_seed())
+        DRAWN.set()
+
+    other = threading.Thread(target=draw)
+    other.start()
+    ARMED.set()
+    cheap.map(meets, [1.0])
+    other.join()
+    assert draw_seed() not in seeds
