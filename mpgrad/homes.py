@@ -116,11 +116,17 @@ class GradientReply:
 class ReadyGradients:
     """The gradients of a loss, which came with it: of its inputs, and where `apart` of the captures too."""
 
-    __slots__ = ("_memories", "_payload", "_refs", "apart")
+    __slots__ = ("_memories", "_payload", "_refs", "apart", "maker")
 
     def __init__(
-        self, refs: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed], apart: bool
+        self,
+        maker: object,
+        refs: Sequence[TensorRef | None],
+        payload: memoryview,
+        memories: dict[int, Borrowed],
+        apart: bool,
     ) -> None:
+        self.maker = maker  # the worker that has the captures' in its sum; should it die, the graph is another's
         self._refs = refs
         self._payload = payload
         self._memories = memories
@@ -239,7 +245,7 @@ class OperationHome:
         if order.captures and not order.apart:
             shares = self._shares.setdefault(order.task, {})
             forget_oldest(self._shares)
-            shares.setdefault(graph.worker, []).append(Share(weakref.ref(graph), order, grads, factor))
+            shares.setdefault(ready.maker, []).append(Share(weakref.ref(graph), order, grads, factor))
         if not order.keep:
             graph.ready = None  # another backward has to run the call again
         return ready.serve(order, len(graph.placeholders), factor)

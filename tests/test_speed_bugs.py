@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
+import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,3 +185,17 @@ def test_a_seed_drawn_while_calls_run_here(cheap: mpgrad.Pool) -> None:
     cheap.map(meets, [1.0])
     other.join()
     assert draw_seed() not in seeds
+
+
+def test_eager_gradients_of_a_worker_that_died_are_not_those_of_its_heir(nursery: mpgrad.Pool) -> None:
+    """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause: whose sum a loss is part of was
+    asked of its graph, which had moved; as many as the heir had added up were taken for those that it had."""
+    weight = torch.ones((), requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
+        losses = pool.map(lambda x: weight * x, [1.0, 10.0, 100.0, 1000.0], chunksize=2)
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        while not pool.stats().deaths:
+            time.sleep(0.01)
+        for some in itertools.combinations(losses, 2):
+            (found,) = torch.autograd.grad(sum(some), weight, retain_graph=True)
+            assert found == sum(some)
