@@ -199,3 +199,13 @@ def test_eager_gradients_of_a_worker_that_died_are_not_those_of_its_heir(nursery
         for some in itertools.combinations(losses, 2):
             (found,) = torch.autograd.grad(sum(some), weight, retain_graph=True)
             assert found == sum(some)
+
+
+def test_an_eager_backward_that_overflows(nursery: mpgrad.Pool) -> None:
+    """Symptom: a gradient of inf where the serial loop's is 1e30. Cause: it was computed for a gradient of one, which is too
+    large, and what came then could not make it finite again."""
+    x = torch.ones(1, requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
+        (loss,) = pool.map(lambda x: (x * 1e30 * 1e30).sum(), [x])
+        (found,) = torch.autograd.grad(loss * 1e-30, x)
+    torch.testing.assert_close(found, torch.tensor([1e30]))

@@ -242,6 +242,9 @@ class Worker:
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             self._graphs.miss(call)
             return None
+        if not all(each is None or torch.isfinite(each.sum()) for each in found):
+            self._graphs.miss(call)  # with a smaller gradient than one they may be finite
+            return None
         if message.eager == Eager.SUMS and graph.captures:
             found, of_captures = found[: len(inputs)], found[len(inputs) :]
             self._eager_sums.setdefault(message.function, CaptureSums(len(of_captures))).add(of_captures)
