@@ -24,7 +24,7 @@ from mpgrad._torch import saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.functional import may_be_followed
-from mpgrad.modes import RandomState
+from mpgrad.modes import TURNS, RandomState
 from mpgrad.operations import Operation
 from mpgrad.packing import PickledFunction
 
@@ -38,18 +38,8 @@ SENT_SECONDS = 40e-6  # that sending a call takes the parent, until it is measur
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
 MANY = 256  # calls of a map, from which its time says what sending takes
 MOST_FUNCTIONS = 128
-AT_REST: tuple[type, ...] = (
-    list,
-    tuple,
-    range,
-    dict,
-    set,
-    frozenset,
-    torch.Tensor,
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-)
+ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
+AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
@@ -187,7 +177,8 @@ class AdaptiveMap:
             try:
                 local = local or LocalFunction(pickled, captures)
                 started = time.perf_counter()
-                found = local.run(left, HERE_SECONDS)
+                with TURNS.lock:
+                    found = local.run(left, HERE_SECONDS)
             except UnusualError:
                 self._costs.send_ever_after(pickled)
                 return [], itertools.chain(run, left, calls)

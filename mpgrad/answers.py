@@ -54,7 +54,8 @@ class Answers:
                 operation.deliver(call.index, error)
                 continue
             if graph is not None and outcome.gradients is not None:
-                graph.ready = ReadyGradients(outcome.gradients, payload, memories, operation.eager == Eager.APART)
+                apart = operation.eager == Eager.APART
+                graph.ready = ReadyGradients(worker, outcome.gradients, payload, memories, apart)
             if graph is None or graph.recipe is None:
                 call.placed = []  # the worker has it now
             if graph is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -117,19 +118,28 @@ class GradientReply:
 class ReadyGradients:
     """The gradients of a loss, which came with it: of its inputs, and where `apart` of the captures too."""
 
-    __slots__ = ("_memories", "_payload", "_refs", "apart")
+    __slots__ = ("_memories", "_payload", "_refs", "apart", "maker")
 
     def __init__(
-        self, refs: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed | Slot], apart: bool
+        self,
+        maker: object,
+        refs: Sequence[TensorRef | None],
+        payload: memoryview,
+        memories: dict[int, Borrowed | Slot],
+        apart: bool,
     ) -> None:
+        self.maker = maker  # the worker that has the captures' in its sum; should it die, the graph is another's
         self._refs = refs
         self._payload = payload
         self._memories = memories
         self.apart = apart
 
-    def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply:
+    def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply | None:
+        """None where the gradients for one are out of range, and those for `factor` need not be."""
         places = [*order.wanted, *(range(inputs, len(self._refs)) if order.captures and self.apart else ())]
         found = [self._view(self._refs[place]) for place in places]
+        if not are_in_range(found, factor):
+            return None
         return ReadyReply([scaled(each, factor, shared=order.keep) for each in found])
 
     def _view(self, ref: TensorRef | None) -> torch.Tensor | None:
@@ -159,6 +169,10 @@ def scaled(grad: torch.Tensor | None, factor: float, shared: bool) -> torch.Tens
     if grad is None or (factor == 1 and not shared):
         return grad
     return grad.clone() if factor == 1 else grad * factor
+
+
+def are_in_range(grads: Sequence[torch.Tensor | None], factor: float) -> bool:
+    return factor == 1 or all(bool(torch.isfinite(each.sum())) for each in grads if each is not None)
 
 
 def factor_of(order: Order, grads: Grads) -> float | None:
@@ -220,14 +234,17 @@ class OperationHome:
         self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
         self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
         self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
+        self._eager_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         worker = graph.worker
         ready = graph.ready
         if isinstance(ready, ReadyGradients) and (not order.apart or ready.apart):
             factor = factor_of(order, grads)
-            if factor is not None:
-                return self._serve(graph, ready, order, grads, factor)
+            served = None if factor is None else ready.serve(order, len(graph.placeholders), factor)
+            if factor is not None and served is not None:
+                self._note_share(graph, ready, order, grads, factor)
+                return served
         reply = self.carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
@@ -235,14 +252,13 @@ class OperationHome:
             sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
-    def _serve(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float) -> ReadyReply:
+    def _note_share(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float) -> None:
         if order.captures and not order.apart:
             shares = self._shares.setdefault(order.task, {})
             forget_oldest(self._shares)
-            shares.setdefault(graph.worker, []).append(Share(weakref.ref(graph), order, grads, factor))
+            shares.setdefault(ready.maker, []).append(Share(weakref.ref(graph), order, grads, factor))
         if not order.keep:
             graph.ready = None  # another backward has to run the call again
-        return ready.serve(order, len(graph.placeholders), factor)
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         request = self.carrier.request_captures
@@ -271,23 +287,30 @@ class OperationHome:
     def _eager_gradients(self, task: int, sums: Sums) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
         shares = self._shares.pop(task, {})
-        replies = {
-            worker: self.carrier.request_captures(worker, self._function.number, None, (), self.timeout)
-            for worker, own in shares.items()
-            if self._are_the_sum(worker, own) and worker not in self._eager_sums
-        }
+        sure = {worker: own for worker, own in shares.items() if self._are_the_sum(worker, own)}
+        with self._eager_lock:
+            self._collect_eager(sure)
+            held = {worker: self._eager_sums.get(worker) for worker in sure}
+            for worker, own in sure.items():
+                if not own[0].order.keep:
+                    self._eager_sums.pop(worker, None)
         for worker, own in shares.items():
-            if worker in replies:
-                with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
-                    self._eager_sums[worker] = replies[worker].gradients()
-                    assert replies[worker].calls == len(own)
-            if self._are_the_sum(worker, own) and worker in self._eager_sums:
-                factor, keep = own[0].factor, own[0].order.keep
-                held = self._eager_sums[worker] if keep else self._eager_sums.pop(worker)
-                yield (), [scaled(each, factor, shared=keep) for each in held]
+            found = held.get(worker)
+            if found is not None and are_in_range(found, own[0].factor):
+                yield (), [scaled(each, own[0].factor, shared=own[0].order.keep) for each in found]
                 continue
             for share in own:
                 self._contribute(share, sums)
+
+    def _collect_eager(self, sure: dict[object, list[Share]]) -> None:
+        """From all workers at once."""
+        request = self.carrier.request_captures
+        missing = [worker for worker in sure if worker not in self._eager_sums]
+        for worker, reply in [(each, request(each, self._function.number, None, (), self.timeout)) for each in missing]:
+            with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
+                found = reply.gradients()
+                if reply.calls == len(sure[worker]):  # not so where another backward took it, or a call failed half-way
+                    self._eager_sums[worker] = found
 
     def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
         """Whether what the worker has added up is what these calls give, but for one factor."""

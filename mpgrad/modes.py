@@ -9,8 +9,10 @@ worker runs an item, in what order, or how often.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +20,17 @@ import torch
 
 from mpgrad._torch import outside_transforms, saved_tensor_hooks
 
-__all__ = ["Modes", "RandomState", "current_modes", "draw_seed", "kept_random_state", "seed_item", "under", "under_hooks"]
+__all__ = [
+    "TURNS",
+    "Modes",
+    "RandomState",
+    "current_modes",
+    "draw_seed",
+    "kept_random_state",
+    "seed_item",
+    "under",
+    "under_hooks",
+]
 
 MASK = (1 << 64) - 1
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
@@ -137,9 +149,20 @@ def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
     return UnderHooks(function, *hooks)
 
 
+class Turns:
+    """The generators belong to the process: no thread draws a seed while another one, which may put them back, runs calls."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+TURNS = Turns()
+os.register_at_fork(after_in_child=TURNS.__init__)  # type: ignore[misc]
+
+
 def draw_seed() -> int:
     """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
-    with outside_transforms():
+    with TURNS.lock, outside_transforms():
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 

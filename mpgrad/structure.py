@@ -201,6 +201,13 @@ def reduce_script_function(value: Any) -> tuple[Any, ...]:
     return ScriptedFunction, (value.save_to_buffer(), [each.name for each in arguments], defaults)
 
 
+def reduce_method(value: types.MethodType) -> Any:
+    owner = value.__self__
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and value.__func__ is FUNCTION_APPLY:
+        return getattr, (owner, "apply")  # the worker's own, not a copy of torch's code
+    return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
+
+
 def reduce_generator(value: torch.Generator) -> Any:
     # of the default generator the worker's own is meant, which has the seed of the item
     return (getattr, (torch, "default_generator")) if value is torch.default_generator else value.__reduce_ex__(5)
@@ -218,12 +225,14 @@ def reduce_imported(value: types.ModuleType) -> Any:
     return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
 
 
+FUNCTION_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS = {
     torch.jit.ScriptFunction: reduce_script_function,
     torch.Generator: reduce_generator,
     torch.finfo: reduce_limits,
     torch.iinfo: reduce_limits,
+    types.MethodType: reduce_method,
     types.ModuleType: reduce_imported,
 }
 TensorPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here

@@ -68,8 +68,8 @@ def test_its_backward(pool: mpgrad.Pool) -> None:
     total = torch.stack([each.sum() for each in pool.map(double, xs, chunksize=CHUNK)]).sum()
     found = cost(pool, work)
     assert (
-        found.frames_sent <= 40 and found.frames_received <= 40
-    )  # 10 chunks forward, and backward as many as are sent at once
+        found.frames_sent <= 100 and found.frames_received <= 100
+    )  # the backward's as they come: who has time takes what waits
     assert found.bytes_sent <= CALLS * (80 + 50 + 4 + 110) and found.bytes_received <= CALLS * (80 + 50 + 80 + 50)
     assert found.slots_made == 0
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
+import os
 import random
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import mpgrad
+from mpgrad.modes import draw_seed
 
 Tensor = torch.Tensor
 
@@ -103,3 +111,101 @@ def test_a_gradient_inside_a_call(cheap: mpgrad.Pool) -> None:
         results = cheap.map(slope, [x] * 20)
     (found,) = torch.autograd.grad(sum(results, torch.tensor(0.0)), x)
     assert found.tolist() == [120, 240]
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.1, 0.1)
+
+
+def clipped_by_a_hook(x: Tensor) -> Tensor:
+    x = x * 1
+    x.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    return x
+
+
+@pytest.mark.parametrize("clip", [Clipped.apply, clipped_by_a_hook])
+def test_an_eager_backward_that_clips(nursery: mpgrad.Pool, clip: Callable[[Tensor], Tensor]) -> None:
+    """Symptom: a gradient of 0.01 where the serial loop's is 0.1. Cause: gradients that came with a loss were multiplied by the
+    one that came, though the function's backward was not linear in that."""
+    x = torch.ones(2, requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
+        (found,) = torch.autograd.grad(pool.map(lambda x: clip(x).sum(), [x])[0] / 10, x)
+        assert found.tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
+    """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers for their sums, which are
+    given once, and who came last had an empty one take the place of the other."""
+    weight = torch.ones(2, requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            loss = torch.stack(pool.map(lambda x: (x * weight).sum(), [torch.ones(2)] * 8)).sum()
+            start = threading.Barrier(4)
+
+            def backward(loss: Tensor = loss, start: threading.Barrier = start) -> list[float]:
+                start.wait()
+                (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+                return found.tolist()
+
+            found = [threads.submit(backward) for _ in range(4)]
+            assert [each.result() for each in found] == [[8, 8]] * 4
+
+
+ARMED, STARTED, DRAWN = threading.Event(), threading.Event(), threading.Event()
+
+
+def meets(x: float) -> float:
+    if ARMED.is_set():
+        STARTED.set()
+        DRAWN.wait(0.2)  # in vain: whoever would draw waits for us
+    return x
+
+
+def test_a_seed_drawn_while_calls_run_here(cheap: mpgrad.Pool) -> None:
+    """Symptom: maps of two threads had the same random numbers. Cause: the seed that one drew was taken for a draw of the
+    function that the other ran here, and put back."""
+    for _ in range(5):
+        cheap.map(meets, [1.0] * 50)
+    seeds = []
+
+    def draw() -> None:
+        STARTED.wait()
+        seeds.append(draw_seed())
+        DRAWN.set()
+
+    other = threading.Thread(target=draw)
+    other.start()
+    ARMED.set()
+    cheap.map(meets, [1.0])
+    other.join()
+    assert draw_seed() not in seeds
+
+
+def test_eager_gradients_of_a_worker_that_died_are_not_those_of_its_heir(nursery: mpgrad.Pool) -> None:
+    """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause: whose sum a loss is part of was
+    asked of its graph, which had moved; as many as the heir had added up were taken for those that it had."""
+    weight = torch.ones((), requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
+        losses = pool.map(lambda x: weight * x, [1.0, 10.0, 100.0, 1000.0], chunksize=2)
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        while not pool.stats().deaths:
+            time.sleep(0.01)
+        for some in itertools.combinations(losses, 2):
+            (found,) = torch.autograd.grad(sum(some), weight, retain_graph=True)
+            assert found == sum(some)
+
+
+def test_an_eager_backward_that_overflows(nursery: mpgrad.Pool) -> None:
+    """Symptom: a gradient of inf where the serial loop's is 1e30. Cause: it was computed for a gradient of one, which is too
+    large, and what came then could not make it finite again."""
+    x = torch.ones(1, requires_grad=True)
+    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
+        (loss,) = pool.map(lambda x: (x * 1e30 * 1e30).sum(), [x])
+        (found,) = torch.autograd.grad(loss * 1e-30, x)
+    torch.testing.assert_close(found, torch.tensor([1e30]))

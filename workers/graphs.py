@@ -12,18 +12,33 @@ from __future__ import annotations
 import ctypes
 import functools
 import heapq
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpgrad._torch import gradients, plus
 from mpgrad.batching import Level, over
 
-__all__ = ["CHECKPOINTS", "CaptureSums", "Edge", "Graph", "GraphTable", "Names", "dress", "edge_of", "run_backward"]
+__all__ = [
+    "APPLIED",
+    "CHECKPOINTS",
+    "HOOKS",
+    "CaptureSums",
+    "Edge",
+    "Graph",
+    "GraphTable",
+    "Names",
+    "dress",
+    "edge_of",
+    "is_linear",
+    "run_backward",
+]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
 
@@ -231,26 +246,51 @@ def entry_of(edge: GradientEdge) -> tuple[Any, int]:
     return place
 
 
-class Checkpoints:
-    """Counts reentrant checkpoints, which nothing in a graph shows without a walk through all of it."""
+def is_linear(graph: Graph) -> bool:
+    """Whether twice the gradient that comes gives twice the gradients: not so where a backward, written in Python, clips.
 
-    def __init__(self) -> None:
+    For engines in the caller's process, where `APPLIED` may not watch. Of hooks nothing is seen here.
+    """
+    nodes = [edge.node for edge in graph.outputs if not isinstance(edge, torch.Tensor)]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if isinstance(node, ENTRY_NODE):
+            continue
+        if isinstance(node, BackwardCFunction):
+            return False
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        nodes += further
+    return True
+
+
+class Counter:
+    """Counts calls of one of PyTorch's functions whose traces nothing in a graph shows, or only a walk through all of it."""
+
+    def __init__(self, owner: Any, name: str) -> None:
         self.count = 0
+        self.is_watching = False
+        self._owner = owner
+        self._name = name
 
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
-        function: Any = CheckpointFunction
-        forward = function.forward
+        method: Any = inspect.getattr_static(self._owner, self._name)
+        function = getattr(method, "__func__", method)
 
-        @functools.wraps(forward)
-        def counted(*args: Any) -> Any:
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
-            return forward(*args)
+            return function(*args, **kwargs)
 
-        function.forward = staticmethod(counted)
+        setattr(self._owner, self._name, counted if method is function else type(method)(counted))
+        self.is_watching = True
 
 
-CHECKPOINTS = Checkpoints()
+CHECKPOINTS = Counter(CheckpointFunction, "forward")  # reentrant ones
+APPLIED = Counter(torch.autograd.Function, "apply")  # Functions whose backward is written in Python
+HOOKS = Counter(torch.Tensor, "register_hook")
 
 
 class CaptureSums:

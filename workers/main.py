@@ -17,7 +17,7 @@ import warnings
 
 import torch
 from mpgrad.workers.devices import Station, station
-from mpgrad.workers.graphs import CHECKPOINTS
+from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker, failure
 
@@ -97,6 +97,8 @@ def settle(start: Start) -> None:
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
     CHECKPOINTS.watch()
+    APPLIED.watch()
+    HOOKS.watch()
 
 
 def die_with(parent_pid: int | None) -> None:

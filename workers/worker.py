@@ -22,7 +22,9 @@ import cloudpickle
 import torch
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
+    APPLIED,
     CHECKPOINTS,
+    HOOKS,
     CaptureSums,
     Edge,
     Graph,
@@ -30,6 +32,7 @@ from mpgrad.workers.graphs import (
     Names,
     dress,
     edge_of,
+    is_linear,
     run_backward,
 )
 
@@ -116,6 +119,7 @@ class Made(NamedTuple):
     tensors: list[torch.Tensor]
     flags: list[int]
     graph: Graph | None
+    may_be_more: bool  # than a multiplication: its backward, as far as that was noticed
 
 
 class Worker:
@@ -183,11 +187,14 @@ class Worker:
         if self._station is not None:
             self._station.arrive()
         before = self._payload  # inline, a task may use the pool again, while the outer answer is being made
+        answer = None
         for message in frame.messages:
             self._payload = Payload()
             answer = self._handlers[type(message)](message, frame.payload)
             if answer is not None:
                 self._send(answer)
+        if answer is None and (returns := self._returns()):  # of what was released; nobody knows when the next answer comes
+            self._link.send([Returned(returns)])
         self._payload = before
 
     # --- calls
@@ -282,7 +289,7 @@ class Worker:
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, edges = self._inputs(refs, payload)
         args, kwargs = arguments(call, tensors)
-        checkpoints = CHECKPOINTS.count
+        checkpoints, applied, hooks = CHECKPOINTS.count, APPLIED.count, HOOKS.count
         value = function.target(*args, **kwargs)
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
@@ -304,7 +311,8 @@ class Worker:
         if outputs:
             names = None if station is None else Names(places, names_of(call.tensors), function.names)
             graph = Graph(message.function, outputs, edges, function.edges, whole, names)
-        return Made(shape, found, flags, graph)
+        may_be_more = APPLIED.count != applied or HOOKS.count != hooks
+        return Made(shape, found, flags, graph, may_be_more)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
@@ -528,6 +536,9 @@ class Worker:
         for number in message.numbers:
             self._lenders.detach(number)
 
+    def _returns(self) -> list[tuple[int, int]]:
+        return self._lenders.collect() + drained(self._unread)
+
     def _send(self, answer: Message) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
@@ -535,7 +546,7 @@ class Worker:
         lane = self._station.lane if self._station is not None else None
         send_slabs(self._link, drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
         messages: list[Message] = []
-        if returns := self._lenders.collect() + drained(self._unread):
+        if returns := self._returns():
             messages.append(Returned(returns))
         messages.append(answer)
         if dropped := drained(self._arena.dropped):
@@ -557,7 +568,7 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
 
 
 def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> bool:
-    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with.
+    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with afterwards.
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
@@ -565,6 +576,8 @@ def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> 
     if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
         return False
     if modes.autocast or modes.anomaly or not function.precise:
+        return False
+    if made.graph is None or made.may_be_more or not (APPLIED.is_watching or is_linear(made.graph)):
         return False
     return all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
 
