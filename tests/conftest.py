@@ -22,6 +22,7 @@ import pytest
 import tqdm
 
 import mpgrad
+from mpgrad.adaptive import Costs
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py
 
@@ -79,6 +80,13 @@ def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool of two processes of the test's own, to be hurt."""
     with mpgrad.Pool(processes=2, inline="never") as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def calls_are_sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cheap calls go to workers too, whose doings most tests are about; not so in modules that are `ADAPTIVE`."""
+    if not getattr(request.module, "ADAPTIVE", False):
+        monkeypatch.setattr(Costs, "pays", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from mpgrad.adaptive import CALLS_AT_ONCE, Costs
 from mpgrad.testing import assert_same_as_serial
 
 Tensor = torch.Tensor
+ADAPTIVE = True
 weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
 
 

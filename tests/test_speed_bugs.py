@@ -19,6 +19,7 @@ import mpgrad
 from mpgrad.modes import draw_seed
 
 Tensor = torch.Tensor
+ADAPTIVE = True
 
 
 @pytest.fixture
