@@ -31,7 +31,7 @@ from mpgrad.packing import PickledFunction
 __all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
 
 HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
-FIRST_CALLS = 16  # of a function whose cost is not known
+FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
 DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
 SENT_SECONDS = 40e-6  # that sending a call takes the parent, until it is measured
@@ -157,7 +157,8 @@ class AdaptiveMap:
         """So many that the workers have something to do until it is known what a call costs."""
         operation = self._begin()
         self._sent.append(operation)
-        self._add(operation, itertools.islice(calls, FIRST_CALLS), seal=False)
+        count = max(FIRST_CALLS, 2 * self._workers)
+        self._add(operation, itertools.islice(calls, count), seal=False)
         pickled = self._function.pickled
         self._sender.wait_until(lambda: operation.has_ended or self._costs.seconds(pickled) is not None)
 
