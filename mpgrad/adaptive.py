@@ -34,7 +34,7 @@ HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
 DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
-SENT_SECONDS = 40e-6  # that sending a call takes the parent, until it is measured
+SENT_SECONDS = 60e-6  # that a call takes beyond its own time where it is sent, until it is measured
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
 MANY = 256  # calls of a map, from which its time says what sending takes
 MOST_FUNCTIONS = 128
@@ -56,8 +56,8 @@ class Costs:
 
     def seconds(self, function: bytes) -> float | None:
         """Of one call; None where it is not known."""
-        here = self._here.get(function)
-        return self._in_workers(function) if here is None else here
+        known = [each for each in (self._here.get(function), self._in_workers(function)) if each is not None]
+        return max(known, default=None)  # a worker may have run the backward as well
 
     def may_stay(self, function: bytes) -> bool:
         return function not in self._sent_ever
@@ -81,7 +81,9 @@ class Costs:
         self._here.pop(function, None)
         each = self._in_workers(function)
         if calls >= MANY and each is not None and each < DEAR:
-            self._sending = (self._sending + max(0.0, seconds / calls - each / workers)) / 2
+            beyond = max(0.0, seconds / calls - each / workers)
+            # up slowly: workers that are still being started, or other programs, are no reason to keep all calls here
+            self._sending += (beyond - self._sending) / 2 if beyond < self._sending else self._sending / 8
 
     def send_ever_after(self, function: bytes) -> None:
         self._sent_ever[function] = None

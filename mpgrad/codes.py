@@ -20,6 +20,7 @@ class Codes:
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
         self.seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
+        self._own_seconds: dict[int, float] = {}  # of these, in the function
         self._measured: dict[int, int] = {}  # how often
 
     def number(self, function: SharedFunction) -> None:
@@ -30,17 +31,19 @@ class Codes:
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self.seconds.pop(oldest, None)
             self._measured.pop(oldest, None)
+            self._own_seconds.pop(oldest, None)
             for worker in self._workers.values():
                 if oldest in worker.codes:
                     worker.codes.discard(oldest)
                     worker.forgotten_codes.append(oldest)
 
     def seconds_of(self, pickled: bytes) -> float | None:
-        """Any thread may ask."""
-        return self.seconds.get(self._numbers.get(pickled, 0))
+        """Of its own, that a call of the function takes a worker; None before the first. Any thread may ask."""
+        return self._own_seconds.get(self._numbers.get(pickled, 0))
 
-    def note_seconds(self, function: SharedFunction, mean: float) -> None:
+    def note_seconds(self, function: SharedFunction, mean: float, own: float) -> None:
         """The first time in each worker does not count for long: caches are cold, and modules are imported."""
         times = self._measured[function.code] = self._measured.get(function.code, 0) + 1
-        before = self.seconds.get(function.code, mean)
-        self.seconds[function.code] = mean if times <= len(self._workers) + 1 else (before + mean) / 2
+        for known, new in ((self.seconds, mean), (self._own_seconds, own)):
+            before = known.get(function.code, new)
+            known[function.code] = new if times <= len(self._workers) + 1 else (before + new) / 2

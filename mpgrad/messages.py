@@ -288,12 +288,15 @@ class Missing(NamedTuple):
 class Results(NamedTuple):
     """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
 
+    Of the `seconds`, `own_seconds` went into the function, and into backwards that were run ahead; the rest is our work.
+
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take.
     """
 
     chunk: int
     outcomes: list[Result | Failure]
     seconds: float
+    own_seconds: float
     mutated: bool
     warned: list[Warned]
     dropped: list[int]

@@ -235,7 +235,7 @@ class Scheduler(ABC):
         self._settle_if_ended()
 
     def seconds_of(self, pickled: bytes) -> float | None:
-        """What a call of the function takes a worker; None before the first."""
+        """What a call of the function takes by itself; None before the first."""
         return self._codes.seconds_of(pickled)
 
     def cancel(self, operation: Operation) -> None:
@@ -889,7 +889,7 @@ class Scheduler(ABC):
         done = len(message.outcomes)
         worker.calls_done += done
         if done:
-            self._codes.note_seconds(operation.function, message.seconds / done)
+            self._codes.note_seconds(operation.function, message.seconds / done, message.own_seconds / done)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
         self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all

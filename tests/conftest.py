@@ -60,7 +60,7 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
         yield get
 
 
-ENGINES = [("process", 1), ("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `pool2`'s
+ENGINES = [("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `pool2`'s
 
 
 @pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])

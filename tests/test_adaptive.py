@@ -286,12 +286,17 @@ def test_long_maps_in_pieces(cheap: mpgrad.Pool) -> None:
 
 
 def test_what_pays() -> None:
-    times = {b"cheap": 10e-6, b"medium": 90e-6, b"dear": 2e-3}
+    times = {b"cheap": 10e-6, b"medium": 140e-6, b"dear": 2e-3}
     costs = Costs(times.get)
     assert costs.pays(b"cheap", 2, 1000) and not costs.pays(b"medium", 2, 1000) and not costs.pays(b"new", 2, 1000)
     assert costs.pays(b"medium", 2, 4)  # so few that waking the workers is most of it
     assert costs.pays(b"medium", 1, 1000) and not costs.pays(b"dear", 1, 1)
-    costs.note_sent(b"medium", 1000 * 145e-6, 1000, 2)  # 100 us more than the work itself
+    for _ in range(5):
+        costs.note_sent(b"medium", 1000 * 445e-6, 1000, 2)  # far more than the work itself
+    assert costs.pays(b"medium", 2, 1000)
+    costs.note_sent(b"medium", 1000 * 50e-6, 1000, 2)
+    assert not costs.pays(b"medium", 2, 1000)
+    times[b"medium"] = 40e-6
     assert costs.pays(b"medium", 2, 1000)
     costs.note_here(b"medium", 500e-6, 1)
     assert not costs.pays(b"medium", 2, 1000)

@@ -183,9 +183,18 @@ class Shooter:
             return found
 
 
-@pytest.mark.parametrize("method", ["_transmit", "receive"])
 @pytest.mark.parametrize(
-    "options", [{}, {"deterministic": True}, {"graphs": "recompute"}, {"graphs": "eager"}, {"graph_memory": 4000}], ids=str
+    ("method", "options"),
+    [
+        ("_transmit", {}),
+        ("receive", {}),
+        ("receive", {"deterministic": True}),
+        ("_transmit", {"graphs": "recompute"}),
+        ("_transmit", {"graphs": "eager"}),
+        ("receive", {"graphs": "eager"}),
+        ("receive", {"graph_memory": 4000}),
+    ],
+    ids=str,
 )
 def test_a_kill_at_every_frame_of_the_parent(
     undisturbed: list[Tensor], monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]

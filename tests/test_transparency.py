@@ -575,8 +575,11 @@ def assert_same(ours: Sequence[Any], theirs: Sequence[Any], exact: bool) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # one behaviour is about just that
-@pytest.mark.parametrize("engine", [("process", 2), ("inline", 1)], ids=lambda engine: engine[0])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("operation", "engine"),
+    [*((operation, ("process", 2)) for operation in OPERATIONS), (next(iter(OPERATIONS)), ("inline", 1))],
+    ids=lambda each: each if isinstance(each, str) else each[0],
+)
 @pytest.mark.parametrize("behaviour", EXACT + TO_ROUNDING, ids=name_of)
 def test_nobody_can_tell(
     shared_pools: Callable[[str, int], mpgrad.Pool],

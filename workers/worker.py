@@ -138,6 +138,7 @@ class Worker:
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
         self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
+        self._own_seconds = 0.0
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
         self._progress = self._progress_slot.memory.cast("q")
@@ -224,7 +225,8 @@ class Worker:
             or any(c.grad is not None for c in function.edges if isinstance(c, torch.Tensor))
         )
         dropped = self._graphs.take_dropped()
-        return Results(message.chunk, outcomes, seconds, mutated, self._warnings(), dropped, self._graphs.nbytes)
+        own_seconds, self._own_seconds = self._own_seconds, 0.0
+        return Results(message.chunk, outcomes, seconds, own_seconds, mutated, self._warnings(), dropped, self._graphs.nbytes)
 
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
@@ -267,7 +269,9 @@ class Worker:
         (loss,) = [each for each in results if each.requires_grad]
         inputs = range(len(graph.inputs))
         try:
+            started = time.perf_counter()
             found = run_backward(graph, [torch.ones_like(loss)], inputs, bool(graph.captures), False, False, ())
+            self._own_seconds += time.perf_counter() - started
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             self._graphs.miss(call)
             return None
@@ -290,7 +294,9 @@ class Worker:
         tensors, edges = self._inputs(refs, payload)
         args, kwargs = arguments(call, tensors)
         checkpoints, applied, hooks = CHECKPOINTS.count, APPLIED.count, HOOKS.count
+        started = time.perf_counter()
         value = function.target(*args, **kwargs)
+        self._own_seconds += time.perf_counter() - started
         phases.append("result")
         whole = CHECKPOINTS.count != checkpoints
         shape, found = result_structure(value)
