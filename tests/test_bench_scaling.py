@@ -38,7 +38,7 @@ def test_growth(tmp_path: Path) -> None:
 
 
 def test_load(tmp_path: Path) -> None:
-    rows = ["graphs"]
+    rows = ["graphs", "maps"]
     figures = run(SCRIPT.parent / "load.py", "--rows", *rows, "--json", str(tmp_path / "quick.json"))
     values = {figure["name"]: figure["value"] for figure in figures}
     for name in ("descriptors of the parent", "threads of the parent", "descriptors of a worker", "threads of a worker"):
