@@ -59,8 +59,9 @@ class Costs:
         known = [each for each in (self._here.get(function), self._in_workers(function)) if each is not None]
         return max(known, default=None)  # a worker may have run the backward as well
 
-    def may_stay(self, function: bytes) -> bool:
-        return function not in self._sent_ever
+    def are_unknown(self, function: bytes) -> bool:
+        """And worth knowing."""
+        return self.seconds(function) is None and function not in self._sent_ever
 
     def pays(self, function: bytes, workers: int, count: int | None) -> bool:
         """Whether running `count` calls here, one after another, takes less time than sending them."""
@@ -126,10 +127,9 @@ class AdaptiveMap:
         calls = iter(calls)
         try:
             with collector_held():
-                if self._costs.seconds(self._function.pickled) is None and self._costs.may_stay(self._function.pickled):
-                    self._send_first(calls)
-                here, calls = self._run_here(calls, total)
-                self._send_rest(calls, len(here))
+                first = self._send_first(calls) if self._costs.are_unknown(self._function.pickled) else 0
+                here, calls = self._run_here(calls, None if total is None else total - first)
+                self._send_rest(calls, first + len(here), bool(here))
                 finished = self._sender.wait_until(self._all_finished, LONGEST_HOLD)
             if not finished:
                 self._sender.wait_until(self._all_finished)
@@ -138,42 +138,32 @@ class AdaptiveMap:
                 self._sender.cancel(operation)
             raise
         with collector_held():
-            return self._results(here, started)
-
-    def _results(self, here: list[Any], started: float) -> list[Any]:
-        pieces = [(operation.conditions.first, operation.values()) for operation in self._sent]
+            results = [each for operation in self._sent for each in operation.values()]
         if not here:
-            count = sum(len(piece) for _, piece in pieces)
-            self._costs.note_sent(self._function.pickled, time.perf_counter() - started, count, self._workers)
-        results: list[Any] = []
-        for first, piece in pieces:
-            if first:
-                results += here
-            results += piece
-        return results if any(first for first, _ in pieces) else results + here
+            self._costs.note_sent(self._function.pickled, time.perf_counter() - started, len(results), self._workers)
+        results[first:first] = here
+        return results
 
     def _all_finished(self) -> bool:
         return all(operation.finished for operation in self._sent)
 
-    def _send_first(self, calls: Iterator[Arguments]) -> None:
-        """So many that the workers have something to do until it is known what a call costs."""
+    def _send_first(self, calls: Iterator[Arguments]) -> int:
+        """So many that the workers have something to do until it is known what a call costs; returns how many."""
         operation = self._begin()
         self._sent.append(operation)
         count = max(FIRST_CALLS, 2 * self._workers)
         self._add(operation, itertools.islice(calls, count), seal=False)
         pickled = self._function.pickled
         self._sender.wait_until(lambda: operation.has_ended or self._costs.seconds(pickled) is not None)
+        return operation.added
 
-    def _run_here(self, calls: Iterator[Arguments], total: int | None) -> tuple[list[Any], Iterator[Arguments]]:
-        """The results of those that were run here, and the calls that are left."""
-        before = sum(operation.added for operation in self._sent)
+    def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
+        """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
         pickled, captures, sharing = self._function
         results: list[Any] = []
         run, left = list[Arguments](), list[Arguments]()
         local: LocalFunction | None = None
-        while not sharing and self._costs.pays(
-            pickled, self._workers, None if total is None else total - before - len(results)
-        ):
+        while not sharing and self._costs.pays(pickled, self._workers, None if count is None else count - len(results)):
             left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
             if not left:
                 break
@@ -192,15 +182,15 @@ class AdaptiveMap:
             let_collector_look()
         return results, itertools.chain(left, calls)
 
-    def _send_rest(self, calls: Iterator[Arguments], here: int) -> None:
-        before = sum(operation.added for operation in self._sent)
+    def _send_rest(self, calls: Iterator[Arguments], first: int, is_apart: bool) -> None:
+        """From item `first` on; where those do not follow on what was sent (`is_apart`), as an operation of their own."""
         rest = list(itertools.islice(calls, 1))
-        if here and self._sent:
+        if is_apart and self._sent:
             self._add(self._sent[0], (), seal=True)
-        if here and not rest:
+        if is_apart and not rest:
             return
-        if here or not self._sent:
-            self._sent.append(self._begin(first=before + here))
+        if is_apart or not self._sent:
+            self._sent.append(self._begin(first=first))
         self._add(self._sent[-1], itertools.chain(rest, calls), seal=True)
 
 

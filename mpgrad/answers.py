@@ -45,7 +45,8 @@ class Answers:
                 refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]
                 if operation.eager == Eager.SUMS and operation.function.differentiable:
                     worker.summed.add(operation.function.number)
-                    operation.function.summed[worker] += 1
+                    summed = operation.function.summed
+                    summed[worker] = summed.get(worker, 0) + 1
             elif outcome.has_graph:
                 graph = self._graph_kept(worker, operation.home, number, call.item, call)
             try:

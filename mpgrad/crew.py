@@ -176,8 +176,8 @@ class Worker:
             if chunk.operation is operation and chunk.calls[0][1].index >= operation.limit:
                 self.progress[place] = number
 
-    def unbegun(self) -> list[tuple[Chunk, int]]:
-        """Chunks of calls, and how many of them at the end it has not begun and can be told not to begin.
+    def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
+        """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.
 
         It notes each call that it begins, and looks before each whether the chunk is called off. So it may have looked at one
         more already when we call it off, but not at two: it has run the first of them in between.
@@ -191,12 +191,11 @@ class Worker:
         found = []
         is_answered = at in self.under_way  # those before it are, though their answers may still be on their way
         for number, chunk in self.under_way.items():
+            begun = -1
             if number == at:
                 is_answered, begun = False, position
-            else:
-                begun = -1
             if not is_answered and chunk.operation is not None and chunk.operation.chunksize is None:
-                found.append((chunk, max(0, len(chunk.calls) - begun - 2)))
+                found.append((chunk.operation, chunk.calls, max(0, len(chunk.calls) - begun - 2)))
         return found
 
     def call_off(self) -> list[tuple[Operation, list[PackedCall]]]:
@@ -206,10 +205,10 @@ class Worker:
         for place, number in zip((Progress.CANCELLED, Progress.CANCELLED + 1), self.under_way, strict=False):
             self.progress[place] = number
         taken = []
-        for chunk, count in self.unbegun():  # counted after it can see that it is called off
-            if count and chunk.operation is not None:
-                taken.append((chunk.operation, [call for _, call in chunk.calls[-count:]]))
-                del chunk.calls[-count:]
+        for operation, calls, count in self.unbegun():  # counted after it can see that it is called off
+            if count:
+                taken.append((operation, [call for _, call in calls[-count:]]))
+                del calls[-count:]
         return taken
 
     def take_leave(self) -> None:

@@ -314,7 +314,7 @@ class OperationHome:
 
     def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
         """Whether what the worker has added up is what these calls give, but for one factor."""
-        return len(shares) == self._function.summed[worker] and len({share.factor for share in shares}) == 1
+        return len(shares) == self._function.summed.get(worker) and len({share.factor for share in shares}) == 1
 
     def _contribute(self, share: Share, sums: Sums) -> None:
         """Run the backward again, with the gradient that came."""

@@ -6,7 +6,6 @@ a result that another call is still to give leaves a number, and is put in by th
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -63,7 +62,7 @@ class SharedFunction:
     ) -> None:
         self.pickled, captures, sharing = function
         self.number = next(self.numbers)
-        self.summed: collections.Counter[object] = collections.Counter()  # eager gradients of how many calls, by worker
+        self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
         self.gathers = request is not None and request.gathers

@@ -37,7 +37,7 @@ from mpgrad.memory import bytes_of
 from mpgrad.messages import Eager
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Submitted
-from mpgrad.packing import Shared, SharedFunction, pack_call, pickled_function
+from mpgrad.packing import PickledFunction, Shared, SharedFunction, pack_call, pickled_function
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
@@ -165,8 +165,8 @@ class Pool:
         self._processes = settings.workers
         self._uncollected = Uncollected()
         self._scheduler = start_scheduler(engine, settings, context)
-        self._may_stay = inline == "auto" and engine == "process" and initializer is None
-        self._may_stay = self._may_stay and self._timeout is None and self._devices is None
+        is_plain = initializer is None and self._timeout is None and self._devices is None
+        self._may_stay = inline == "auto" and engine == "process" and is_plain
         self._costs = Costs(self._scheduler.seconds_of)
         OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
@@ -218,8 +218,17 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        at_rest = is_at_rest(iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device, at_rest)
+        return self._run(
+            func,
+            calls,
+            length(iterable),
+            chunksize,
+            progress,
+            timeout=timeout,
+            on_error=on_error,
+            device=device,
+            at_rest=is_at_rest(iterable),
+        )
 
     @not_compiled
     def starmap(
@@ -235,8 +244,17 @@ class Pool:
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        at_rest = is_at_rest(iterable)
-        return self._map(func, calls, length(iterable), chunksize, progress, timeout, on_error, device, at_rest)
+        return self._run(
+            func,
+            calls,
+            length(iterable),
+            chunksize,
+            progress,
+            timeout=timeout,
+            on_error=on_error,
+            device=device,
+            at_rest=is_at_rest(iterable),
+        )
 
     @not_compiled
     def apply(
@@ -248,7 +266,7 @@ class Pool:
         device: Device | None = None,
     ) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._map(func, [(tuple(args), kwds or {})], 1, None, False, None, "raise", device, True)[0]
+        return self._run(func, [(tuple(args), kwds or {})], 1, None, False, device=device, at_rest=True)[0]
 
     @not_compiled
     def map_async(
@@ -390,7 +408,7 @@ class Pool:
             ...     [(worker.calls, worker.graphs) for worker in pool.stats().workers]
             [(10, 0)]
         """
-        return self._scheduler.stats()._replace(calls_here=self._costs.calls_here)
+        return self._scheduler.stats(self._costs.calls_here)
 
     def __enter__(self) -> Pool:
         self._scheduler.check_open()
@@ -557,9 +575,10 @@ class Pool:
         device: Device | None = None,
         one_by_one: bool = False,
         first: int = 0,
+        pickled: PickledFunction | None = None,
         drawn: int | None = None,
     ) -> Operation:
-        """`first`: the item of the first call; `drawn`: the map's seed, where it has one already."""
+        """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there."""
         function = under_hooks(callable_of(function))
         check_untraced()
         if chunksize is not None:
@@ -571,7 +590,7 @@ class Pool:
         scheduler.check_open()
         with outside_transforms():
             request = requested(device, self._devices)
-            pickled = pickled_function(function, scheduler.packer.kind)
+            pickled = pickled or pickled_function(function, scheduler.packer.kind)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
@@ -644,30 +663,6 @@ class Pool:
             self._scheduler.cancel(operation)
             raise
 
-    def _map(
-        self,
-        function: Callable[..., Any],
-        calls: Iterable[Arguments],
-        total: int | None,
-        chunksize: int | None,
-        progress: Progress,
-        timeout: float | None,
-        on_error: str,
-        device: Device | None,
-        at_rest: bool,
-    ) -> list[Any]:
-        plain = at_rest and chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
-        if not (plain and self._may_stay and may_run_here()):
-            return self._run(function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device)
-        requested(device, self._devices)  # refuses what cannot be
-        check_untraced()
-        self._scheduler.check_open()
-        function = callable_of(function)
-        pickled, drawn = pickled_function(function), self._draw_seed()
-        begin = functools.partial(self._begin, function, on_error=on_error, drawn=drawn)
-        add = functools.partial(self._add_all, borrow=True)
-        return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
-
     def _run(
         self,
         function: Callable[..., Any],
@@ -681,7 +676,9 @@ class Pool:
         timeout: float | None = None,
         on_error: str = "raise",
         device: Device | None = None,
+        at_rest: bool = False,
     ) -> list[Any]:
+        """`at_rest`: the calls are there already, so that cheap ones may run in the caller's thread."""
         if modes is None and may_be_followed():
             check_untraced()
             if on_error == "return":
@@ -693,6 +690,9 @@ class Pool:
             results = run_followed(callable_of(function), calls, self._draw_seed, run)
             if results is not None:
                 return results
+        plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
+        if at_rest and plain and self._may_stay and may_run_here():
+            return self._run_adaptively(function, calls, total, on_error, device)
         operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
         wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
@@ -715,6 +715,23 @@ class Pool:
                 raise
         with collector_held():
             return operation.values()
+
+    def _run_adaptively(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        total: int | None,
+        on_error: str,
+        device: Device | None,
+    ) -> list[Any]:
+        requested(device, self._devices)  # refuses what cannot be
+        check_untraced()
+        self._scheduler.check_open()
+        function = callable_of(function)
+        pickled, drawn = pickled_function(function), self._draw_seed()
+        begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn)
+        add = functools.partial(self._add_all, borrow=True)
+        return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
 
     def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
         while True:

@@ -337,7 +337,7 @@ class Scheduler(ABC):
         self._settings = self._settings._replace(workers=workers)
         self._post(self.staff)
 
-    def stats(self) -> PoolStats:
+    def stats(self, calls_here: int) -> PoolStats:
         self.check_process()
         workers = [
             WorkerStats(
@@ -363,7 +363,7 @@ class Scheduler(ABC):
             shared,
             self._deaths,
             self._recovery.reruns,
-            0,
+            calls_here,
             traffic.frames_sent,
             traffic.frames_received,
             traffic.bytes_sent,
@@ -718,11 +718,7 @@ class Scheduler(ABC):
 
     def _unbegun_seconds(self, worker: Worker) -> float:
         seconds = self._codes.seconds
-        return sum(
-            count * seconds.get(chunk.operation.function.code, 0.0)
-            for chunk, count in worker.unbegun()
-            if chunk.operation is not None
-        )
+        return sum(count * seconds.get(operation.function.code, 0.0) for operation, _, count in worker.unbegun())
 
     def _put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
         wanted = [call for call in calls if call.index < operation.limit]

@@ -38,9 +38,9 @@ def test_rows_of_grains_and_copies(tmp_path: Path) -> None:
 
 
 def test_rows_of_fresh_programs(tmp_path: Path) -> None:
-    _, figures = run("--rows", "start", "idle", "--json", str(tmp_path / "quick.json"))
+    _, figures = run("--rows", "start", "memory", "idle", "--json", str(tmp_path / "quick.json"))
     values = {figure["name"]: figure["value"] for figure in figures}
-    assert values["from Pool() to the first result"] > 0
+    assert values["from Pool() to the first result"] > 0 and values["USS of an idle worker"] > 1
     ratio = values["from Pool() to the first result"] / values["import torch"]
     assert values["from Pool() to the first result over import torch"] == pytest.approx(ratio)
     assert {"CPU of workers and nursery", "how often workers and nursery ran"} <= set(values)

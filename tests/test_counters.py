@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
 
 import mpgrad
+from mpgrad.stats import PoolStats
 
 CALLS = 500
 CHUNK = 50
 
 
-class Cost(NamedTuple):
-    frames_sent: int
-    frames_received: int
-    bytes_sent: int
-    bytes_received: int
-    system_calls: int
-    bytes_copied: int
-    slots_made: int
+COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
 
 @pytest.fixture
@@ -34,12 +27,13 @@ def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
         yield own
 
 
-def cost(pool: mpgrad.Pool, work: Callable[[], object]) -> Cost:
+def cost(pool: mpgrad.Pool, work: Callable[[], object]) -> PoolStats:
+    """What one more run adds to the counters."""
     work()  # functions are defined, slabs are there
     before = pool.stats()
     work()
     after = pool.stats()
-    return Cost(*[getattr(after, name) - getattr(before, name) for name in Cost._fields])
+    return after._replace(**{name: getattr(after, name) - getattr(before, name) for name in COUNTS})
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -203,6 +203,7 @@ class Worker:
     def _forward(self, message: Forward, payload: memoryview) -> Message:
         function = self._functions[message.function]
         outcomes: list[Result | Failure] = []
+        self._own_seconds = 0.0
         started = time.perf_counter()
         with under(message.modes):
             for position, call in enumerate(message.calls):
@@ -225,8 +226,8 @@ class Worker:
             or any(c.grad is not None for c in function.edges if isinstance(c, torch.Tensor))
         )
         dropped = self._graphs.take_dropped()
-        own_seconds, self._own_seconds = self._own_seconds, 0.0
-        return Results(message.chunk, outcomes, seconds, own_seconds, mutated, self._warnings(), dropped, self._graphs.nbytes)
+        own, nbytes = self._own_seconds, self._graphs.nbytes
+        return Results(message.chunk, outcomes, seconds, own, mutated, self._warnings(), dropped, nbytes)
 
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
@@ -246,11 +247,12 @@ class Worker:
                 placed = self._place(made, call.origin, self._station)
             graph = made.graph
             gradients = None
-            if graph is not None and message.eager and is_loss(made, call, function, message.modes):
-                gradients = self._lend_ahead(message, call.call, graph, made.tensors)
+            loss = loss_of(made, call, function, message.modes) if message.eager else None
+            if graph is not None and loss is not None:
+                gradients = self._lend_ahead(message, call.call, graph, loss)
                 graph = None
             result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None, gradients)
-            del made, placed
+            del made, placed, loss
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
@@ -262,11 +264,8 @@ class Worker:
         pairs = zip(made.tensors, made.flags, strict=True)
         return [self._packer.place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
 
-    def _lend_ahead(
-        self, message: Forward, call: int, graph: Graph, results: Sequence[torch.Tensor]
-    ) -> list[TensorRef | None] | None:
+    def _lend_ahead(self, message: Forward, call: int, graph: Graph, loss: torch.Tensor) -> list[TensorRef | None] | None:
         """The gradients of a loss, while its graph is hot in the cache; None where they cannot be had."""
-        (loss,) = [each for each in results if each.requires_grad]
         inputs = range(len(graph.inputs))
         try:
             started = time.perf_counter()
@@ -573,19 +572,20 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
     return tensor.requires_grad_(needs_grad)
 
 
-def is_loss(made: Made, call: ForwardCall, function: Function, modes: Modes) -> bool:
-    """Whether a backward may be run ahead: the gradient that will come is a number, to be multiplied with afterwards.
+def loss_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -> torch.Tensor | None:
+    """What a backward may be run ahead of: the gradient that will come is a number, to be multiplied with afterwards.
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
     losses = [tensor for tensor in made.tensors if tensor.requires_grad]
     if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
-        return False
+        return None
     if modes.autocast or modes.anomaly or not function.precise:
-        return False
+        return None
     if made.graph is None or made.may_be_more or not (APPLIED.is_watching or is_linear(made.graph)):
-        return False
-    return all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
+        return None
+    inputs = [ref for ref in call.tensors if ref.flags & REQUIRES_GRAD]
+    return losses[0] if all(ref.dtype in PRECISE_NUMBERS for ref in inputs) else None
 
 
 def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
