@@ -63,6 +63,7 @@ class Channel:
         self._socket = end
         self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
+        self._blocking = blocking
         self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
         self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
@@ -93,6 +94,8 @@ class Channel:
         if not self._outgoing:
             sent = self._send_some(data, descriptors)
             data, descriptors = data[sent:], () if sent else descriptors
+            while data and self._blocking:  # who is stopped and continued while it waits for room has sent a part
+                data = data[self._send_some(data, ()) :]
         if data:
             # the receiver may get to it after the sender has closed its own: duplicates are kept until they are on their way
             self._outgoing.append((data, duplicates(descriptors)))

@@ -6,12 +6,16 @@ import gc
 import itertools
 import math
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -239,6 +243,39 @@ def test_frames_arrive_whole_in_any_pieces() -> None:
     with pytest.raises(EOFError):
         theirs.receive()
     theirs.close()
+
+
+def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
+    """A send that a signal interrupts has sent a part; what was left stayed with the worker, and the parent waited for ever."""
+    ours, theirs = socket.socketpair()
+    code = (
+        "import socket, sys; from mpgrad.channel import Channel; from mpgrad.messages import Returned;"
+        "end = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=True);"
+        "print('here', flush=True);"
+        "end.send([Returned([])], [b'x' * 1_000_000]); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], **pipes) as worker:  # type: ignore[call-overload]
+        theirs.close()
+        ours.settimeout(5)
+        received = bytearray()
+        try:
+            assert worker.stdout.readline() == b"here\n"
+            state = psutil.Process(worker.pid)
+            while len(received) < 1_000_000:
+                while state.status() == psutil.STATUS_RUNNING:  # until there is no room in the pipe, and it sleeps
+                    pass
+                os.kill(worker.pid, signal.SIGSTOP)
+                while state.status() != psutil.STATUS_STOPPED:
+                    pass
+                received += ours.recv(1 << 16)
+                os.kill(worker.pid, signal.SIGCONT)
+                while state.status() == psutil.STATUS_STOPPED:
+                    pass
+        finally:
+            worker.kill()
+    ours.close()
 
 
 def test_descriptors_arrive_with_their_frames() -> None:
