@@ -155,7 +155,7 @@ class AdaptiveMap:
         self._add(operation, itertools.islice(calls, count), seal=False)
         pickled = self._function.pickled
         self._sender.wait_until(lambda: operation.has_ended or self._costs.seconds(pickled) is not None)
-        return operation.added
+        return operation.items
 
     def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
         """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""

@@ -37,18 +37,20 @@ class Answers:
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
-                operation.deliver(call.index, failed_again(outcome, f"{operation.noun} {call.item}, ", worker))
+                subject = f"{operation.noun} {call.item + outcome.offset}, "
+                operation.deliver(call.index, failed_again(outcome, subject, worker))
                 continue
             graph, refs = None, outcome.tensors
+            item = None if call.bundle else call.item
             if outcome.gradients is not None:
-                graph = RemoteGraph(operation.home, worker, number, call.item, call)
+                graph = RemoteGraph(operation.home, worker, number, item, call)
                 refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]
                 if operation.eager == Eager.SUMS and operation.function.differentiable:
                     worker.summed.add(operation.function.number)
                     summed = operation.function.summed
                     summed[worker] = summed.get(worker, 0) + 1
             elif outcome.has_graph:
-                graph = self._graph_kept(worker, operation.home, number, call.item, call)
+                graph = self._graph_kept(worker, operation.home, number, item, call)
             try:
                 memories = self._borrow(refs)
             except SharedMemoryError as error:
@@ -87,7 +89,7 @@ class Answers:
         self._arrive(chunk.captures.reply, message.grads, payload, worker)
 
     def _graph_kept(
-        self, worker: Worker, home: Home, number: int, index: int, recipe: PackedCall | Differentiation
+        self, worker: Worker, home: Home, number: int, index: int | None, recipe: PackedCall | Differentiation
     ) -> RemoteGraph:
         worker.kept.add(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)

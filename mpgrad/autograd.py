@@ -48,6 +48,7 @@ __all__ = [
     "Derivative",
     "Grads",
     "Home",
+    "Member",
     "Order",
     "Promise",
     "RemoteGraph",
@@ -60,6 +61,7 @@ __all__ = [
     "gate",
     "gate_behind",
     "is_call",
+    "leaf_gate",
     "modified_in_place",
 ]
 
@@ -139,6 +141,13 @@ class Home(Protocol):
         ...
 
 
+class Member(NamedTuple):
+    """One item of a bundle: which of the outputs and inputs of the bundle's graph are its own."""
+
+    outputs: range
+    inputs: range
+
+
 class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
@@ -153,6 +162,7 @@ class RemoteGraph:
         "home",
         "index",
         "inputs_lent",
+        "members",
         "number",
         "placeholders",
         "promises",
@@ -161,13 +171,14 @@ class RemoteGraph:
         "worker",
     )
 
-    def __init__(self, home: Home, worker: object, call: int, index: int, recipe: object = None) -> None:
+    def __init__(self, home: Home, worker: object, call: int, index: int | None, recipe: object = None) -> None:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
         self.ready: Ready | None = None
         self.call = call
-        self.index = index
+        self.index = index  # of its item; None for a bundle
+        self.members: Sequence[Member] = ()  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
         # There is one of these for every call that is kept, so containers come when something is to be put into them: what
@@ -198,6 +209,18 @@ class RemoteGraph:
         grad = derivative.take(number)
         self._forget_taken(derivative)
         return grad
+
+    def take_all(self, task: int, count: int) -> list[torch.Tensor | None]:
+        """The gradients of all `count` inputs of a bundle."""
+        derivative = self._expected(task)
+        found = derivative.take_all()
+        self._forget_taken(derivative)
+        return [found.get(number) for number in range(count)]
+
+    def wanted_with(self, grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+        """Of a bundle: the inputs of those items to whose results a gradient has come."""
+        given = [member.inputs for member in self.members if any(grads[output] is not None for output in member.outputs)]
+        return tuple([number for inputs in given for number in inputs])
 
     def is_expected(self, task: int) -> bool:
         return self._derivatives is not None and task in self._derivatives
@@ -264,6 +287,11 @@ class Derivative:
         with self._taking:
             self._left -= 1
             return self._results().pop(number)
+
+    def take_all(self) -> dict[int, torch.Tensor | None]:
+        with self._taking:
+            self._left = 0
+            return self._results()
 
     def promise(self, number: int) -> Promise | None:
         if self.order.levels or self.order.create or self._reply.is_ready:
@@ -347,6 +375,8 @@ class Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         gates, capture_node = edges_of(ctx)
         wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
+        if wanted and ctx.graph.members:
+            wanted = ctx.graph.wanted_with(grads)
         captures = capture_node is not None and will_run(capture_node)
         task = graph_task()
         promises = ctx.graph.take_promises(task)
@@ -422,7 +452,7 @@ def differentiate(
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
             further = Further(weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad])
-        elif not keep:
+        elif not (keep or graph.members):
             node.inputs = ()  # the worker refuses another backward
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
@@ -463,6 +493,31 @@ class Gate(torch.autograd.Function):
         return others if grad is None else grad if others is None else plus(grad, others)
 
 
+class LeafGate(torch.autograd.Function):
+    """The gate of a bundle: waits for the gradients of all its items at once.
+
+    They are leaves, of which a backward that has nothing for them leaves nothing behind. The last comes first: so the engine
+    adds up the gradients of a tensor that several items share in the order of the serial loop.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.graph = ctx.source = None
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
+        graph, task, count = ctx.graph, graph_task(), len(ctx.next_functions)
+        return tuple(graph.take_all(task, count)[::-1]) if graph.is_expected(task) else (None,) * count
+
+
+def leaf_gate(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Let leaves that need gradients into a bundle, all of them together."""
+    token: torch.Tensor = apply(LeafGate, *leaves[::-1])
+    return token
+
+
 def gate(tensor: torch.Tensor) -> torch.Tensor:
     """Let `tensor` into an operation: an identity whose node learns in `attach` which gradient it waits for."""
     gated: torch.Tensor = apply(Gate, tensor)
@@ -485,8 +540,11 @@ def attach(
     outputs: list[torch.Tensor],
     token: torch.Tensor | None,
     gated: Sequence[torch.Tensor],
+    leaves: Sequence[Sequence[torch.Tensor]] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the captures.
+
+    Of a bundle, whose gate is one for all, `leaves` are the inputs of each item.
 
     What was attached last is waited for first. Of one operation this is the last item, as in the serial loop, so that the
     gradients of a tensor that several items share are added up in the same order. Of a chain of operations it is the last
@@ -505,7 +563,10 @@ def attach(
     else:  # the function turned gradients on by itself
         with torch.enable_grad():
             attached = apply(Call, graph, outputs, token, *gated)
-    set_priority(attached[0].grad_fn, SEND + graph.number)
+    node = attached[0].grad_fn
+    set_priority(node, SEND + graph.number)
+    if leaves:
+        node.inputs = [leaf for each in leaves for leaf in each]
     return attached
 
 

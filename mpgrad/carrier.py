@@ -31,6 +31,7 @@ __all__ = [
     "Packer",
     "Payload",
     "Placed",
+    "Sparse",
     "TensorRef",
     "are_distinct_tensors",
     "check_carriable",

@@ -168,6 +168,11 @@ class Worker:
             return -1, self.busy_since
         return progress[Progress.POSITION], max(self.busy_since, progress[Progress.STARTED] / 1e9)
 
+    @property
+    def offset(self) -> int:
+        """Of the item that it is at, in a bundle."""
+        return 0 if self.progress is None else self.progress[Progress.OFFSET]
+
     def cancel(self, operation: Operation) -> None:
         """Have it leave out what it has not begun of chunks that nobody waits for."""
         if self.progress is None:
@@ -288,7 +293,7 @@ class Worker:
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
         tensors = [self._pack(each, payload) for each in call.placed]
-        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin)
+        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order

@@ -59,12 +59,13 @@ Structure = int | bytes | None
 class Progress:
     """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
 
-    COUNT = 5
+    COUNT = 6
     BETWEEN = -1  # in the place of the chunk: the position is that of another one now
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns
-    CANCELLED = 3  # by the parent, here and in the next: a chunk that nobody waits for any more
+    OFFSET = 3  # of the item in the call, where that is a bundle
+    CANCELLED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
 
 
 # --- both ways: memory
@@ -149,14 +150,18 @@ class Forget(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """`claimed`: results of other calls among the arguments, the structure and number of tensors of each; these come last."""
+    """`claimed`: results of other calls among the arguments, the structure and number of tensors of each; these come last.
+
+    `bundle`: where many items travel as one call, the structure and number of tensors of each one's arguments.
+    """
 
     call: int
-    item: int  # its index
+    item: int  # its index; in a bundle that of the first
     structure: Structure
     tensors: list[TensorRef]
     claimed: Sequence[tuple[Structure, int]] = ()
     origin: int = 0  # the device it comes from: where results go that lie on the worker's device
+    bundle: Sequence[tuple[Structure, int]] = ()
 
 
 class Forward(NamedTuple):
@@ -253,11 +258,12 @@ class Ready(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception of a task, pickled, and the text of its traceback."""
+    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`."""
 
     error: bytes
     traceback: str
     phase: str
+    offset: int = 0
 
 
 class StartFailed(NamedTuple):
@@ -265,12 +271,16 @@ class StartFailed(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager."""
+    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
+
+    `bundle`: the structure and number of tensors of each item's result.
+    """
 
     structure: Structure
     tensors: list[TensorRef]
     has_graph: bool
     gradients: list[TensorRef | None] | None
+    bundle: Sequence[tuple[Structure, int]] = ()
 
 
 class Warned(NamedTuple):

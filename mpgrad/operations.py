@@ -8,6 +8,7 @@ Assumes: `deliver` and `fail` come from the dispatcher's thread only; whoever wa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import warnings
@@ -22,10 +23,10 @@ import torch
 from mpgrad import structure
 from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Home, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
+from mpgrad.autograd import Home, Member, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
-from mpgrad.messages import Eager, Result, Warned
+from mpgrad.messages import Eager, Result, Structure, Warned
 from mpgrad.modes import Modes
 from mpgrad.packing import Conditions, PackedCall, SharedFunction
 from mpgrad.routing import Request
@@ -121,6 +122,7 @@ class Operation:
         self.queue: deque[PackedCall] = deque()
         self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
         self.added = 0
+        self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the dispatcher
         self.outcomes: dict[int, Outcome] = {}
@@ -135,7 +137,9 @@ class Operation:
         call.conditions = self.conditions
         if call.claims and any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
             raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
+        call.start = self.items
         self.added += 1
+        self.items += call.items
         (self.waiting if call.claims else self.queue).append(call)
 
     @property
@@ -170,8 +174,15 @@ class Operation:
         if failed is not None:
             self.outcomes.clear()
             raise failed.error()
+        results: list[Any] = []
         with self.modes_of_caller():
-            return [self._build(self.outcomes.pop(index)) for index in range(len(self.outcomes))]
+            for index in range(len(self.outcomes)):
+                outcome = self.outcomes.pop(index)
+                if isinstance(outcome, Delivered) and outcome.call.bundle:
+                    results += self._build_bundle(outcome)
+                else:
+                    results.append(self._build(outcome))
+        return results
 
     def take_warnings(self) -> Iterator[Warned]:
         """Those of tasks that have come, each once, whoever asks."""
@@ -205,6 +216,12 @@ class Operation:
         self._give_history(outcome, tensors)
         return structure.loads_result(outcome.result.structure, tensors)
 
+    def _build_bundle(self, outcome: Delivered) -> list[Any]:
+        tensors = outcome.views()
+        self._give_history(outcome, tensors)
+        rest = iter(tensors)
+        return [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in outcome.result.bundle]
+
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""
         graph, call = outcome.graph, outcome.call
@@ -222,7 +239,10 @@ class Operation:
             if not self.modes.grad:
                 self._let_in(call)
             gated = [*call.gated, *gates_to(call.claims)]
-            outputs = attach(graph, [tensors[number] for number in inner], self.token, gated)
+            if call.bundle:
+                graph.members = members_of(outcome.result.bundle, call.leaves, inner)
+            outputs = attach(graph, [tensors[number] for number in inner], self.token, gated, call.leaves)
+            call.leaves = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
@@ -272,6 +292,19 @@ class Operation:
         self.queue.clear()
         self.waiting.clear()
         self.outcomes.clear()
+
+
+def members_of(
+    results: Sequence[tuple[Structure, int]], leaves: Sequence[Sequence[torch.Tensor]], inner: Sequence[int]
+) -> list[Member]:
+    """`inner` are the tensors of a bundle's results that need gradients: these, and only these, are outputs of its graph."""
+    needing = set(inner)
+    members, tensors, outputs, inputs = [], 0, 0, 0
+    for (_, count), own in zip(results, leaves, strict=True):
+        needed = sum(number in needing for number in range(tensors, tensors + count))
+        members.append(Member(range(outputs, outputs + needed), range(inputs, inputs + len(own))))
+        tensors, outputs, inputs = tensors + count, outputs + needed, inputs + len(own)
+    return members
 
 
 class Submitted(Operation):

@@ -15,15 +15,26 @@ import torch
 from mpgrad import structure
 from mpgrad._torch import outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
-from mpgrad.autograd import gate
-from mpgrad.carrier import SHARED, Packer, Placed, are_distinct_tensors, check_carriable, flags_of
+from mpgrad.autograd import gate, leaf_gate
+from mpgrad.carrier import SHARED, Packer, Placed, Sparse, are_distinct_tensors, check_carriable, flags_of
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.routing import Request
 
-__all__ = ["Conditions", "PackedCall", "PickledFunction", "Shared", "SharedFunction", "pack_call", "pickled_function"]
+__all__ = [
+    "Arguments",
+    "Conditions",
+    "PackedCall",
+    "PickledFunction",
+    "Shared",
+    "SharedFunction",
+    "pack_bundle",
+    "pack_call",
+    "pickled_function",
+]
 
 
+Arguments = tuple[Sequence[Any], dict[str, Any]]
 Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
 
 
@@ -91,9 +102,13 @@ class Conditions(NamedTuple):
 
 
 class PackedCall:
-    """One call, ready to send; while its graph may be needed, also the recipe of that."""
+    """One call, ready to send; while its graph may be needed, also the recipe of that.
+
+    A call has one item, or it is a bundle of many: of a map's cheap items, whose care one by one would take longer than they do.
+    """
 
     __slots__ = (
+        "bundle",
         "claimed",
         "claims",
         "conditions",
@@ -102,9 +117,11 @@ class PackedCall:
         "idle_deaths",
         "index",
         "inputs_lent",
+        "leaves",
         "origin",
         "placed",
         "route",
+        "start",
         "structure",
         "ungated",
     )
@@ -113,6 +130,9 @@ class PackedCall:
 
     def __init__(self, index: int, shape: Structure, placed: list[Placed], claims: Sequence[Any] = ()) -> None:
         self.index = index
+        self.start = index  # the number of its first item in the operation
+        self.bundle: Sequence[tuple[Structure, int]] = ()  # the structure and number of tensors of each item's arguments
+        self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
         self.structure = shape
         self.placed = placed
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
@@ -127,13 +147,18 @@ class PackedCall:
 
     @property
     def item(self) -> int:
-        """The number of its item, in the eyes of the caller."""
-        return self.conditions.first + self.index
+        """The number of its item, or of its first one, in the eyes of the caller."""
+        return self.conditions.first + self.start
+
+    @property
+    def items(self) -> int:
+        return len(self.bundle) or 1
 
     @property
     def message_bytes(self) -> int:
         total = sum([len(each.body) for each in self.placed if each.body is not None])
-        for shape in (self.structure, *[shape for shape, _ in self.claimed]) if self.claimed else (self.structure,):
+        others = (*self.claimed, *self.bundle)
+        for shape in (self.structure, *[shape for shape, _ in others]) if others else (self.structure,):
             if isinstance(shape, bytes):
                 total += len(shape)
         return total
@@ -146,13 +171,13 @@ def pack_call(
     kwargs: dict[str, Any],
     grad: bool,
     shared: Shared | None = None,
-    first: int = 0,
+    item: int | None = None,
     request: Request | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
-    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `first` is the
-    item of call 0, for errors.
+    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `item` is the
+    number that errors name, where that is not `index`.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -160,12 +185,13 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, first, request)
-    shape, tensors, claims = arguments_structure(first + index, args, kwargs)
+            return pack_call(packer, index, args, kwargs, grad, shared, item, request)
+    item = index if item is None else item
+    shape, tensors, claims = arguments_structure(item, args, kwargs)
     placed = []
     staged = request is not None and request.staged
     for tensor in tensors:
-        check_carriable(tensor, "item", first + index, packer.kind)
+        check_carriable(tensor, "item", item, packer.kind)
         if shared is None:
             placed.append(packer.place(tensor, flags_of(tensor), None, staged))
         else:
@@ -181,6 +207,42 @@ def pack_call(
             call.gated = [gate(tensor) for tensor in needing]
         else:
             call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
+    return call
+
+
+def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int) -> PackedCall | None:
+    """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
+
+    They share a message, a graph and a node. So their tensors have to be small; and those that need gradients have to be
+    leaves: a history would be walked, and freed, by a backward for another item.
+
+    Raises:
+        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+    """
+    placed: list[Placed] = []
+    bundle: list[tuple[Structure, int]] = []
+    leaves: list[list[torch.Tensor]] = []
+    for number, (args, kwargs) in enumerate(calls, item):
+        shape, tensors, claims = arguments_structure(number, args, kwargs)
+        needing = []
+        for tensor in tensors:
+            check_carriable(tensor, "item", number, packer.kind)
+            if tensor.requires_grad:
+                if not (grad and tensor.is_leaf) or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    return None
+                needing.append(tensor)
+            one = packer.place(tensor, flags_of(tensor))
+            if one.body is None or isinstance(one.form, Sparse):
+                return None
+            placed.append(one)
+        if claims:
+            return None
+        bundle.append((shape, len(tensors)))
+        leaves.append(needing)
+    call = PackedCall(index, None, placed)
+    call.bundle, call.leaves = bundle, leaves
+    if any(leaves):
+        call.gated = [leaf_gate([leaf for each in leaves for leaf in each])]
     return call
 
 

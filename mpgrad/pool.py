@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ import torch
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.adaptive import AdaptiveMap, Costs, is_at_rest, may_run_here
 from mpgrad.autograd import capture_gate
+from mpgrad.carrier import Packer
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
@@ -37,7 +39,16 @@ from mpgrad.memory import bytes_of
 from mpgrad.messages import Eager
 from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.operations import Operation, Submitted
-from mpgrad.packing import PickledFunction, Shared, SharedFunction, pack_call, pickled_function
+from mpgrad.packing import (
+    Arguments,
+    PackedCall,
+    PickledFunction,
+    Shared,
+    SharedFunction,
+    pack_bundle,
+    pack_call,
+    pickled_function,
+)
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
@@ -58,7 +69,9 @@ LARGEST_BATCH = 256
 BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
-Arguments = tuple[Sequence[Any], dict[str, Any]]
+BUNDLE_SECONDS = 2e-3  # of work in one bundle of cheap items, at most
+MOST_BUNDLED = 128  # items
+BUNDLES_PER_WORKER = 8  # at least, so that all end at about the same time
 
 
 class Pool:
@@ -167,6 +180,8 @@ class Pool:
         self._scheduler = start_scheduler(engine, settings, context)
         is_plain = initializer is None and self._timeout is None and self._devices is None
         self._may_stay = inline == "auto" and engine == "process" and is_plain
+        counts_calls = settings.calls is not None or settings.graph_bytes is not None or settings.eager
+        self._may_bundle = not (deterministic or counts_calls or self._timeout or self._devices)
         self._costs = Costs(self._scheduler.seconds_of)
         OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
@@ -639,21 +654,21 @@ class Pool:
         borrow: bool,
         shared: Shared | None = None,
         seal: bool = True,
+        total: int | None = None,
     ) -> None:
         """Pack the calls, and let the workers begin with the first ones meanwhile.
 
         `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
-        could change them in place before they are read. `seal`: there will be no more calls.
+        could change them in place before they are read. `seal`: there will be no more calls. `total`: of how many calls these
+        are, where cheap ones may go in bundles.
         """
         packer = self._scheduler.packer if borrow else self._scheduler.copying_packer
         batch, packed, copied = FIRST_BATCH, 0, packer.bytes_copied
         try:
-            for args, kwargs in calls:
-                index, first = operation.added, operation.conditions.first
-                packed_call = pack_call(packer, index, args, kwargs, operation.modes.grad, shared, first, operation.request)
-                operation.add(packed_call)
-                packed += 1
-                if packed == batch or packer.bytes_copied - copied > BATCH_BYTES:
+            for call in self._packed(operation, iter(calls), packer, shared, total):
+                operation.add(call)
+                packed += call.items
+                if packed >= batch or packer.bytes_copied - copied > BATCH_BYTES:
                     self._scheduler.admit(operation, waits=borrow)
                     let_collector_look()
                     batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
@@ -662,6 +677,36 @@ class Pool:
         except BaseException:
             self._scheduler.cancel(operation)
             raise
+
+    def _packed(
+        self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
+    ) -> Iterator[PackedCall]:
+        """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
+        grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
+        size = self._bundle_size(operation, total)
+        while size != 1:
+            some = list(itertools.islice(calls, size or 1))
+            bundle = pack_bundle(packer, operation.added, some, grad, first + operation.items) if size and some else None
+            if bundle is not None:
+                yield bundle
+            else:
+                for args, kwargs in some:
+                    yield pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request)
+            if not some:
+                return
+            size = self._bundle_size(operation, total) if bundle is not None or not size else 1
+        for args, kwargs in calls:
+            yield pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request)
+
+    def _bundle_size(self, operation: Operation, total: int | None) -> int:
+        """Of how many items; 0 where that is not known yet."""
+        if total is None:
+            return 1
+        seconds = self._scheduler.seconds_of(operation.function.pickled)
+        if seconds is None:
+            return 0
+        share = total // (BUNDLES_PER_WORKER * self._processes)
+        return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(seconds, 1e-9)), share))
 
     def _run(
         self,
@@ -691,13 +736,15 @@ class Pool:
             if results is not None:
                 return results
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
+        bundles = at_rest and plain and on_error == "raise" and modes is None and self._may_bundle
+        bundles = bundles and not torch.are_deterministic_algorithms_enabled()
         if at_rest and plain and self._may_stay and may_run_here():
-            return self._run_adaptively(function, calls, total, on_error, device)
+            return self._run_adaptively(function, calls, total, on_error, device, bundles)
         operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
         wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
             with collector_held():
-                self._add_all(operation, calls, borrow=True, shared=shared)
+                self._add_all(operation, calls, borrow=True, shared=shared, total=total if bundles else None)
                 try:
                     finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
                 except BaseException:  # KeyboardInterrupt, above all
@@ -723,6 +770,7 @@ class Pool:
         total: int | None,
         on_error: str,
         device: Device | None,
+        bundles: bool,
     ) -> list[Any]:
         requested(device, self._devices)  # refuses what cannot be
         check_untraced()
@@ -730,7 +778,7 @@ class Pool:
         function = callable_of(function)
         pickled, drawn = pickled_function(function), self._draw_seed()
         begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn)
-        add = functools.partial(self._add_all, borrow=True)
+        add = functools.partial(self._add_all, borrow=True, total=total if bundles else None)
         return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
 
     def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:

@@ -40,16 +40,19 @@ class Recovery:
         self._kills_for_memory = kills_for_memory()
         self.reruns = 0  # calls and backwards that were given to another worker
 
-    def blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int) -> None:
+    def blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int, offset: int) -> None:
         """The call that was running, or else was next, may be what killed the worker: past the retries it is given up.
+
+        `offset` is that of the item, where the call was running and is a bundle.
 
         Without retries so are those before it, which were done: their inputs may have been written to.
         """
         place = max(position, 0)
         accused: PackedCall | SentGradients
+        accused_index: int | None
         if chunk.operation is not None:
             _, accused = chunk.calls[place]
-            accused_index = accused.item
+            accused_index = accused.item + (offset if position >= 0 and accused.bundle else 0)
         elif chunk.gradients:
             accused = chunk.gradients[place]
             accused_index = accused.what.graph.index
@@ -72,7 +75,7 @@ class Recovery:
                 sent.reply.fail(self._death(worker, code, accused_index, "backward"))
             del chunk.gradients[given_up]
 
-    def _death(self, worker: Worker, code: int | None, index: int, phase: str) -> BaseException:
+    def _death(self, worker: Worker, code: int | None, index: int | None, phase: str) -> BaseException:
         if worker.overdue is not None:
             return CallTimeoutError(index, phase, worker.overdue)
         if worker.unreadable:

@@ -519,13 +519,13 @@ class Scheduler(ABC):
 
     def lose(self, worker: Worker, blames: bool = True) -> None:
         """The end of its pipe: it died. All that it had been given goes to others, but for a call that kills too often."""
-        position, _ = worker.begun()
+        (position, _), offset = worker.begun(), worker.offset
         chunks = list(worker.under_way.values())
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = worker.exit_code = self._bury(worker, died)
         self._deaths += 1
         if chunks and blames:
-            self._recovery.blame(worker, died.exit_code, chunks[0], position)
+            self._recovery.blame(worker, died.exit_code, chunks[0], position, offset)
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
                 self._recovery.reruns += len(chunk.calls)
@@ -718,7 +718,10 @@ class Scheduler(ABC):
 
     def _unbegun_seconds(self, worker: Worker) -> float:
         seconds = self._codes.seconds
-        return sum(count * seconds.get(operation.function.code, 0.0) for operation, _, count in worker.unbegun())
+        return sum(
+            seconds.get(operation.function.code, 0.0) * sum(call.items for _, call in calls[len(calls) - count :])
+            for operation, calls, count in worker.unbegun()
+        )
 
     def _put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
         wanted = [call for call in calls if call.index < operation.limit]
@@ -780,6 +783,8 @@ class Scheduler(ABC):
         seconds = self._codes.seconds.get(operation.function.code)
         if seconds is None:
             return 1  # never run before: find out what a call costs
+        if operation.queue:
+            seconds *= operation.queue[0].items
         share = math.ceil(len(operation.queue) / (CHUNKS_UNDER_WAY * self._settings.workers))
         shortest, longest = (max(1, int(limit / max(seconds, 1e-9))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))
         return min(max(share, shortest), longest, MOST_CALLS)
@@ -883,9 +888,10 @@ class Scheduler(ABC):
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)
-        worker.calls_done += done
         if done:
-            self._codes.note_seconds(operation.function, message.seconds / done, message.own_seconds / done)
+            items = sum([call.items for _, call in chunk.calls[:done]])
+            worker.calls_done += items
+            self._codes.note_seconds(operation.function, message.seconds / items, message.own_seconds / items)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
         self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all

@@ -112,11 +112,26 @@ class Function(NamedTuple):
     precise: bool  # these gradients are not of half precision
 
 
-class Made(NamedTuple):
-    """What a call gave: the tensors of its result, how they go together, and its graph, where one of them needs gradients."""
+class Stage:
+    """How far a call has come, for its failure."""
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        self.offset = 0  # of the item, in a bundle
+
+
+class Value(NamedTuple):
+    """What a call returned: its tensors, and how they go together; in a bundle, for each item."""
 
     structure: Structure
     tensors: list[torch.Tensor]
+    bundle: Sequence[tuple[Structure, int]] = ()
+
+
+class Made(NamedTuple):
+    """What a call gave, and its graph, where one of the tensors needs gradients."""
+
+    value: Value
     flags: list[int]
     graph: Graph | None
     may_be_more: bool  # than a multiplication: its backward, as far as that was noticed
@@ -237,12 +252,12 @@ class Worker:
         self._progress[Progress.CHUNK] = chunk
 
     def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
-        phases = ["forward"]
+        stage = Stage()
         before = self._graphs.memory_in_use()
         try:
-            made = self._make(message, call, function, payload, phases)
+            made = self._make(message, call, function, payload, stage)
             if self._station is None:
-                placed = [self._packer.place(*each) for each in zip(made.tensors, made.flags, strict=True)]
+                placed = [self._packer.place(*each) for each in zip(made.value.tensors, made.flags, strict=True)]
             else:
                 placed = self._place(made, call.origin, self._station)
             graph = made.graph
@@ -251,17 +266,18 @@ class Worker:
             if graph is not None and loss is not None:
                 gradients = self._lend_ahead(message, call.call, graph, loss)
                 graph = None
-            result = Result(made.structure, [self._lend(each) for each in placed], made.graph is not None, gradients)
+            shape, _, bundle = made.value
+            result = Result(shape, [self._lend(each) for each in placed], made.graph is not None, gradients, bundle)
             del made, placed, loss
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
             return result
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
-            return failure(error, phases[-1])
+            return failure(error, stage.phase, stage.offset)
 
     def _place(self, made: Made, origin: int, station: Station) -> list[Placed]:
-        pairs = zip(made.tensors, made.flags, strict=True)
+        pairs = zip(made.value.tensors, made.flags, strict=True)
         return [self._packer.place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
 
     def _lend_ahead(self, message: Forward, call: int, graph: Graph, loss: torch.Tensor) -> list[TensorRef | None] | None:
@@ -280,30 +296,21 @@ class Worker:
         names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(found)]
         return self._lend_all(found, names)
 
-    def _make(
-        self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, phases: list[str]
-    ) -> Made:
-        """Run a call; notes in `phases` how far it came."""
+    def _make(self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, stage: Stage) -> Made:
+        """Run a call; notes in `stage` how far it came."""
         station = self._station
-        if message.seed is not None:
-            seed = seed_item(message.seed, call.item)
-            if station is not None:
-                station.seed(seed)
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, edges = self._inputs(refs, payload)
-        args, kwargs = arguments(call, tensors)
         checkpoints, applied, hooks = CHECKPOINTS.count, APPLIED.count, HOOKS.count
-        started = time.perf_counter()
-        value = function.target(*args, **kwargs)
-        self._own_seconds += time.perf_counter() - started
-        phases.append("result")
+        if call.bundle:
+            value = self._call_each(message.seed, call, function, tensors, stage)
+        else:
+            value = self._call(message.seed, call.item, function, *arguments(call, tensors), stage)
         whole = CHECKPOINTS.count != checkpoints
-        shape, found = result_structure(value)
         flags: list[int] = []
         outputs: list[Edge] = []
         places: list[int] = []
-        for tensor in found:
-            check_carriable(tensor, "the result", None, self._packer.kind)
+        for tensor in value.tensors:
             flag = flags_of(tensor)
             if flag & REQUIRES_GRAD and (not flag & LEAF or any(tensor is each for each in (*tensors, *function.captures))):
                 flag &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
@@ -317,7 +324,44 @@ class Worker:
             names = None if station is None else Names(places, names_of(call.tensors), function.names)
             graph = Graph(message.function, outputs, edges, function.edges, whole, names)
         may_be_more = APPLIED.count != applied or HOOKS.count != hooks
-        return Made(shape, found, flags, graph, may_be_more)
+        return Made(value, flags, graph, may_be_more)
+
+    def _call(
+        self,
+        seed: int | None,
+        item: int,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        stage: Stage,
+    ) -> Value:
+        if seed is not None:
+            own = seed_item(seed, item)
+            if self._station is not None:
+                self._station.seed(own)
+        started = time.perf_counter()
+        value = function.target(*args, **kwargs)
+        self._own_seconds += time.perf_counter() - started
+        stage.phase = "result"
+        shape, tensors = result_structure(value)
+        for tensor in tensors:
+            check_carriable(tensor, "the result", None, self._packer.kind)
+        return Value(shape, tensors)
+
+    def _call_each(
+        self, seed: int | None, call: ForwardCall, function: Function, tensors: list[torch.Tensor], stage: Stage
+    ) -> Value:
+        """The items of a bundle, one after another."""
+        rest, found, bundle = iter(tensors), list[torch.Tensor](), list[tuple[Structure, int]]()
+        for offset, (shape, count) in enumerate(call.bundle):
+            self._progress[Progress.OFFSET] = stage.offset = offset
+            stage.phase = "forward"
+            own = list(itertools.islice(rest, count))
+            args, kwargs = structure.loads(shape, own) if isinstance(shape, bytes) else (own, {})
+            value = self._call(seed, call.item + offset, function, args, kwargs, stage)
+            found += value.tensors
+            bundle.append((value.structure, len(value.tensors)))
+        return Value(None, found, bundle)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
@@ -382,7 +426,7 @@ class Worker:
                 if isinstance(function, Failure):
                     self._give_back_unread(step)
                     raise pickle.loads(function.error)
-                graph = self._make(step, step.call, function, payload, []).graph
+                graph = self._make(step, step.call, function, payload, Stage()).graph
                 if graph is None:
                     raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
                 self._graphs.keep(step.call.call, graph, self._graphs.memory_in_use() - before)
@@ -577,7 +621,7 @@ def loss_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -> 
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
-    losses = [tensor for tensor in made.tensors if tensor.requires_grad]
+    losses = [tensor for tensor in made.value.tensors if tensor.requires_grad]
     if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
         return None
     if modes.autocast or modes.anomaly or not function.precise:
@@ -609,7 +653,7 @@ def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
         raise structure.transported(error, "the result") from error
 
 
-def failure(error: BaseException, phase: str) -> Failure:
+def failure(error: BaseException, phase: str, offset: int = 0) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     for carried in (error, Rebuilt(error), RemoteError(f"{type(error).__qualname__}: {error}")):
         try:
@@ -618,7 +662,7 @@ def failure(error: BaseException, phase: str) -> Failure:
                 continue
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it
             continue
-        return Failure(pickled, text, phase)
+        return Failure(pickled, text, phase, offset)
     raise InternalError("a RemoteError could not be pickled")
 
 
