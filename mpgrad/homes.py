@@ -7,13 +7,13 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Grads, Order, Promise, RemoteGraph, forget_oldest
+from mpgrad.autograd import Grads, Member, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, placed_again, staged_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
@@ -116,9 +116,12 @@ class GradientReply:
 
 
 class ReadyGradients:
-    """The gradients of a loss, which came with it: of its inputs, and where `apart` of the captures too."""
+    """The gradients of losses, which came with them: of their inputs, and where `apart` of the captures too.
 
-    __slots__ = ("_memories", "_payload", "_refs", "apart", "maker")
+    Those of a bundle are taken one by one, each once, unless it is to be kept: whoever gets one may write to it.
+    """
+
+    __slots__ = ("_memories", "_payload", "_refs", "_taken", "apart", "maker")
 
     def __init__(
         self,
@@ -128,6 +131,7 @@ class ReadyGradients:
         memories: dict[int, Borrowed | Slot],
         apart: bool,
     ) -> None:
+        self._taken: set[int] = set()
         self.maker = maker  # the worker that has the captures' in its sum; should it die, the graph is another's
         self._refs = refs
         self._payload = payload
@@ -137,10 +141,27 @@ class ReadyGradients:
     def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply | None:
         """None where the gradients for one are out of range, and those for `factor` need not be."""
         places = [*order.wanted, *(range(inputs, len(self._refs)) if order.captures and self.apart else ())]
-        found = [self._view(self._refs[place]) for place in places]
-        if not are_in_range(found, factor):
+        return self._reply(places, itertools.repeat(factor, len(places)), order.keep)
+
+    def serve_bundle(self, order: Order, members: Sequence[Member], factors: Sequence[float | None]) -> ReadyReply | None:
+        """Likewise; and where some have been taken before."""
+        if not self._taken.isdisjoint(order.wanted):
             return None
-        return ReadyReply([scaled(each, factor, shared=order.keep) for each in found])
+        by_input = {number: factor for each, factor in zip(members, factors, strict=True) for number in each.inputs}
+        wanted = [by_input[number] for number in order.wanted]
+        reply = self._reply(order.wanted, [factor for factor in wanted if factor is not None], order.keep)
+        if reply is not None and not order.keep:
+            self._taken.update(order.wanted)
+        return reply
+
+    def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
+        given: list[torch.Tensor | None] = []
+        for place, factor in zip(places, factors, strict=True):
+            grad = self._view(self._refs[place])
+            if not is_in_range(grad, factor):
+                return None
+            given.append(scaled(grad, factor, shared=keep))
+        return ReadyReply(given)
 
     def _view(self, ref: TensorRef | None) -> torch.Tensor | None:
         return None if ref is None else view(ref, self._payload, lambda ref: self._memories[ref.place].memory)
@@ -171,16 +192,20 @@ def scaled(grad: torch.Tensor | None, factor: float, shared: bool) -> torch.Tens
     return grad.clone() if factor == 1 else grad * factor
 
 
-def are_in_range(grads: Sequence[torch.Tensor | None], factor: float) -> bool:
-    return factor == 1 or all(bool(torch.isfinite(each.sum())) for each in grads if each is not None)
+def is_in_range(grad: torch.Tensor | None, factor: float) -> bool:
+    return factor == 1 or grad is None or bool(torch.isfinite(grad.sum()))
 
 
-def factor_of(order: Order, grads: Grads) -> float | None:
-    """The gradient of a loss as a number; None where it is more than that."""
-    if order.create or order.levels or len(grads[0]) != 1:
+def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
+    """The gradients of losses as numbers, None for those that have none; None where one is more than that."""
+    if order.create or order.levels:
         return None
-    (grad,) = grads[0]
-    return None if isinstance(grad, Promise) else float(grad)
+    factors: list[float | None] = []
+    for parts in grads:
+        if len(parts) > 1 or any(isinstance(part, Promise) for part in parts):
+            return None
+        factors.append(float(parts[0]) if parts else None)  # type: ignore[arg-type]  # no promise
+    return factors
 
 
 class Carrier(Protocol):
@@ -238,13 +263,9 @@ class OperationHome:
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         worker = graph.worker
-        ready = graph.ready
-        if isinstance(ready, ReadyGradients) and (not order.apart or ready.apart):
-            factor = factor_of(order, grads)
-            served = None if factor is None else ready.serve(order, len(graph.placeholders), factor)
-            if factor is not None and served is not None:
-                self._note_share(graph, ready, order, grads, factor)
-                return served
+        served = self._serve(graph, order, grads)
+        if served is not None:
+            return served
         reply = self.carrier.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
@@ -252,12 +273,29 @@ class OperationHome:
             sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
-    def _note_share(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float) -> None:
-        if order.captures and not order.apart:
+    def _serve(self, graph: RemoteGraph, order: Order, grads: Grads) -> ReadyReply | None:
+        """From gradients that came with the result; None where that cannot be."""
+        ready = graph.ready
+        if not isinstance(ready, ReadyGradients) or (order.apart and not ready.apart):
+            return None
+        factors = factors_of(order, grads)
+        factor = factors[0] if factors else None
+        if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
+            return None
+        if graph.members:
+            served = ready.serve_bundle(order, graph.members, factors)
+        else:
+            served = None if factor is None else ready.serve(order, len(graph.placeholders), factor)
+        if served is not None:
+            self._note_share(graph, ready, order, grads, factor)
+        return served
+
+    def _note_share(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float | None) -> None:
+        if order.captures and not order.apart and factor is not None:
             shares = self._shares.setdefault(order.task, {})
             forget_oldest(self._shares)
             shares.setdefault(ready.maker, []).append(Share(weakref.ref(graph), order, grads, factor))
-        if not order.keep:
+        if not (order.keep or graph.members):
             graph.ready = None  # another backward has to run the call again
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
@@ -296,7 +334,7 @@ class OperationHome:
                     self._eager_sums.pop(worker, None)
         for worker, own in shares.items():
             found = held.get(worker)
-            if found is not None and are_in_range(found, own[0].factor):
+            if found is not None and all(is_in_range(each, own[0].factor) for each in found):
                 yield (), [scaled(each, own[0].factor, shared=own[0].order.keep) for each in found]
                 continue
             for share in own:

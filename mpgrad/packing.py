@@ -104,7 +104,7 @@ class Conditions(NamedTuple):
 class PackedCall:
     """One call, ready to send; while its graph may be needed, also the recipe of that.
 
-    A call has one item, or it is a bundle of many: of a map's cheap items, whose care one by one would take longer than they do.
+    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take longer than they do.
     """
 
     __slots__ = (

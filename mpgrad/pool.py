@@ -180,7 +180,7 @@ class Pool:
         self._scheduler = start_scheduler(engine, settings, context)
         is_plain = initializer is None and self._timeout is None and self._devices is None
         self._may_stay = inline == "auto" and engine == "process" and is_plain
-        counts_calls = settings.calls is not None or settings.graph_bytes is not None or settings.eager
+        counts_calls = settings.calls is not None or settings.graph_bytes is not None
         self._may_bundle = not (deterministic or counts_calls or self._timeout or self._devices)
         self._costs = Costs(self._scheduler.seconds_of)
         OPEN.add(self._scheduler)

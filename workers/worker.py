@@ -262,13 +262,13 @@ class Worker:
                 placed = self._place(made, call.origin, self._station)
             graph = made.graph
             gradients = None
-            loss = loss_of(made, call, function, message.modes) if message.eager else None
-            if graph is not None and loss is not None:
-                gradients = self._lend_ahead(message, call.call, graph, loss)
+            losses = losses_of(made, call, function, message.modes) if message.eager else None
+            if graph is not None and losses is not None:
+                gradients = self._lend_ahead(message, call.call, graph, losses)
                 graph = None
             shape, _, bundle = made.value
             result = Result(shape, [self._lend(each) for each in placed], made.graph is not None, gradients, bundle)
-            del made, placed, loss
+            del made, placed, losses
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
@@ -280,12 +280,15 @@ class Worker:
         pairs = zip(made.value.tensors, made.flags, strict=True)
         return [self._packer.place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
 
-    def _lend_ahead(self, message: Forward, call: int, graph: Graph, loss: torch.Tensor) -> list[TensorRef | None] | None:
-        """The gradients of a loss, while its graph is hot in the cache; None where they cannot be had."""
+    def _lend_ahead(
+        self, message: Forward, call: int, graph: Graph, losses: Sequence[torch.Tensor]
+    ) -> list[TensorRef | None] | None:
+        """The gradients of losses, while their graph is hot in the cache; None where they cannot be had."""
         inputs = range(len(graph.inputs))
         try:
             started = time.perf_counter()
-            found = run_backward(graph, [torch.ones_like(loss)], inputs, bool(graph.captures), False, False, ())
+            ones = [torch.ones_like(loss) for loss in losses]
+            found = run_backward(graph, ones, inputs, bool(graph.captures), False, False, ())
             self._own_seconds += time.perf_counter() - started
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             self._graphs.miss(call)
@@ -616,20 +619,29 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
     return tensor.requires_grad_(needs_grad)
 
 
-def loss_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -> torch.Tensor | None:
-    """What a backward may be run ahead of: the gradient that will come is a number, to be multiplied with afterwards.
+def losses_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -> list[torch.Tensor] | None:
+    """What a backward may be run ahead of, one of each item: the gradient that will come is a number, to be multiplied with
+    afterwards.
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
-    losses = [tensor for tensor in made.value.tensors if tensor.requires_grad]
-    if len(losses) != 1 or losses[0].numel() != 1 or losses[0].dtype not in PRECISE or losses[0].layout is not torch.strided:
-        return None
+    rest = iter(made.value.tensors)
+    losses = []
+    for count in [count for _, count in made.value.bundle] or [len(made.value.tensors)]:
+        needing = [tensor for tensor in itertools.islice(rest, count) if tensor.requires_grad]
+        if len(needing) != 1 or not is_loss(needing[0]):
+            return None
+        losses += needing
     if modes.autocast or modes.anomaly or not function.precise:
         return None
     if made.graph is None or made.may_be_more or not (APPLIED.is_watching or is_linear(made.graph)):
         return None
     inputs = [ref for ref in call.tensors if ref.flags & REQUIRES_GRAD]
-    return losses[0] if all(ref.dtype in PRECISE_NUMBERS for ref in inputs) else None
+    return losses if all(ref.dtype in PRECISE_NUMBERS for ref in inputs) else None
+
+
+def is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.dtype in PRECISE and tensor.layout is torch.strided
 
 
 def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -1,0 +1,381 @@
+"""Cheap items of a map travel in bundles, and mean what they mean one by one: against the serial loop.
+
+Elsewhere in the suite maps are too short for bundles. Here their size is given, as if what calls cost had been measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.operations import Operation
+
+Tensor = torch.Tensor
+
+SIZE = 4
+
+weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
+ENGINES: list[dict[str, Any]] = [{}, {"engine": "thread"}, {"engine": "inline"}]
+
+
+@pytest.fixture(autouse=True)
+def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int:
+        return 1 if total is None else SIZE
+
+    monkeypatch.setattr(mpgrad.Pool, "_bundle_size", size)
+
+
+@pytest.fixture(params=[{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "eager")], ids=str)
+def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(2, **request.param) as own:
+        yield own
+
+
+@pytest.fixture(params=["keep", "eager"])
+def pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(2, graphs=request.param) as own:
+        yield own
+
+
+def leaves(count: int = 22) -> list[Tensor]:
+    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+
+
+def loss(x: Tensor) -> Tensor:
+    return ((x.sin() * weight).exp().sum() - 1) ** 2
+
+
+def curve(x: Tensor) -> Tensor:
+    return (x.sin() * weight.detach()).exp()
+
+
+def cube(x: Tensor) -> Tensor:
+    return (x**3).sum()
+
+
+def mixed(x: Tensor) -> Any:
+    """Results of other structures, and another number of tensors, from item to item."""
+    number = round(x.detach()[-1].item()) - 1
+    parts = [x * k for k in range(number % 3)]
+    return {"parts": parts, "number": number, "plain": x.detach() * 2}
+
+
+Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
+def serial(function: Callable[[Any], Any], xs: Sequence[Any]) -> list[Any]:
+    return [function(x) for x in xs]
+
+
+COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "sum": lambda found: torch.stack([each.sum() for each in found]).sum(),
+    "weighted": lambda found: torch.stack([i * each.sum() for i, each in enumerate(found)]).sum(),
+    "some": lambda found: torch.stack([each.sum() for each in found[3:11:3]]).sum(),
+    "one": lambda found: found[9].sum() * 3,
+}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("function", [loss, curve, cube])
+def test_values_and_gradients(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], combination: str) -> None:
+    def found(loop: Loop) -> list[Tensor | None]:
+        xs = leaves()
+        results = loop(function, xs)
+        grads = torch.autograd.grad(COMBINATIONS[combination](results), [*xs, weight], allow_unused=True)
+        return [*(each.detach() for each in results), *grads]
+
+    ours, theirs = found(pool.map), found(serial)
+    for one, other in zip(ours[:-1], theirs[:-1], strict=True):  # bit for bit
+        assert (one is None) == (other is None) and (one is None or other is None or torch.equal(one, other))
+    if theirs[-1] is None:
+        assert ours[-1] is None
+    else:
+        torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-12, atol=1e-12)  # a sum of the workers' sums
+
+
+def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
+    def found(loop: Loop) -> list[Any]:
+        xs = leaves()
+        results = loop(mixed, xs)
+        sum(part.sum() for each in results for part in each["parts"]).backward()  # type: ignore[union-attr]
+        return [(each["number"], each["plain"], len(each["parts"])) for each in results] + [x.grad for x in xs]
+
+    for one, other in zip(found(pool.map), found(serial), strict=True):
+        if isinstance(one, tuple):
+            assert (one[0], one[2]) == (other[0], other[2]) and torch.equal(one[1], other[1])
+        else:
+            assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_they_travel_together(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    xs = leaves(4 * SIZE)
+    results = pool2.map(curve, xs)
+    assert len({each.grad_fn for each in results}) == 4
+    assert sum(worker.calls for worker in pool2.stats().workers) == len(xs)
+    with_chunks = pool2.map(curve, xs, chunksize=2)  # whoever says how large chunks are to be has one call an item
+    assert len({each.grad_fn for each in with_chunks}) == len(xs)
+
+
+def test_a_tensor_that_items_share_gets_its_gradient_in_the_serial_order(pool: mpgrad.Pool) -> None:
+    def found(loop: Callable[..., list[Tensor]]) -> Tensor:
+        shared = torch.linspace(0.1, 2, 7, dtype=torch.float64, requires_grad=True)
+        arguments = [(torch.linspace(i, i**1.5, 7, dtype=torch.float64), shared) for i in range(22)]
+        torch.stack(loop(lambda x, y: (x * y).exp().sum().log(), arguments)).sum().backward()
+        assert shared.grad is not None
+        return shared.grad
+
+    assert torch.equal(found(pool.starmap), found(lambda f, arguments: [f(*each) for each in arguments]))
+
+
+@pytest.mark.parametrize("function", [loss, curve])
+def test_backwards_one_by_one_leave_the_others_alone(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+    ours, theirs = leaves(), leaves()
+    results, expected = pool.map(function, ours), serial(function, theirs)
+    for k in [3, 2, 17, 0, 21, 1, 4]:
+        results[k].sum().backward()
+        expected[k].sum().backward()
+        assert [x.grad is None for x in ours] == [x.grad is None for x in theirs]
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x.grad is None and y.grad is None) or torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+
+
+def test_a_second_backward_raises_as_in_the_serial_loop(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2) as pool:
+        results = pool.map(curve, leaves())
+        results[5].sum().backward(retain_graph=True)
+        results[5].sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            results[5].sum().backward()
+        results[6].sum().backward()
+
+
+def test_what_a_backward_gave_may_be_written_to(pool2: mpgrad.Pool) -> None:
+    xs, others = leaves(), leaves()
+    results, expected = pool2.map(cube, xs), serial(cube, others)
+    for k in (2, 3):
+        for each, own in ((results, xs), (expected, others)):
+            each[k].backward(retain_graph=True)
+            own[k].grad.zero_()  # type: ignore[union-attr]
+            each[k].backward(torch.tensor(2.0, dtype=torch.float64))
+        assert torch.equal(xs[k].grad, others[k].grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("function", [loss, cube])
+def test_derivatives_of_one_item(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+    def found(loop: Loop) -> list[Tensor]:
+        xs = leaves()
+        results = loop(function, xs)
+        results[4].backward(retain_graph=True)
+        (first,) = torch.autograd.grad(results[5], xs[5], create_graph=True)
+        second = torch.autograd.grad(first.sin().sum(), [xs[5]], create_graph=True)
+        third = torch.autograd.grad(second[0].sum(), xs[5])
+        return [first, *second, *third]
+
+    for one, other in zip(found(pool.map), found(serial), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck(pool2: mpgrad.Pool) -> None:
+    xs = leaves(6)
+    assert torch.autograd.gradcheck(lambda *xs: tuple(pool2.map(curve, xs)), xs)
+    assert torch.autograd.gradgradcheck(lambda *xs: tuple(pool2.map(cube, xs)), xs)
+
+
+def test_batched_gradients(pool2: mpgrad.Pool) -> None:
+    def found(loop: Loop) -> Tensor:
+        xs = leaves()
+        grads = torch.eye(5, dtype=torch.float64)
+        return torch.autograd.grad(loop(curve, xs)[6], xs[6], grads, is_grads_batched=True)[0]
+
+    assert torch.equal(found(pool2.map), found(serial))
+
+
+def test_an_input_of_another_item_was_not_used(pool2: mpgrad.Pool) -> None:
+    xs = leaves()
+    for results in (pool2.map(cube, xs), serial(cube, xs)):
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(results[5], xs[6])
+
+
+def test_what_cannot_share_a_node_goes_one_by_one(pool2: mpgrad.Pool) -> None:
+    def found(loop: Loop) -> tuple[list[Any], list[Any]]:
+        heard: list[Any] = []
+        xs = leaves()
+        for k in (1, 9):
+            xs[k].register_hook(lambda grad, k=k: heard.append((k, grad.clone())))  # type: ignore[misc]
+        inner = [x * 2 if k % 5 == 4 else x for k, x in enumerate(xs)]  # with a history
+        large = torch.ones(5000, dtype=torch.float64, requires_grad=True)
+        results = loop(cube, [*inner, large])
+        for k in (9, 10, 4, -1, 1):
+            results[k].backward()
+        return [x.grad for x in (*xs, large)], heard
+
+    (ours, our_calls), (theirs, their_calls) = found(pool2.map), found(serial)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert [k for k, _ in our_calls] == [k for k, _ in their_calls] == [9, 1]
+
+
+def failing(x: Tensor) -> Tensor:
+    if x[0] == 13:
+        raise ArithmeticError("thirteen")
+    return x * 2
+
+
+def test_a_failure_names_its_item(pool: mpgrad.Pool) -> None:
+    with pytest.raises(ArithmeticError) as caught:
+        pool.map(failing, [torch.full((2,), float(k)) for k in range(22)])
+    assert any("item 13," in note for note in caught.value.__notes__)
+    assert len(pool.map(failing, [torch.zeros(2)] * 22)) == 22
+
+
+def unpicklable(x: Tensor) -> Any:
+    return (line for line in "ab") if x[0] == 6 else x
+
+
+def test_a_result_that_cannot_be_carried_names_its_item(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(TypeError) as caught:
+        pool2.map(unpicklable, [torch.full((2,), float(k)) for k in range(22)])
+    assert any("item 6," in note for note in caught.value.__notes__)
+
+
+def test_an_argument_that_cannot_be_carried_names_its_item(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(TypeError, match="item 7"):
+        pool2.map(abs, [*[torch.ones(2)] * 7, torch.ones(2).to("meta")] + [torch.ones(2)] * 20)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("no gradient")
+
+
+def test_a_backward_that_fails(pool: mpgrad.Pool) -> None:
+    def some_fail(x: Tensor) -> Tensor:
+        return Broken.apply(x).sum() if x[-1] == 6 else x.sum()  # type: ignore[no-any-return, no-untyped-call]
+
+    results = pool.map(some_fail, leaves())
+    results[4].backward()
+    with pytest.raises(ArithmeticError, match="no gradient"):
+        results[5].backward()
+    results[6].backward()
+
+
+def dying(path: Path, x: Tensor) -> Tensor:
+    marker = path / str(int(x[0]))
+    if x[0] in (6, 13) and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (x * weight[:2].detach()).sum()
+
+
+def test_a_bundle_whose_worker_dies_is_run_again(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    xs = [torch.full((2,), float(k), dtype=torch.float64, requires_grad=True) for k in range(22)]
+    results = pool2.map(functools.partial(dying, tmp_path), xs)
+    torch.stack(results).sum().backward()
+    assert all(torch.equal(x.grad, weight[:2].detach()) for x in xs)  # type: ignore[arg-type]
+    assert pool2.stats().deaths == 2
+
+
+def always_dying(x: Tensor) -> Tensor:
+    if x[0] == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def test_an_item_that_kills_is_named(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(mpgrad.WorkerDiedError) as caught:
+        pool2.map(always_dying, [torch.full((2,), float(k)) for k in range(22)])
+    assert caught.value.item == 13
+    assert len(pool2.map(abs, [torch.ones(2)] * 22)) == 22
+
+
+@pytest.mark.parametrize("function", [loss, curve])
+def test_graphs_that_are_lost_are_made_again(pool2: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+    def found(loop: Loop, between: Callable[[], None]) -> list[Tensor]:
+        xs = leaves()
+        results = loop(function, xs)
+        results[3].sum().backward()
+        between()
+        total = torch.stack([i * each.sum() for i, each in enumerate(results) if i != 3]).sum()
+        return list(torch.autograd.grad(total, [*xs[:3], *xs[4:]]))
+
+    def kill() -> None:
+        for worker in pool2.stats().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+
+    for one, other in zip(found(pool2.map, kill), found(serial, lambda: None), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # eager ones are multiplied afterwards
+
+
+def noisy(x: Tensor) -> list[float]:
+    import numpy
+
+    return [torch.rand(()).item(), random.random(), float(numpy.random.rand()), float(x[0])]
+
+
+def test_each_item_has_random_numbers_of_its_own(nursery: mpgrad.Pool) -> None:
+    found = []
+    with mpgrad.Pool(2, inline="never") as pool:
+        for chunksize in (None, 3):
+            torch.manual_seed(5)
+            found.append(pool.map(noisy, [torch.full((1,), float(k)) for k in range(22)], chunksize=chunksize))
+    assert found[0] == found[1] and len({each[0] for each in found[0]}) == 22
+
+
+def warning(x: Tensor) -> Tensor:
+    warnings.warn(f"of {int(x[0])}", UserWarning, stacklevel=1)
+    return x
+
+
+def test_warnings_come_through(pool2: mpgrad.Pool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pool2.map(warning, [torch.full((1,), float(k)) for k in range(9)])
+    assert sorted(str(each.message) for each in caught) == sorted(f"of {k}" for k in range(9))
+
+
+def test_the_graph_goes_when_the_last_result_does(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2) as pool:
+        results = pool.map(curve, leaves(2 * SIZE))
+        assert sum(worker.graphs for worker in pool.stats().workers) == 2
+        del results[: SIZE + 1]
+        gc.collect()
+        pool.map(abs, [torch.ones(1)])  # carries the news
+        pool.map(abs, [torch.ones(1)] * 9)
+        assert sum(worker.graphs for worker in pool.stats().workers) == 1
+
+
+def test_no_grad_and_inference_mode(pool2: mpgrad.Pool) -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        xs = leaves()
+        with mode():
+            results = pool2.map(curve, xs)
+            expected = serial(curve, xs)
+        assert all(torch.equal(*each) for each in zip(results, expected, strict=True))
+        assert not any(each.requires_grad for each in results)
+        assert all(each.is_inference() == other.is_inference() for each, other in zip(results, expected, strict=True))
+
+
+def test_deterministic_pools_keep_their_order(nursery: mpgrad.Pool) -> None:
+    def found(loop: Loop) -> Tensor:
+        return torch.autograd.grad(torch.stack(loop(loss, leaves())).sum(), weight)[0]
+
+    with mpgrad.Pool(2, deterministic=True) as pool:
+        assert torch.equal(found(pool.map), found(serial))
