@@ -41,7 +41,7 @@ class Answers:
                 operation.deliver(call.index, failed_again(outcome, subject, worker))
                 continue
             graph, refs = None, outcome.tensors
-            item = None if call.bundle else call.item
+            item = range(call.item, call.item + call.items) if call.bundle else call.item
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
                 refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]
@@ -89,7 +89,7 @@ class Answers:
         self._arrive(chunk.captures.reply, message.grads, payload, worker)
 
     def _graph_kept(
-        self, worker: Worker, home: Home, number: int, index: int | None, recipe: PackedCall | Differentiation
+        self, worker: Worker, home: Home, number: int, index: int | range, recipe: PackedCall | Differentiation
     ) -> RemoteGraph:
         worker.kept.add(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)

@@ -56,11 +56,13 @@ __all__ = [
     "attach",
     "capture_gate",
     "differentiate",
+    "edges_behind_gates",
     "edges_of",
     "forget_oldest",
     "gate",
     "gate_behind",
     "is_call",
+    "item_of",
     "leaf_gate",
     "modified_in_place",
 ]
@@ -171,13 +173,13 @@ class RemoteGraph:
         "worker",
     )
 
-    def __init__(self, home: Home, worker: object, call: int, index: int | None, recipe: object = None) -> None:
+    def __init__(self, home: Home, worker: object, call: int, index: int | range, recipe: object = None) -> None:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
         self.ready: Ready | None = None
         self.call = call
-        self.index = index  # of its item; None for a bundle
+        self.index = index  # of its item, or of those of a bundle
         self.members: Sequence[Member] = ()  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
@@ -417,6 +419,21 @@ def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
     if not node.has_token:
         return edges, None
     return edges[1:], edges[0][0] if isinstance(edges[0][0], CAPTURE_GATE_NODE) else None
+
+
+def item_of(node: Any, output: int) -> Member:
+    """What belongs to the item of a `Call` that gave this output."""
+    graph: RemoteGraph = node.graph
+    everything = Member(range(node.output_count), range(len(edges_of(node)[0])))
+    return next((member for member in graph.members if output in member.outputs), everything)
+
+
+def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
+    """Of a `Call`, for each input: the edge to what it is made of in the caller."""
+    gates, _ = edges_of(node)
+    if node.graph.members:
+        return gates[0][0].next_functions[::-1] if gates else ()
+    return [gate_node.next_functions[0] for gate_node, _ in gates]
 
 
 def differentiate(

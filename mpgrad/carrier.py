@@ -27,11 +27,11 @@ from mpgrad.devices import Lane, Region, code_of, device_of
 __all__ = [
     "DEVICE",
     "DTYPES",
+    "RIDE_BYTES",
     "Devices",
     "Packer",
     "Payload",
     "Placed",
-    "Sparse",
     "TensorRef",
     "are_distinct_tensors",
     "check_carriable",

@@ -28,13 +28,13 @@ Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slo
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_outcome", "_subject", "_wait_until", "apart", "calls", "dependents", "graph", "warned")
+    __slots__ = ("_index", "_outcome", "_wait_until", "apart", "calls", "dependents", "graph", "warned")
 
     is_ready = False
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | None) -> None:
+    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | range | None) -> None:
         self._wait_until = wait_until
-        self._subject = "" if index is None else f"item {index}, "
+        self._index = index
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
         self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
@@ -55,7 +55,7 @@ class GradientReply:
         worker: int,
     ) -> None:
         if isinstance(found, Failure):
-            again = found.error, found.traceback, found.phase, self._subject, worker
+            again = found.error, found.traceback, found.phase, subject_of(self._index), worker
             self._arrived(lambda: raised_again(*again))
         else:
             self._arrived((found, payload, memories))
@@ -113,6 +113,13 @@ class GradientReply:
             raise outcome()
         assert outcome is not None
         return outcome
+
+
+def subject_of(index: int | range | None) -> str:
+    """Of a backward that raised, as a part of a note; of a bundle, whose backward is one, all its items."""
+    if isinstance(index, range):
+        return f"items {index[0]} to {index[-1]}, " if len(index) > 1 else f"item {index[0]}, "
+    return "" if index is None else f"item {index}, "
 
 
 class ReadyGradients:

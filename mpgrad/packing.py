@@ -16,7 +16,7 @@ from mpgrad import structure
 from mpgrad._torch import outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
-from mpgrad.carrier import SHARED, Packer, Placed, Sparse, are_distinct_tensors, check_carriable, flags_of
+from mpgrad.carrier import RIDE_BYTES, SHARED, Packer, Placed, are_distinct_tensors, check_carriable, flags_of
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.routing import Request
@@ -231,8 +231,10 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
                 if not (grad and tensor.is_leaf) or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     return None
                 needing.append(tensor)
+            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > RIDE_BYTES:
+                return None
             one = packer.place(tensor, flags_of(tensor))
-            if one.body is None or isinstance(one.form, Sparse):
+            if one.body is None:  # with holes it takes more
                 return None
             placed.append(one)
         if claims:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpgrad._torch import plus
-from mpgrad.autograd import Derivative, differentiate, edges_of, gate, is_call
+from mpgrad.autograd import Derivative, differentiate, edges_behind_gates, edges_of, gate, is_call, item_of
 
 __all__ = ["per_item_grad"]
 
@@ -71,10 +71,12 @@ def per_item_grad(
         if len(values) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries)")
     nodes = [node_of(index, result) for index, result in enumerate(results)]
-    places = [places_of(index, node, wanted) for index, (node, wanted) in enumerate(zip(nodes, each_inputs, strict=True))]
+    outputs = [result.output_nr for result in results]
+    places = [places_of(index, *each) for index, each in enumerate(zip(nodes, outputs, each_inputs, strict=True))]
     cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
     keep = create_graph if retain_graph is None else retain_graph
-    last = {node: index for index, node in enumerate(nodes)}  # an item may have several results here, on one graph
+    items = [(node, item_of(node, result.output_nr)) for node, result in zip(nodes, results, strict=True)]
+    last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
     task = next(TASKS)
     with torch.set_grad_enabled(create_graph):
         sent = [
@@ -84,7 +86,7 @@ def per_item_grad(
                 tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
                 any(captured for each in where for captured, _ in each),
                 task,
-                keep or last[node] != index,
+                keep or last[items[index]] != index,
                 create_graph,
                 apart=True,
             )
@@ -104,11 +106,12 @@ def node_of(index: int, result: torch.Tensor) -> Any:
     return node
 
 
-def places_of(index: int, node: Any, inputs: Inputs) -> Places:
-    gates, capture_node = edges_of(node)
+def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
+    _, capture_node = edges_of(node)
+    behind = edges_behind_gates(node)
     known: dict[Any, list[Place]] = {}
-    for number, (gate_node, _) in enumerate(gates):
-        known.setdefault(gate_node.next_functions[0], []).append((False, number))
+    for number in item_of(node, output).inputs:
+        known.setdefault(behind[number], []).append((False, number))
     for number, edge in enumerate(capture_node.next_functions if capture_node is not None else ()):
         known.setdefault(edge, []).append((True, number))
     found = []

@@ -55,7 +55,7 @@ class Recovery:
             accused_index = accused.item + (offset if position >= 0 and accused.bundle else 0)
         elif chunk.gradients:
             accused = chunk.gradients[place]
-            accused_index = accused.what.graph.index
+            accused_index = single(accused.what.graph.index)
         else:
             return
         if position >= 0:
@@ -94,7 +94,7 @@ class Recovery:
         elif isinstance(item, CaptureRequest):
             item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, GRAPH_LOST))
         elif not can_be_made(item.what.graph):
-            index = item.what.graph.index
+            index = single(item.what.graph.index)
             item.reply.fail(WorkerDiedError(index, "backward", gone.number, gone.exit_code, GRAPH_LOST))
         else:
             self.reruns += 1
@@ -120,6 +120,11 @@ class Recovery:
         worker.kept.add(graph.call)
         worker.missing.add(graph.call)
         return worker
+
+
+def single(index: int | range) -> int | None:
+    """The item that an error may name; of a bundle, whose backward is one, none."""
+    return index if isinstance(index, int) else index[0] if len(index) == 1 else None
 
 
 def can_be_made(graph: RemoteGraph) -> bool:

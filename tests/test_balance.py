@@ -45,7 +45,8 @@ def test_what_stands_behind_a_long_call_goes_to_others(pool: mpgrad.Pool, tmp_pa
     assert runs(tmp_path) == [1] * 120  # each once
     slow = found[40][1]
     behind = [pid for _, pid in found[41:]]
-    assert behind.count(slow) <= 3, seconds  # one that it may have begun, and what is shorter than a message
+    bundle = len(items) // 16
+    assert behind.count(slow) <= bundle + 3, seconds  # one that it may have begun, and what is shorter than a message
 
 
 def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:

@@ -379,3 +379,38 @@ def test_deterministic_pools_keep_their_order(nursery: mpgrad.Pool) -> None:
 
     with mpgrad.Pool(2, deterministic=True) as pool:
         assert torch.equal(found(pool.map), found(serial))
+
+
+def test_per_item_gradients(pool: mpgrad.Pool) -> None:
+    xs = leaves()
+    shared = torch.linspace(1, 2, 5, dtype=torch.float64, requires_grad=True)
+    results = pool.starmap(lambda x, y: ((x * y).sin() * weight).sum(), [(x, shared) for x in xs])
+    for (ours, of_shared, of_weight), x in zip(
+        mpgrad.per_item_grad(results, [(x, shared, weight) for x in xs]), xs, strict=True
+    ):
+        theirs = torch.autograd.grad(((x * shared).sin() * weight).sum(), [x, shared, weight])
+        for one, other in zip((ours, of_shared, of_weight), theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def huge(x: Tensor) -> Tensor:
+    from mpgrad import arena
+
+    arena.psutil.virtual_memory = lambda: type("Memory", (), {"available": 10_000_000})()  # type: ignore[attr-defined, assignment]
+    return torch.empty(100_000_000) if x[0] == 6 else torch.empty(3)
+
+
+def test_no_room_for_a_result_names_its_item(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1) as pool:
+        with pytest.raises(mpgrad.SharedMemoryError) as caught:
+            pool.map(huge, [torch.full((1,), float(k)) for k in range(11)])
+        assert any("item 6," in note for note in caught.value.__notes__)
+
+
+def test_a_backward_that_fails_names_its_bundle(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2) as pool:
+        results = pool.map(lambda x: Broken.apply(x).sum(), leaves(11))
+        for k, name in ((5, "items 4 to 7,"), (9, "items 8 to 10,")):
+            with pytest.raises(ArithmeticError) as caught:
+                results[k].backward()
+            assert any(name in note for note in caught.value.__notes__)

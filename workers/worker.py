@@ -256,10 +256,7 @@ class Worker:
         before = self._graphs.memory_in_use()
         try:
             made = self._make(message, call, function, payload, stage)
-            if self._station is None:
-                placed = [self._packer.place(*each) for each in zip(made.value.tensors, made.flags, strict=True)]
-            else:
-                placed = self._place(made, call.origin, self._station)
+            placed = self._place(made, call.origin, stage)
             graph = made.graph
             gradients = None
             losses = losses_of(made, call, function, message.modes) if message.eager else None
@@ -276,9 +273,15 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, stage.phase, stage.offset)
 
-    def _place(self, made: Made, origin: int, station: Station) -> list[Placed]:
+    def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed]:
+        place, station = self._packer.place, self._station
         pairs = zip(made.value.tensors, made.flags, strict=True)
-        return [self._packer.place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
+        if station is not None:
+            return [place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
+        placed: list[Placed] = []
+        for stage.offset, (_, count) in enumerate(made.value.bundle or [(None, len(made.flags))]):
+            placed += [place(*pair) for pair in itertools.islice(pairs, count)]
+        return placed
 
     def _lend_ahead(
         self, message: Forward, call: int, graph: Graph, losses: Sequence[torch.Tensor]
