@@ -23,7 +23,7 @@ import torch
 from mpgrad import structure
 from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Home, Member, RemoteGraph, attach, capture_gate, gate, gate_behind, modified_in_place
+from mpgrad.autograd import Home, Member, RemoteGraph, attach, capture_gate, gate, gate_behind, leaf_gate, modified_in_place
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Eager, Result, Structure, Warned
@@ -255,7 +255,8 @@ class Operation:
         for tensor, version in call.ungated:
             if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
-        call.gated = [gate(tensor) for tensor, _ in call.ungated]
+        tensors = [tensor for tensor, _ in call.ungated]
+        call.gated = [leaf_gate(tensors)] if call.bundle and tensors else [gate(tensor) for tensor in tensors]
 
     # --- the dispatcher's side
 

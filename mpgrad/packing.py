@@ -206,7 +206,7 @@ def pack_call(
         if grad:
             call.gated = [gate(tensor) for tensor in needing]
         else:
-            call.ungated = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in needing]
+            call.ungated = ungated(needing)
     return call
 
 
@@ -228,7 +228,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
             if tensor.requires_grad:
-                if not (grad and tensor.is_leaf) or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                if not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     return None
                 needing.append(tensor)
             if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > RIDE_BYTES:
@@ -243,9 +243,16 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         leaves.append(needing)
     call = PackedCall(index, None, placed)
     call.bundle, call.leaves = bundle, leaves
-    if any(leaves):
-        call.gated = [leaf_gate([leaf for each in leaves for leaf in each])]
+    together = [leaf for each in leaves for leaf in each]
+    if together and grad:
+        call.gated = [leaf_gate(together)]
+    elif together:
+        call.ungated = ungated(together)
     return call
+
+
+def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:

@@ -373,6 +373,24 @@ def test_no_grad_and_inference_mode(pool2: mpgrad.Pool) -> None:
         assert all(each.is_inference() == other.is_inference() for each, other in zip(results, expected, strict=True))
 
 
+@torch.enable_grad()
+def stubborn(x: Tensor) -> Tensor:
+    return (x.sin() * weight).sum()
+
+
+def test_a_function_that_turns_gradients_on(pool: mpgrad.Pool) -> None:
+    def found(loop: Loop) -> list[Tensor | None]:
+        xs = leaves()
+        with torch.no_grad():
+            results = loop(stubborn, xs)
+        results[4].backward(retain_graph=True)
+        return [x.grad for x in xs] + list(torch.autograd.grad(torch.stack(results).sum(), [*xs, weight]))
+
+    for one, other in zip(found(pool.map), found(serial), strict=True):
+        assert (one is None) == (other is None)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_deterministic_pools_keep_their_order(nursery: mpgrad.Pool) -> None:
     def found(loop: Loop) -> Tensor:
         return torch.autograd.grad(torch.stack(loop(loss, leaves())).sum(), weight)[0]
