@@ -15,13 +15,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad import structure
-from mpgrad._torch import saved_tensor_hooks
+from mpgrad._torch import apply, saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
+from mpgrad.codes import Ran
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
@@ -33,9 +34,11 @@ __all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "is_at_rest"
 HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
+COPIED_TOGETHER = 32  # calls: a backward for one of them walks past the tensors of all
 DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
 SENT_SECONDS = 60e-6  # that a call takes beyond its own time where it is sent, until it is measured
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
+LEAST_ALONE, MOST_ALONE = 0.6, 1.2  # times what it takes a worker, of a call that is run here; the first until it was tried
 MANY = 256  # calls of a map, from which its time says what sending takes
 MOST_FUNCTIONS = 128
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
@@ -47,29 +50,31 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 class Costs:
     """What calls cost, by the pickle of their function: run in a worker, run here, and sent."""
 
-    def __init__(self, in_workers: Callable[[bytes], float | None]) -> None:
+    def __init__(self, in_workers: Callable[[bytes], Ran | None]) -> None:
         self._in_workers = in_workers
-        self._here: dict[bytes, float] = {}  # seconds; the last used at the end
+        self._here: dict[bytes, float] = {}  # seconds of the forward; the last used at the end
         self._sent_ever: dict[bytes, None] = {}
         self._sending = SENT_SECONDS
         self.calls_here = 0
 
-    def seconds(self, function: bytes) -> float | None:
-        """Of one call; None where it is not known."""
-        known = [each for each in (self._here.get(function), self._in_workers(function)) if each is not None]
-        return max(known, default=None)  # a worker may have run the backward as well
+    def are_known(self, function: bytes) -> bool:
+        return self._in_workers(function) is not None or function in self._here
 
     def are_unknown(self, function: bytes) -> bool:
         """And worth knowing."""
-        return self.seconds(function) is None and function not in self._sent_ever
+        return not self.are_known(function) and function not in self._sent_ever
 
     def pays(self, function: bytes, workers: int, count: int | None) -> bool:
         """Whether running `count` calls here, one after another, takes less time than sending them."""
-        seconds = self.seconds(function)
-        if seconds is None or seconds > DEAR or function in self._sent_ever:
+        here, ran = self._here.get(function), self._in_workers(function)
+        ran = Ran(here, 0.0) if ran is None and here is not None else ran
+        if ran is None or max(ran.total, here or 0.0) > DEAR or function in self._sent_ever:
             return False
         at_once = workers if count is None else max(1, min(workers, count))
-        return seconds * (1 - 1 / at_once) < self._sending + (0 if count is None else LATENCY / max(1, count))
+        # Workers that compute at once share caches, memory and perhaps cores: alone, the same call takes less time.
+        alone = LEAST_ALONE if here is None else min(max(here / ran.forward, LEAST_ALONE), MOST_ALONE) if ran.forward else 1.0
+        gain = ran.total * alone - ran.total / at_once
+        return gain < self._sending + (0 if count is None else LATENCY / max(1, count))
 
     def note_here(self, function: bytes, seconds: float, calls: int) -> None:
         self.calls_here += calls
@@ -79,10 +84,9 @@ class Costs:
 
     def note_sent(self, function: bytes, seconds: float, calls: int, workers: int) -> None:
         """A whole map took so long."""
-        self._here.pop(function, None)
-        each = self._in_workers(function)
-        if calls >= MANY and each is not None and each < DEAR:
-            beyond = max(0.0, seconds / calls - each / workers)
+        ran = self._in_workers(function)
+        if calls >= MANY and ran is not None and ran.total < DEAR:
+            beyond = max(0.0, seconds / calls - ran.total / workers)
             # up slowly: workers that are still being started, or other programs, are no reason to keep all calls here
             self._sending += (beyond - self._sending) / 2 if beyond < self._sending else self._sending / 8
 
@@ -154,7 +158,7 @@ class AdaptiveMap:
         count = max(FIRST_CALLS, 2 * self._workers)
         self._add(operation, itertools.islice(calls, count), seal=False)
         pickled = self._function.pickled
-        self._sender.wait_until(lambda: operation.has_ended or self._costs.seconds(pickled) is not None)
+        self._sender.wait_until(lambda: operation.has_ended or self._costs.are_known(pickled))
         return operation.items
 
     def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
@@ -232,8 +236,8 @@ class LocalFunction:
         end = time.perf_counter() + seconds
         self._border.is_closed = True
         try:
-            for args, kwargs in calls:
-                results.append(self._call(args, kwargs))
+            for ready in self._made_ready(calls):
+                results.append(self._call(ready))
                 if time.perf_counter() > end:
                     break
             self._check_captures()
@@ -250,19 +254,26 @@ class LocalFunction:
             raise UnusualError
         return results
 
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
-            copies = [private(each, self._border, is_argument=True) for each in args]
+    def _made_ready(self, calls: Sequence[Arguments]) -> Iterator[ReadyCall]:
+        """With copies of their tensors, some calls at a time: their leaves, in which no history ends, share a node."""
+        for start in range(0, len(calls), COPIED_TOGETHER):
+            some = [apart(args, kwargs) for args, kwargs in calls[start : start + COPIED_TOGETHER]]
+            every = [each for _, tensors in some for each in tensors]
+            are_plain = list(map(is_plain_leaf, every))
+            copied = copies_of_leaves(list(itertools.compress(every, are_plain)), self._border)
+            plain = iter(are_plain)
+            for pickled, tensors in some:
+                copies = [next(copied) if next(plain) else private(each, self._border, is_argument=True) for each in tensors]
+                yield ReadyCall(pickled, tensors, copies)
+
+    def _call(self, ready: ReadyCall) -> Any:
+        pickled, tensors, copies = ready
+        if pickled is None:
             value = self._target(*copies)
-            check_unwritten(args, copies)
         else:
-            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
-            if claims:
-                raise UnusualError
-            copies = [private(each, self._border, is_argument=True) for each in tensors]
-            own_args, own_kwargs = structure.loads(pickled, copies)
-            value = self._target(*own_args, **own_kwargs)
-            check_unwritten(tensors, copies)
+            args, kwargs = structure.loads(pickled, copies)
+            value = self._target(*args, **kwargs)
+        check_unwritten(tensors, copies)
         return self._result(value)
 
     def _result(self, value: Any) -> Any:
@@ -287,6 +298,24 @@ class LocalFunction:
             raise UnusualError
 
 
+class ReadyCall(NamedTuple):
+    """`pickled` is None where the arguments are the tensors, one by one."""
+
+    pickled: bytes | None
+    tensors: Sequence[torch.Tensor]
+    copies: Sequence[torch.Tensor]
+
+
+def apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes | None, Sequence[torch.Tensor]]:
+    """Arguments without their tensors, and these."""
+    if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+        return None, args
+    pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
+    if claims:
+        raise UnusualError
+    return pickled, tensors
+
+
 class Border:
     """Between private copies and what they were made from: the caller's backward may cross it, one that a call runs may not."""
 
@@ -298,6 +327,42 @@ class Border:
         if self.is_closed:
             self.was_tried = True
             raise UnusualError
+
+
+class Entrance(torch.autograd.Function):
+    """Copies of leaves that need gradients, the last first: so the engine adds up those of one that calls share as serially."""
+
+    @staticmethod
+    def forward(ctx: Any, border: Border, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.border = border
+        return tuple([leaf.detach().clone() for leaf in leaves])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.border.cross(grads)
+        return None, *grads
+
+
+def copies_of_leaves(leaves: Sequence[torch.Tensor], border: Border) -> Iterator[torch.Tensor]:
+    if not leaves:
+        return iter(())
+    copies: tuple[torch.Tensor, ...] = apply(Entrance, border, *leaves[::-1])
+    return reversed(copies)
+
+
+def is_plain_leaf(tensor: torch.Tensor) -> bool:
+    """Whether it may share a node with others: a backward that has nothing for it leaves nothing behind."""
+    return (
+        tensor.requires_grad
+        and tensor.is_leaf
+        and type(tensor) is torch.Tensor
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and torch.is_grad_enabled()
+        and not (tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    )
 
 
 def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> torch.Tensor:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mpgrad.crew import Worker
 from mpgrad.packing import SharedFunction
 
-__all__ = ["Codes"]
+__all__ = ["Codes", "Ran"]
 
 MOST_CODES = 128  # for the next operation with the same function
 MOST_BYTES = 64 << 20
+
+
+class Ran(NamedTuple):
+    """Seconds of the function itself in a worker."""
+
+    forward: float
+    ahead: float  # of the backward, where that was run right after it
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.ahead
 
 
 class Codes:
@@ -20,7 +32,7 @@ class Codes:
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
         self.seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
-        self._own_seconds: dict[int, float] = {}  # of these, in the function
+        self._ran: dict[int, Ran] = {}  # of these, in the function
         self._measured: dict[int, int] = {}  # how often
 
     def number(self, function: SharedFunction) -> None:
@@ -31,19 +43,22 @@ class Codes:
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self.seconds.pop(oldest, None)
             self._measured.pop(oldest, None)
-            self._own_seconds.pop(oldest, None)
+            self._ran.pop(oldest, None)
             for worker in self._workers.values():
                 if oldest in worker.codes:
                     worker.codes.discard(oldest)
                     worker.forgotten_codes.append(oldest)
 
-    def seconds_of(self, pickled: bytes) -> float | None:
-        """Of its own, that a call of the function takes a worker; None before the first. Any thread may ask."""
-        return self._own_seconds.get(self._numbers.get(pickled, 0))
+    def ran(self, pickled: bytes) -> Ran | None:
+        """What a call of the function takes a worker; None before the first. Any thread may ask."""
+        return self._ran.get(self._numbers.get(pickled, 0))
 
-    def note_seconds(self, function: SharedFunction, mean: float, own: float) -> None:
+    def note_seconds(self, function: SharedFunction, mean: float, ran: Ran) -> None:
         """The first time in each worker does not count for long: caches are cold, and modules are imported."""
-        times = self._measured[function.code] = self._measured.get(function.code, 0) + 1
-        for known, new in ((self.seconds, mean), (self._own_seconds, own)):
-            before = known.get(function.code, new)
-            known[function.code] = new if times <= len(self._workers) + 1 else (before + new) / 2
+        code = function.code
+        times = self._measured[code] = self._measured.get(code, 0) + 1
+        if times > len(self._workers) + 1:
+            before = self._ran[code]
+            mean = (self.seconds[code] + mean) / 2
+            ran = Ran((before.forward + ran.forward) / 2, (before.ahead + ran.ahead) / 2)
+        self.seconds[code], self._ran[code] = mean, ran

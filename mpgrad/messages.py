@@ -298,7 +298,8 @@ class Missing(NamedTuple):
 class Results(NamedTuple):
     """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
 
-    Of the `seconds`, `own_seconds` went into the function, and into backwards that were run ahead; the rest is our work.
+    Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards that were run ahead; the rest is our
+    work.
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take.
     """
@@ -307,6 +308,7 @@ class Results(NamedTuple):
     outcomes: list[Result | Failure]
     seconds: float
     own_seconds: float
+    ahead_seconds: float
     mutated: bool
     warned: list[Warned]
     dropped: list[int]

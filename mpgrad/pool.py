@@ -182,7 +182,7 @@ class Pool:
         self._may_stay = inline == "auto" and engine == "process" and is_plain
         counts_calls = settings.calls is not None or settings.graph_bytes is not None
         self._may_bundle = not (deterministic or counts_calls or self._timeout or self._devices)
-        self._costs = Costs(self._scheduler.seconds_of)
+        self._costs = Costs(self._scheduler.ran)
         OPEN.add(self._scheduler)
         # not a method of the pool: a finalizer that refers to it would keep it alive
         self._finalizer = weakref.finalize(self, self._scheduler.abandon)
@@ -702,11 +702,11 @@ class Pool:
         """Of how many items; 0 where that is not known yet."""
         if total is None:
             return 1
-        seconds = self._scheduler.seconds_of(operation.function.pickled)
-        if seconds is None:
+        ran = self._scheduler.ran(operation.function.pickled)
+        if ran is None:
             return 0
         share = total // (BUNDLES_PER_WORKER * self._processes)
-        return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(seconds, 1e-9)), share))
+        return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(ran.total, 1e-9)), share))
 
     def _run(
         self,

@@ -32,7 +32,7 @@ from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed
 from mpgrad.channel import Frame, Pipe, Traffic, drained
-from mpgrad.codes import Codes
+from mpgrad.codes import Codes, Ran
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
 from mpgrad.crossing import Crossing
 from mpgrad.deadlines import Deadlines, overdue_at
@@ -234,9 +234,9 @@ class Scheduler(ABC):
             self.wake()
         self._settle_if_ended()
 
-    def seconds_of(self, pickled: bytes) -> float | None:
+    def ran(self, pickled: bytes) -> Ran | None:
         """What a call of the function takes by itself; None before the first."""
-        return self._codes.seconds_of(pickled)
+        return self._codes.ran(pickled)
 
     def cancel(self, operation: Operation) -> None:
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
@@ -891,7 +891,8 @@ class Scheduler(ABC):
         if done:
             items = sum([call.items for _, call in chunk.calls[:done]])
             worker.calls_done += items
-            self._codes.note_seconds(operation.function, message.seconds / items, message.own_seconds / items)
+            ran = Ran(message.own_seconds / items, message.ahead_seconds / items)
+            self._codes.note_seconds(operation.function, message.seconds / items, ran)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
         self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all

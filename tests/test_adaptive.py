@@ -14,6 +14,7 @@ import torch
 
 import mpgrad
 from mpgrad.adaptive import CALLS_AT_ONCE, Costs
+from mpgrad.codes import Ran
 from mpgrad.testing import assert_same_as_serial
 
 Tensor = torch.Tensor
@@ -286,19 +287,27 @@ def test_long_maps_in_pieces(cheap: mpgrad.Pool) -> None:
 
 
 def test_what_pays() -> None:
-    times = {b"cheap": 10e-6, b"medium": 140e-6, b"dear": 2e-3}
+    times = {b"cheap": Ran(10e-6, 0.0), b"medium": Ran(140e-6, 0.0), b"dear": Ran(2e-3, 0.0)}
     costs = Costs(times.get)
+    assert costs.pays(b"medium", 2, 1000)  # it may be quicker without another one at the same time: that is tried
+    costs.note_here(b"medium", 140e-6, 1)
     assert costs.pays(b"cheap", 2, 1000) and not costs.pays(b"medium", 2, 1000) and not costs.pays(b"new", 2, 1000)
     assert costs.pays(b"medium", 2, 4)  # so few that waking the workers is most of it
     assert costs.pays(b"medium", 1, 1000) and not costs.pays(b"dear", 1, 1)
     for _ in range(5):
         costs.note_sent(b"medium", 1000 * 445e-6, 1000, 2)  # far more than the work itself
     assert costs.pays(b"medium", 2, 1000)
-    costs.note_sent(b"medium", 1000 * 50e-6, 1000, 2)
+    for _ in range(2):
+        costs.note_sent(b"medium", 1000 * 50e-6, 1000, 2)
     assert not costs.pays(b"medium", 2, 1000)
-    times[b"medium"] = 40e-6
+    times[b"medium"] = Ran(30e-6, 0.0)
+    assert costs.pays(b"medium", 2, 1000)  # what was measured here is old
+    times[b"medium"] = Ran(200e-6, 0.0)
+    assert not costs.pays(b"medium", 2, 1000)
+    for _ in range(9):
+        costs.note_here(b"medium", 110e-6, 1)  # alone it takes about as long as two workers take, side by side
     assert costs.pays(b"medium", 2, 1000)
-    costs.note_here(b"medium", 500e-6, 1)
+    times[b"medium"] = Ran(200e-6, 400e-6)  # the backward too
     assert not costs.pays(b"medium", 2, 1000)
     costs.send_ever_after(b"cheap")
     assert not costs.pays(b"cheap", 2, 1000)

@@ -153,7 +153,7 @@ class Worker:
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
         self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
-        self._own_seconds = 0.0
+        self._own_seconds = self._ahead_seconds = 0.0
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
         self._progress = self._progress_slot.memory.cast("q")
@@ -218,7 +218,7 @@ class Worker:
     def _forward(self, message: Forward, payload: memoryview) -> Message:
         function = self._functions[message.function]
         outcomes: list[Result | Failure] = []
-        self._own_seconds = 0.0
+        self._own_seconds = self._ahead_seconds = 0.0
         started = time.perf_counter()
         with under(message.modes):
             for position, call in enumerate(message.calls):
@@ -241,8 +241,8 @@ class Worker:
             or any(c.grad is not None for c in function.edges if isinstance(c, torch.Tensor))
         )
         dropped = self._graphs.take_dropped()
-        own, nbytes = self._own_seconds, self._graphs.nbytes
-        return Results(message.chunk, outcomes, seconds, own, mutated, self._warnings(), dropped, nbytes)
+        own, ahead, nbytes = self._own_seconds, self._ahead_seconds, self._graphs.nbytes
+        return Results(message.chunk, outcomes, seconds, own, ahead, mutated, self._warnings(), dropped, nbytes)
 
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
@@ -292,7 +292,7 @@ class Worker:
             started = time.perf_counter()
             ones = [torch.ones_like(loss) for loss in losses]
             found = run_backward(graph, ones, inputs, bool(graph.captures), False, False, ())
-            self._own_seconds += time.perf_counter() - started
+            self._ahead_seconds += time.perf_counter() - started
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             self._graphs.miss(call)
             return None
