@@ -69,7 +69,7 @@ LARGEST_BATCH = 256
 BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
-BUNDLE_SECONDS = 2e-3  # of work in one bundle of cheap items, at most
+BUNDLE_SECONDS = 2e-3  # of forward work in one bundle of cheap items, at most
 MOST_BUNDLED = 128  # items
 BUNDLES_PER_WORKER = 8  # at least, so that all end at about the same time
 
@@ -706,7 +706,7 @@ class Pool:
         if ran is None:
             return 0
         share = total // (BUNDLES_PER_WORKER * self._processes)
-        return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(ran.total, 1e-9)), share))
+        return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(ran.forward, 1e-9)), share))
 
     def _run(
         self,

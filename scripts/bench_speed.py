@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from bench_overhead import WrongResultError, at_least_1, limited, surroundings
 from figures import Figure, add_options, fail, print_figures, report
-from speed import copies, grains, processes, tail
+from speed import budget, copies, grains, processes, tail
 from speed.plan import QUICK, Plan, Pools
 
 EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
@@ -32,6 +32,7 @@ Row = Callable[[Pools, Plan], Iterator[Figure]]
 ROWS: dict[str, Row] = {
     "tiny": grains.bench_tiny,
     "forward": grains.bench_forward,
+    "budget": budget.bench_budget,
     "python": grains.bench_python,
     "op": grains.bench_op,
     "adaptive": grains.bench_adaptive,

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Record = dict[str, Any]
 
 FORMATS = (".pdf", ".png", ".svg")
@@ -58,9 +59,9 @@ def median_figure(row: str, name: str, rounds: Sequence[float], unit: str, aim: 
 # --- the clock
 
 
-def interleaved(turns: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = WARM_UPS) -> dict[str, list[float]]:
+def interleaved(turns: Mapping[str, Callable[[], T]], rounds: int, warm_ups: int = WARM_UPS) -> dict[str, list[T]]:
     """What each gives in every round, in a random order within a round: noise of the machine meets them all alike."""
-    results: dict[str, list[float]] = {name: [] for name in turns}
+    results: dict[str, list[T]] = {name: [] for name in turns}
     shuffled = random.Random(0)
     for number in range(-warm_ups, rounds):
         for name in shuffled.sample(list(turns), len(turns)):

@@ -32,6 +32,7 @@ from speed.plan import Plan, Pools
 PYTHON_AIMS = {10: (2.3, 1.92), 1: (2.1, 1.8), 0.3: (1.7, 1.5), 0.1: (1.4, 1.2)}
 OP_AIMS = {10: 1.9, 1: 1.75, 0.1: 1.15}
 ADAPTIVE_AIM = (">=", 0.95)
+LIMIT = "loops at once"  # in as many processes, between which nothing travels
 
 
 # --- tiny tensors
@@ -84,9 +85,11 @@ def grain_figures(
 ) -> Iterator[Figure]:
     function, items = items_of(work, ms / 1e3, plan.work_seconds)
     loops = {"keep": pools.keep, "eager": pools.eager}
-    results = side_by_side(function, items, loops, plan.repeats)
+    limit = Contender(LIMIT, partial(pools.loops.run, function))
+    results = side_by_side(function, items, loops, plan.repeats, limit)
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     yield from absolute(row, results.values())
+    yield median_figure(row, f"{LIMIT} over the best order", ratios(best_order(results), results[LIMIT].seconds), "x")
     aims = {"keep": (keep_aim, None), "eager": (None, eager_aim)}
     for graphs in loops:
         over_one, over_best = (None if aim is None else (">=", aim) for aim in aims[graphs])
@@ -96,12 +99,13 @@ def grain_figures(
 
 
 def side_by_side(
-    function: Function, items: Sequence[Tensor], pools: dict[str, mpgrad.Pool], repeats: int
+    function: Function, items: Sequence[Tensor], pools: dict[str, mpgrad.Pool], repeats: int, *others: Contender
 ) -> dict[str, Measured]:
     contenders = [
         Contender("serial", partial(one_backward, serial, function)),
         Contender("serial, at once", partial(backward_at_once, function)),
         *(Contender(name, partial(one_backward, pool.map, function)) for name, pool in pools.items()),
+        *others,
     ]
     contenders = [contender._replace(most_items=len(items)) for contender in contenders]
     return {result.name: result for result in measured(contenders, items, repeats)}

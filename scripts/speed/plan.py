@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import mpgrad
+from speed.limit import LoopsAtOnce
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Pools:
     def _started(self, **options: Any) -> mpgrad.Pool:
         pool: mpgrad.Pool = mpgrad.Pool(self.processes, **options)
         return self._stack.enter_context(pool)
+
+    @cached_property
+    def loops(self) -> LoopsAtOnce:
+        return self._stack.enter_context(LoopsAtOnce(self.processes))
 
     @cached_property
     def keep(self) -> mpgrad.Pool:
