@@ -15,7 +15,7 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -35,6 +35,7 @@ __all__ = [
     "TensorRef",
     "are_distinct_tensors",
     "check_carriable",
+    "columns_of",
     "flags_of",
     "placed_again",
     "renamed",
@@ -44,10 +45,13 @@ __all__ = [
 ]
 
 RIDE_BYTES = 8192
+MANY = 8  # references in one message, from which they are pickled in columns
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
+
+Ref = TypeVar("Ref", bound="TensorRef | None")
 
 # Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
 DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
@@ -66,6 +70,22 @@ class TensorRef(NamedTuple):
     place: int  # 0 or more: an address in shared memory; below: -1 - offset in the message's payload
     nbytes: int
     flags: int
+
+
+def columns_of(refs: list[Ref]) -> list[Ref]:
+    """The same references, to be pickled in columns where they are many: that takes a tenth of the time."""
+    return Columns(refs) if len(refs) >= MANY and None not in refs else refs
+
+
+class Columns(list[Any]):
+    """They arrive as a plain list."""
+
+    def __reduce__(self) -> Any:
+        return refs_of_columns, tuple(zip(*self, strict=True))
+
+
+def refs_of_columns(*columns: Sequence[Any]) -> list[TensorRef]:
+    return list(map(TensorRef._make, zip(*columns, strict=True)))
 
 
 class Sparse(NamedTuple):

@@ -5,6 +5,7 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from mpgrad.arena import Borrowed, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import Payload, Placed, TensorRef
+from mpgrad.carrier import Payload, Placed, TensorRef, columns_of
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -292,12 +293,13 @@ class Worker:
             self.lend(slot.address, slot)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        tensors = [self._pack(each, payload) for each in call.placed]
+        tensors = columns_of([self._pack(each, payload) for each in call.placed])
         return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
-        grads = [tuple([self._pack(part, payload) for part in parts if isinstance(part, Placed)]) for parts in what.grads]
+        parts = [[part for part in parts if isinstance(part, Placed)] for parts in what.grads]
+        grads = [self._pack(part, payload) for part in itertools.chain(*parts)]
         return BackwardCall(
             what.graph.call,
             order.task,
@@ -307,7 +309,8 @@ class Worker:
             order.apart,
             order.levels,
             what.number,
-            grads,
+            columns_of(grads),
+            list(map(len, parts)),
             before,
         )
 

@@ -200,9 +200,9 @@ class BackwardCall(NamedTuple):
     """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed.
 
     Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
-    a graph of all these gradients is kept under it. `grads` are the parts of each output's gradient, to be added up; none where
-    it has none. Gradients are batches over `levels`, which are in front. `before` makes the call's graph again where it is
-    missing.
+    a graph of all these gradients is kept under it. `grads` are the parts of each output's gradient, to be added up, one output
+    after another: of each as many as `parts` says. Gradients are batches over `levels`, which are in front. `before` makes the
+    call's graph again where it is missing.
     """
 
     call: int
@@ -213,7 +213,8 @@ class BackwardCall(NamedTuple):
     apart: bool
     levels: tuple[Level, ...]
     graph: int | None
-    grads: list[tuple[TensorRef, ...]]
+    grads: list[TensorRef]
+    parts: list[int]
     before: Sequence[Rerun | Rederive] = ()
 
 

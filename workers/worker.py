@@ -53,6 +53,7 @@ from mpgrad.carrier import (
     TensorRef,
     are_distinct_tensors,
     check_carriable,
+    columns_of,
     flags_of,
     renamed,
     view,
@@ -264,7 +265,8 @@ class Worker:
                 gradients = self._lend_ahead(message, call.call, graph, losses)
                 graph = None
             shape, _, bundle = made.value
-            result = Result(shape, [self._lend(each) for each in placed], made.graph is not None, gradients, bundle)
+            refs = columns_of([self._lend(each) for each in placed])
+            result = Result(shape, refs, made.graph is not None, gradients, bundle)
             del made, placed, losses
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
@@ -391,7 +393,7 @@ class Worker:
     def _give_back_unread(self, step: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
         """What was lent to us for something that does not run."""
         call = step.call if isinstance(step, (Rerun, Rederive)) else step
-        refs = call.tensors if isinstance(call, ForwardCall) else [ref for parts in call.grads for ref in parts]
+        refs = call.tensors if isinstance(call, ForwardCall) else call.grads
         self._unread.extend((ref.place, 1) for ref in refs if ref.place >= 0)
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
@@ -447,21 +449,21 @@ class Worker:
             self._graphs.miss(call.call)
             self._give_back_unread(call)
             return None
-        if len(graph.outputs) != len(call.grads):
+        if len(graph.outputs) != len(call.parts):
             self._give_back_unread(call)
-            found, expected = len(graph.outputs), len(call.grads)
+            found, expected = len(graph.outputs), len(call.parts)
             raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
         before = self._graphs.memory_in_use()
         create = call.graph is not None
-        refs = [ref for parts in call.grads for ref in parts]
+        refs = call.grads
         given: list[int] = []  # where those gradients lie in the caller that are to be differentiated again
         if graph.names is not None:
             given = names_of(refs)
-            places = [code for parts, code in zip(call.grads, graph.names.outputs, strict=True) for _ in parts]
+            places = [code for count, code in zip(call.parts, graph.names.outputs, strict=True) for _ in range(count)]
             refs = [renamed(*each) for each in zip(refs, places, strict=True)]
         incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
         rest = iter(incoming)
-        grads = [functools.reduce(plus, [next(rest) for _ in parts]) if parts else None for parts in call.grads]
+        grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
         gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
@@ -556,7 +558,7 @@ class Worker:
                 None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0, name)
                 for each, name in zip(tensors, names, strict=True)
             ]
-        return [None if each is None else self._lend(each) for each in placed]
+        return columns_of([None if each is None else self._lend(each) for each in placed])
 
     def _lend(self, placed: Placed) -> TensorRef:
         if isinstance(placed.holder, Slot):
