@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
+    "SharedHooks",
     "apply",
     "batched",
     "descriptor_of",
@@ -37,6 +38,7 @@ __all__ = [
     "is_batched_the_older_way",
     "is_functorch_wrapped",
     "is_refusing_no_grad",
+    "leaf_will_run",
     "level_count",
     "level_of",
     "load_script",
@@ -114,6 +116,14 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def leaf_will_run(node: Any) -> bool:
+    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked for it."""
+    try:
+        return will_run(node)
+    except RuntimeError:
+        return True
+
+
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
@@ -174,6 +184,26 @@ def set_priority(node: Any, number: int) -> None:
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(number)
+
+
+class SharedHooks:
+    """Hooks for the gradients of many tensors, put in and taken out for all at once; while there are none they cost little.
+
+    Each tensor has to be the only output of its node.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+        # PyTorch takes them from a tensor: from none that is watched, so that its own hooks do not get into them
+        self._holder = torch.zeros((), device="cpu").requires_grad_()
+        self._holder._backward_hooks = self.hooks
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        node: Any = tensor.grad_fn
+        if hasattr(node, "_register_hook_dict"):
+            node._register_hook_dict(self._holder)
+        else:
+            node.register_prehook(lambda grads: [hook(*grads) for hook in self.hooks.values()] and None)
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:

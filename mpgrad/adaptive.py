@@ -15,26 +15,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mpgrad import structure
-from mpgrad._torch import apply, saved_tensor_hooks
+from mpgrad._torch import SharedHooks, saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
 from mpgrad.codes import Ran
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
 from mpgrad.operations import Operation
-from mpgrad.packing import PickledFunction
+from mpgrad.packing import Arguments, PickledFunction
 
 __all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
 
 HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
-COPIED_TOGETHER = 32  # calls: a backward for one of them walks past the tensors of all
 DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
 SENT_SECONDS = 60e-6  # that a call takes beyond its own time where it is sent, until it is measured
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
@@ -43,8 +42,6 @@ MANY = 256  # calls of a map, from which its time says what sending takes
 MOST_FUNCTIONS = 128
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
 AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
-
-Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Costs:
@@ -84,7 +81,9 @@ class Costs:
 
     def note_sent(self, function: bytes, seconds: float, calls: int, workers: int) -> None:
         """A whole map took so long."""
-        ran = self._in_workers(function)
+        ran, here = self._in_workers(function), self._here.get(function)
+        if ran is not None and here is not None and here > ran.forward:  # perhaps only once, when the machine was busy
+            self._here[function] = (here + ran.forward) / 2
         if calls >= MANY and ran is not None and ran.total < DEAR:
             beyond = max(0.0, seconds / calls - ran.total / workers)
             # up slowly: workers that are still being started, or other programs, are no reason to keep all calls here
@@ -234,10 +233,10 @@ class LocalFunction:
         results: list[Any] = []
         random = RandomState()
         end = time.perf_counter() + seconds
-        self._border.is_closed = True
+        self._border.close()
         try:
-            for ready in self._made_ready(calls):
-                results.append(self._call(ready))
+            for args, kwargs in calls:
+                results.append(self._call(args, kwargs))
                 if time.perf_counter() > end:
                     break
             self._check_captures()
@@ -248,32 +247,25 @@ class LocalFunction:
             random.put_back()
             raise UnusualError from error
         finally:
-            self._border.is_closed = False
+            self._border.open()
         if random.has_moved():
             random.put_back()
             raise UnusualError
         return results
 
-    def _made_ready(self, calls: Sequence[Arguments]) -> Iterator[ReadyCall]:
-        """With copies of their tensors, some calls at a time: their leaves, in which no history ends, share a node."""
-        for start in range(0, len(calls), COPIED_TOGETHER):
-            some = [apart(args, kwargs) for args, kwargs in calls[start : start + COPIED_TOGETHER]]
-            every = [each for _, tensors in some for each in tensors]
-            are_plain = list(map(is_plain_leaf, every))
-            copied = copies_of_leaves(list(itertools.compress(every, are_plain)), self._border)
-            plain = iter(are_plain)
-            for pickled, tensors in some:
-                copies = [next(copied) if next(plain) else private(each, self._border, is_argument=True) for each in tensors]
-                yield ReadyCall(pickled, tensors, copies)
-
-    def _call(self, ready: ReadyCall) -> Any:
-        pickled, tensors, copies = ready
-        if pickled is None:
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+            copies = [private(each, self._border, is_argument=True) for each in args]
             value = self._target(*copies)
+            check_unwritten(args, copies)
         else:
-            args, kwargs = structure.loads(pickled, copies)
-            value = self._target(*args, **kwargs)
-        check_unwritten(tensors, copies)
+            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
+            if claims:
+                raise UnusualError
+            copies = [private(each, self._border, is_argument=True) for each in tensors]
+            own_args, own_kwargs = structure.loads(pickled, copies)
+            value = self._target(*own_args, **own_kwargs)
+            check_unwritten(tensors, copies)
         return self._result(value)
 
     def _result(self, value: Any) -> Any:
@@ -298,71 +290,23 @@ class LocalFunction:
             raise UnusualError
 
 
-class ReadyCall(NamedTuple):
-    """`pickled` is None where the arguments are the tensors, one by one."""
-
-    pickled: bytes | None
-    tensors: Sequence[torch.Tensor]
-    copies: Sequence[torch.Tensor]
-
-
-def apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bytes | None, Sequence[torch.Tensor]]:
-    """Arguments without their tensors, and these."""
-    if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
-        return None, args
-    pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
-    if claims:
-        raise UnusualError
-    return pickled, tensors
-
-
 class Border:
     """Between private copies and what they were made from: the caller's backward may cross it, one that a call runs may not."""
 
     def __init__(self) -> None:
-        self.is_closed = False
         self.was_tried = False  # a function may catch what it is told
+        self._hooks = SharedHooks()
+        self.watch = self._hooks.watch
 
-    def cross(self, grads: Any) -> None:
-        if self.is_closed:
-            self.was_tried = True
-            raise UnusualError
+    def close(self) -> None:
+        self._hooks.hooks[0] = self._refuse
 
+    def open(self) -> None:
+        self._hooks.hooks.clear()
 
-class Entrance(torch.autograd.Function):
-    """Copies of leaves that need gradients, the last first: so the engine adds up those of one that calls share as serially."""
-
-    @staticmethod
-    def forward(ctx: Any, border: Border, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.border = border
-        return tuple([leaf.detach().clone() for leaf in leaves])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.border.cross(grads)
-        return None, *grads
-
-
-def copies_of_leaves(leaves: Sequence[torch.Tensor], border: Border) -> Iterator[torch.Tensor]:
-    if not leaves:
-        return iter(())
-    copies: tuple[torch.Tensor, ...] = apply(Entrance, border, *leaves[::-1])
-    return reversed(copies)
-
-
-def is_plain_leaf(tensor: torch.Tensor) -> bool:
-    """Whether it may share a node with others: a backward that has nothing for it leaves nothing behind."""
-    return (
-        tensor.requires_grad
-        and tensor.is_leaf
-        and type(tensor) is torch.Tensor
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-        and torch.is_grad_enabled()
-        and not (tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-    )
+    def _refuse(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self.was_tried = True
+        raise UnusualError
 
 
 def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> torch.Tensor:
@@ -377,7 +321,7 @@ def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> 
     if copy.stride() != tensor.stride():
         raise UnusualError
     if copy.grad_fn is not None:
-        copy.grad_fn.register_prehook(border.cross)
+        border.watch(copy)
     return copy
 
 

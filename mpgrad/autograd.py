@@ -36,6 +36,7 @@ from mpgrad._torch import (
     graph_is_kept,
     graph_task,
     has_tangent,
+    leaf_will_run,
     outside_transforms,
     plus,
     set_priority,
@@ -53,6 +54,7 @@ __all__ = [
     "Promise",
     "RemoteGraph",
     "Reply",
+    "alone",
     "attach",
     "capture_gate",
     "differentiate",
@@ -65,6 +67,7 @@ __all__ = [
     "item_of",
     "leaf_gate",
     "modified_in_place",
+    "result_edge",
 ]
 
 
@@ -150,6 +153,11 @@ class Member(NamedTuple):
     inputs: range
 
 
+def is_given(member: Member, grads: Sequence[object]) -> bool:
+    """Whether to a result of this item there came a gradient."""
+    return any(grads[output] is not None for output in member.outputs)
+
+
 class RemoteGraph:
     """The parent's handle of one kept graph. The `Call` node and its gates share it; it is released with the last of them."""
 
@@ -219,10 +227,12 @@ class RemoteGraph:
         self._forget_taken(derivative)
         return [found.get(number) for number in range(count)]
 
-    def wanted_with(self, grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-        """Of a bundle: the inputs of those items to whose results a gradient has come."""
-        given = [member.inputs for member in self.members if any(grads[output] is not None for output in member.outputs)]
-        return tuple([number for inputs in given for number in inputs])
+    def given(self, grads: Sequence[object]) -> int | range:
+        """The item, or the items, to whose results gradients have come; `grads` has nothing for the others."""
+        if not (isinstance(self.index, range) and self.members):
+            return self.index
+        numbers = [number for number, member in zip(self.index, self.members, strict=True) if is_given(member, grads)]
+        return numbers[0] if len(numbers) == 1 else self.index
 
     def is_expected(self, task: int) -> bool:
         return self._derivatives is not None and task in self._derivatives
@@ -268,8 +278,9 @@ class RemoteGraph:
 class Further(NamedTuple):
     """Where gradients are to be differentiated again: what they depend on."""
 
-    node: weakref.ref[Any]  # the `Call`, with its inputs; weak, because a backward that fails leaves this behind
+    node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
     grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
+    inputs: list[torch.Tensor]  # of the call, likewise
 
 
 class Derivative:
@@ -336,7 +347,7 @@ def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Fur
     assert node is not None  # the engine holds it
     family = graph.family = node.graph.family
     graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
-    attached = attach(graph, outputs, node.token, [*further.grads, *map(gate, node.inputs)])
+    attached = attach(graph, outputs, node.token, [*further.grads, *further.inputs])
     family[:] = [ref for ref in family if ref() is not None]
     family.append(weakref.ref(attached[0].grad_fn))
     return attached
@@ -376,9 +387,10 @@ class Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         gates, capture_node = edges_of(ctx)
-        wanted = tuple([number for number, (node, _) in enumerate(gates) if will_run(node)])
-        if wanted and ctx.graph.members:
-            wanted = ctx.graph.wanted_with(grads)
+        if ctx.graph.members:
+            wanted = wanted_of_bundle(ctx.graph, gates, grads)
+        else:
+            wanted = tuple([number for number, (node, _) in enumerate(gates) if node is not None and will_run(node)])
         captures = capture_node is not None and will_run(capture_node)
         task = graph_task()
         promises = ctx.graph.take_promises(task)
@@ -395,6 +407,17 @@ class Call(torch.autograd.Function):
                 capture_node.apart.setdefault(derivative.order.task, []).append(derivative)
                 forget_oldest(capture_node.apart)
         return None, None, None, *ctx.graph.placeholders
+
+
+def wanted_of_bundle(
+    graph: RemoteGraph, gates: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None]
+) -> tuple[int, ...]:
+    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
+    if not (gates and will_run(gates[0][0])):
+        return ()
+    leaves = gates[0][0].next_functions[::-1]
+    inputs = [number for member in graph.members if is_given(member, grads) for number in member.inputs]
+    return tuple([number for number in inputs if leaf_will_run(leaves[number][0])])
 
 
 def forget_oldest(by_task: dict[int, Any]) -> None:
@@ -433,7 +456,7 @@ def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
     gates, _ = edges_of(node)
     if node.graph.members:
         return gates[0][0].next_functions[::-1] if gates else ()
-    return [gate_node.next_functions[0] for gate_node, _ in gates]
+    return [(None, 0) if gate_node is None else gate_node.next_functions[0] for gate_node, _ in gates]
 
 
 def differentiate(
@@ -468,13 +491,23 @@ def differentiate(
         if create:
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
-            further = Further(weakref.ref(node), [gate(grad) for grad in grads if grad is not None and grad.requires_grad])
-        elif not (keep or graph.members):
-            node.inputs = ()  # the worker refuses another backward
+            given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+            further = Further(weakref.ref(node), given, gates_again(node, wanted))
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
             parts[output].append(promise)
         return graph.send(Order(task, keep, create, wanted, captures, apart, levels), parts, further)
+
+
+def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
+    """The inputs of a `Call`, for one whose outputs are its gradients.
+
+    In a bundle these are the inputs of all items: what a derivative of some has to do with others ends here.
+    """
+    if not node.graph.members:
+        return [gate(tensor) if tensor.requires_grad else tensor for tensor in node.inputs]
+    own = set(wanted)
+    return [gate(leaf) if number in own else leaf.detach() for number, leaf in enumerate(node.inputs)]
 
 
 class Gate(torch.autograd.Function):
@@ -508,6 +541,35 @@ class Gate(torch.autograd.Function):
             others = None
         grad = graph.take(task, number) if graph.is_expected(task) else None
         return others if grad is None else grad if others is None else plus(grad, others)
+
+
+class Alone(torch.autograd.Function):
+    """An identity, whose node has one output."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+@torch.enable_grad()
+def alone(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results of a bundle with nodes of their own, where the caller's hooks are called only when a gradient came for them."""
+    # a clone costs least, but may have other strides
+    return [output.clone() if output.is_contiguous() else apply(Alone, output) for output in outputs]
+
+
+def result_edge(result: torch.Tensor) -> tuple[Any, int]:
+    """The node of a pool's result and which of its outputs that is: the `Call`, where it comes from one."""
+    node = result.grad_fn
+    if node is not None and not is_call(node) and node.name() in NAMES_ALONE:
+        behind = node.next_functions[0]
+        if is_call(behind[0]) and behind[0].graph.members:  # type: ignore[union-attr]
+            return behind
+    return node, result.output_nr
 
 
 class LeafGate(torch.autograd.Function):
@@ -570,6 +632,8 @@ def attach(
     graph.number = next(ATTACHED)
     for number, tensor in enumerate(gated):
         node: Any = tensor.grad_fn
+        if node is None:  # nobody can ask for this one's gradient
+            continue
         node.graph, node.number = graph, number
         waits = node.source is None or not node.source.hidden
         set_priority(node, (WAIT if waits else SEND) + graph.number)
@@ -625,6 +689,7 @@ def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 CAPTURE_GATE_NODE = CaptureGate._backward_cls
+NAMES_ALONE = "CloneBackward0", "AloneBackward"
 
 with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too

@@ -52,6 +52,11 @@ class Differentiation(NamedTuple):
     grads: list[list[Placed | Promise]]  # the parts of each; promises only until it is sent
     modes: Modes
 
+    @property
+    def items(self) -> int | range:
+        """Of the item, or of those of a bundle to whose results gradients have come."""
+        return self.graph.given([parts or None for parts in self.grads])
+
 
 class SentGradients:
     """A backward on its way to the worker that keeps the graph, or that makes it again."""

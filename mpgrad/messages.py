@@ -64,7 +64,7 @@ class Progress:
     CHUNK = 0
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns
-    OFFSET = 3  # of the item in the call, where that is a bundle
+    OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
     CANCELLED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
 
 

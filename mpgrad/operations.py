@@ -23,7 +23,18 @@ import torch
 from mpgrad import structure
 from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Home, Member, RemoteGraph, attach, capture_gate, gate, gate_behind, leaf_gate, modified_in_place
+from mpgrad.autograd import (
+    Home,
+    Member,
+    RemoteGraph,
+    alone,
+    attach,
+    capture_gate,
+    gate,
+    gate_behind,
+    leaf_gate,
+    modified_in_place,
+)
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Eager, Result, Structure, Warned
@@ -244,7 +255,7 @@ class Operation:
             outputs = attach(graph, [tensors[number] for number in inner], self.token, gated, call.leaves)
             call.leaves = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
-            for number, output in zip(inner, outputs, strict=True):
+            for number, output in zip(inner, alone(outputs) if graph.members else outputs, strict=True):
                 tensors[number] = output
 
     @torch.enable_grad()

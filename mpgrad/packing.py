@@ -219,6 +219,9 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
     """
+    if transforms_are_active():
+        with outside_transforms():
+            return pack_bundle(packer, index, calls, grad, item)
     placed: list[Placed] = []
     bundle: list[tuple[Structure, int]] = []
     leaves: list[list[torch.Tensor]] = []
@@ -237,7 +240,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
             if one.body is None:  # with holes it takes more
                 return None
             placed.append(one)
-        if claims:
+        if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None
         bundle.append((shape, len(tensors)))
         leaves.append(needing)

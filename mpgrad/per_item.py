@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpgrad._torch import plus
-from mpgrad.autograd import Derivative, differentiate, edges_behind_gates, edges_of, gate, is_call, item_of
+from mpgrad.autograd import Derivative, differentiate, edges_behind_gates, edges_of, gate, is_call, item_of, result_edge
 
 __all__ = ["per_item_grad"]
 
@@ -70,19 +70,18 @@ def per_item_grad(
     for name, values in (("inputs", each_inputs), ("grad_outputs", each_grad)):
         if len(values) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries)")
-    nodes = [node_of(index, result) for index, result in enumerate(results)]
-    outputs = [result.output_nr for result in results]
+    nodes, outputs = zip(*[node_of(index, result) for index, result in enumerate(results)], strict=True) if count else ((), ())
     places = [places_of(index, *each) for index, each in enumerate(zip(nodes, outputs, each_inputs, strict=True))]
     cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
     keep = create_graph if retain_graph is None else retain_graph
-    items = [(node, item_of(node, result.output_nr)) for node, result in zip(nodes, results, strict=True)]
+    items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
     last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
     task = next(TASKS)
     with torch.set_grad_enabled(create_graph):
         sent = [
             differentiate(
                 node,
-                [grad if number == result.output_nr else None for number in range(node.output_count)],
+                [grad if number == output else None for number in range(node.output_count)],
                 tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
                 any(captured for each in where for captured, _ in each),
                 task,
@@ -90,20 +89,21 @@ def per_item_grad(
                 create_graph,
                 apart=True,
             )
-            for index, (node, where, grad, result) in enumerate(zip(nodes, places, cotangents, results, strict=True))
+            for index, (node, where, grad, output) in enumerate(zip(nodes, places, cotangents, outputs, strict=True))
         ]
         return [taken(*each) for each in zip(sent, places, each_inputs, strict=True)]
 
 
-def node_of(index: int, result: torch.Tensor) -> Any:
-    node = result.grad_fn if isinstance(result, torch.Tensor) else None
+def node_of(index: int, result: torch.Tensor) -> tuple[Any, int]:
+    """The `Call` that a result comes from, and which of its outputs that is."""
+    node, output = result_edge(result) if isinstance(result, torch.Tensor) else (None, 0)
     if node is None or not is_call(node):
         described = type(result).__name__ if node is None else node.name()
         raise ValueError(
             f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {described}); "
             "take the gradients of the pool's own results, and pass what comes after them as grad_outputs"
         )
-    return node
+    return node, output
 
 
 def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:

@@ -52,10 +52,12 @@ class Recovery:
         accused_index: int | None
         if chunk.operation is not None:
             _, accused = chunk.calls[place]
-            accused_index = accused.item + (offset if position >= 0 and accused.bundle else 0)
+            accused_index = accused.item
+            if accused.bundle:
+                accused_index = accused.item + offset if position >= 0 and offset >= 0 else None
         elif chunk.gradients:
             accused = chunk.gradients[place]
-            accused_index = single(accused.what.graph.index)
+            accused_index = single(accused.what.items)
         else:
             return
         if position >= 0:
@@ -94,7 +96,7 @@ class Recovery:
         elif isinstance(item, CaptureRequest):
             item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, GRAPH_LOST))
         elif not can_be_made(item.what.graph):
-            index = single(item.what.graph.index)
+            index = single(item.what.items)
             item.reply.fail(WorkerDiedError(index, "backward", gone.number, gone.exit_code, GRAPH_LOST))
         else:
             self.reruns += 1

@@ -281,7 +281,7 @@ class Scheduler(ABC):
             modes = current_modes()
             self._task_modes = order.task, modes
         what = Differentiation(graph, order, number, placed, modes)
-        sent = SentGradients(what, GradientReply(self._wait_until, graph.index), graph.home.timeout, again)
+        sent = SentGradients(what, GradientReply(self._wait_until, what.items), graph.home.timeout, again)
         if waits_for_others:
             self._inbox.append(lambda: self._dependents.look_at_backward(sent))
             self._settle_if_ended()

@@ -286,6 +286,32 @@ def test_long_maps_in_pieces(cheap: mpgrad.Pool) -> None:
     assert here(cheap) == before + count
 
 
+def test_hooks_inside_of_the_function_and_on_results(cheap: mpgrad.Pool) -> None:
+    """Symptom: hooks called with None. Cause: copies of several calls were outputs of one node."""
+
+    def hooked(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad.clamp(-1, 1))
+        return x * 5
+
+    xs = items(40)
+    results = known(cheap, hooked, xs)
+    same = known(cheap, lambda x: x, xs)
+    same[4].register_hook(lambda grad: grad * 2)
+    results[5].sum().backward()
+    same[6].sum().backward()
+    assert xs[4].grad is None and torch.equal(xs[5].grad, torch.ones_like(xs[5]))  # type: ignore[arg-type]
+
+
+def test_a_backward_for_some_inputs_leaves_the_others_alone(cheap: mpgrad.Pool) -> None:
+    xs = items(40)
+    total = torch.stack([each.sum() for each in known(cheap, torch.exp, xs)]).sum()
+    for x in xs:
+        assert torch.equal(torch.autograd.grad(total, x, retain_graph=x is not xs[-1])[0], x.detach().exp())
+    results = known(cheap, lambda x: (x**2).sum(), xs)
+    torch.autograd.grad(torch.stack(results).sum(), xs[3])
+    torch.autograd.grad(torch.stack(results[4:]).sum(), xs[4])
+
+
 def test_what_pays() -> None:
     times = {b"cheap": Ran(10e-6, 0.0), b"medium": Ran(140e-6, 0.0), b"dear": Ran(2e-3, 0.0)}
     costs = Costs(times.get)
@@ -309,5 +335,10 @@ def test_what_pays() -> None:
     assert costs.pays(b"medium", 2, 1000)
     times[b"medium"] = Ran(200e-6, 400e-6)  # the backward too
     assert not costs.pays(b"medium", 2, 1000)
+    costs.note_here(b"cheap", 0.1, 1)  # a hiccup
+    assert not costs.pays(b"cheap", 2, 1000)
+    for _ in range(9):
+        costs.note_sent(b"cheap", 0.05, 1000, 2)
+    assert costs.pays(b"cheap", 2, 1000)
     costs.send_ever_after(b"cheap")
     assert not costs.pays(b"cheap", 2, 1000)

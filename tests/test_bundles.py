@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.autograd import result_edge
 from mpgrad.operations import Operation
 
 Tensor = torch.Tensor
@@ -122,10 +123,10 @@ def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
 def test_they_travel_together(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     xs = leaves(4 * SIZE)
     results = pool2.map(curve, xs)
-    assert len({each.grad_fn for each in results}) == 4
+    assert len({result_edge(each)[0] for each in results}) == 4
     assert sum(worker.calls for worker in pool2.stats().workers) == len(xs)
     with_chunks = pool2.map(curve, xs, chunksize=2)  # whoever says how large chunks are to be has one call an item
-    assert len({each.grad_fn for each in with_chunks}) == len(xs)
+    assert len({result_edge(each)[0] for each in with_chunks}) == len(xs)
 
 
 def test_a_tensor_that_items_share_gets_its_gradient_in_the_serial_order(pool: mpgrad.Pool) -> None:
@@ -425,10 +426,116 @@ def test_no_room_for_a_result_names_its_item(nursery: mpgrad.Pool) -> None:
         assert any("item 6," in note for note in caught.value.__notes__)
 
 
-def test_a_backward_that_fails_names_its_bundle(nursery: mpgrad.Pool) -> None:
+def test_a_backward_that_fails_names_its_item_or_those_that_it_was_with(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2) as pool:
         results = pool.map(lambda x: Broken.apply(x).sum(), leaves(11))
-        for k, name in ((5, "items 4 to 7,"), (9, "items 8 to 10,")):
+        for total, name in ((results[5], "item 5,"), (results[9] + results[10], "items 8 to 10,")):
             with pytest.raises(ArithmeticError) as caught:
-                results[k].backward()
+                total.backward()
             assert any(name in note for note in caught.value.__notes__)
+
+
+# --- what a hostile reading found
+
+
+def test_hooks_on_results_are_called_for_their_own_gradients(pool: mpgrad.Pool) -> None:
+    xs = leaves()
+    results = pool.map(cube, xs)
+    heard: list[Tensor] = []
+    results[1].register_hook(heard.append)
+    results[2].register_hook(lambda grad: grad * 2)
+    results[0].backward()
+    assert not heard
+    results[2].backward()
+    assert torch.equal(xs[2].grad, 6 * xs[2].detach() ** 2)  # type: ignore[arg-type]
+
+
+PATTERNS: dict[str, Callable[[list[Tensor], list[Tensor]], list[Any]]] = {
+    "one input after another": lambda xs, found: [torch.autograd.grad(torch.stack(found).sum(), x)[0] for x in xs],
+    "some inputs, then the rest": lambda xs, found: [
+        torch.stack(found).sum().backward(inputs=xs[:2]),
+        torch.stack(found[2:]).sum().backward(),
+        *(x.grad for x in xs),
+    ],
+    "an input, then a capture": lambda xs, found: [
+        torch.autograd.grad(torch.stack(found).sum(), xs[0])[0],
+        torch.autograd.grad(torch.stack(found[1:]).sum(), weight)[0],
+    ],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_backward_for_some_inputs_leaves_the_graphs_of_others_alone(pool: mpgrad.Pool, pattern: str) -> None:
+    def found(loop: Loop) -> list[Any]:
+        xs = leaves(9)
+        return PATTERNS[pattern](xs, loop(loss, xs))
+
+    for one, other in zip(found(pool.map), found(serial), strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_backwards_that_nobody_asked_for_are_not_run(pool2: mpgrad.Pool) -> None:
+    xs = leaves()
+    results = pool2.map(lambda x: Broken.apply(x).sum() if x[-1] == 6 else x.sum(), xs)
+    (grad,) = torch.autograd.grad(torch.stack(results).sum(), xs[4])
+    assert torch.equal(grad, torch.ones_like(grad))
+
+
+def test_inside_a_transform_that_does_not_follow_the_items(pool2: mpgrad.Pool) -> None:
+    xs = leaves()
+    total = sum(float(each.detach()) for each in serial(cube, xs))
+    grad = torch.func.grad(lambda w: w * sum(float(each.detach()) for each in pool2.map(cube, xs)))(torch.tensor(1.0))
+    torch.testing.assert_close(float(grad), total, rtol=1e-6, atol=0.0)
+
+
+def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mpgrad.Pool) -> None:
+    memo: dict[str, Tensor] = {}
+
+    def remembering(x: Tensor) -> Tensor:
+        if "y" not in memo:
+            memo["y"] = (x * x).sum()
+        return memo["y"] + x.sum()
+
+    for graphs in ("keep", "eager"):
+        with mpgrad.Pool(1, inline="never", graphs=graphs) as pool:
+            xs = leaves(4)
+            pool.map(remembering, xs)[1].backward()
+            assert xs[0].grad is None or graphs == "keep"  # as in the serial loop, or not at all
+            assert torch.equal(xs[1].grad, torch.ones(5, dtype=torch.float64))  # type: ignore[arg-type]
+
+
+def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: mpgrad.Pool) -> None:
+    """Symptom: None. Cause: the node forgot its inputs after a backward, though nothing had been freed."""
+    for chunksize in (None, 1):
+        xs = leaves()
+        results = pool.map(lambda x: (x**3 * weight.detach()).sum(), xs, chunksize)
+        assert torch.autograd.grad(results[5], weight, allow_unused=True) == (None,)
+        (first,) = torch.autograd.grad(results[5], xs[5], create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), xs[5])
+        torch.testing.assert_close(second, (6 * xs[5] * weight).detach())
+
+
+def test_other_leaves_may_be_frozen_or_get_a_history(pool: mpgrad.Pool) -> None:
+    xs = leaves()
+    results = pool.map(cube, xs)
+    xs[4].requires_grad_(False)
+    xs[6].requires_grad_(False)
+    xs[6].mul_(torch.ones((), dtype=torch.float64, requires_grad=True).exp())
+    (first,) = torch.autograd.grad(results[5], xs[5], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), xs[5])
+    torch.testing.assert_close(second, 6 * xs[5].detach())
+    xs[6].sum().backward()
+
+
+def ended_by_its_backward(x: Tensor) -> Tensor:
+    y = x.exp()
+    if x[-1] == 3:
+        y.grad_fn.register_prehook(lambda grads: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[union-attr]
+    return y.sum()
+
+
+def test_an_item_whose_backward_kills_is_named(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(mpgrad.WorkerDiedError) as caught:
+        pool2.map(ended_by_its_backward, leaves(6))[2].backward()
+    assert caught.value.item == 2

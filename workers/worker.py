@@ -247,6 +247,7 @@ class Worker:
 
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
+        self._progress[Progress.OFFSET] = -1
         if self._progress[Progress.CHUNK] != chunk:
             self._progress[Progress.CHUNK] = Progress.BETWEEN  # whoever reads both finds them to go together, or this
         self._progress[Progress.POSITION] = position
@@ -262,7 +263,7 @@ class Worker:
             gradients = None
             losses = losses_of(made, call, function, message.modes) if message.eager else None
             if graph is not None and losses is not None:
-                gradients = self._lend_ahead(message, call.call, graph, losses)
+                gradients = self._lend_ahead(message, call, graph, losses)
                 graph = None
             shape, _, bundle = made.value
             refs = columns_of([self._lend(each) for each in placed])
@@ -286,21 +287,30 @@ class Worker:
         return placed
 
     def _lend_ahead(
-        self, message: Forward, call: int, graph: Graph, losses: Sequence[torch.Tensor]
+        self, message: Forward, call: ForwardCall, graph: Graph, losses: Sequence[torch.Tensor]
     ) -> list[TensorRef | None] | None:
         """The gradients of losses, while their graph is hot in the cache; None where they cannot be had."""
-        inputs = range(len(graph.inputs))
+        found: list[torch.Tensor | None] = []
+        sums = CaptureSums(len(graph.captures))
         try:
             started = time.perf_counter()
-            ones = [torch.ones_like(loss) for loss in losses]
-            found = run_backward(graph, ones, inputs, bool(graph.captures), False, False, ())
+            # one by one: what items of a bundle have in common, by way of the function, belongs to neither's gradient
+            for offset, (loss, own) in enumerate(zip(losses, own_inputs(call), strict=True)):
+                self._progress[Progress.OFFSET] = offset
+                single = graph._replace(outputs=graph.outputs[offset : offset + 1])
+                grads = run_backward(single, [torch.ones_like(loss)], own, bool(graph.captures), False, False, ())
+                if message.eager == Eager.SUMS and graph.captures:
+                    grads, of_captures = grads[: len(own)], grads[len(own) :]
+                    sums.add(of_captures)
+                found += grads
             self._ahead_seconds += time.perf_counter() - started
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
-            self._graphs.miss(call)
+            self._graphs.miss(call.call)
             return None
-        if message.eager == Eager.SUMS and graph.captures:
-            found, of_captures = found[: len(inputs)], found[len(inputs) :]
-            self._eager_sums.setdefault(message.function, CaptureSums(len(of_captures))).add(of_captures)
+        finally:
+            self._progress[Progress.OFFSET] = -1
+        if sums.calls:
+            self._eager_sums.setdefault(message.function, CaptureSums(len(graph.captures))).add(sums.sums)
         names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(found)]
         return self._lend_all(found, names)
 
@@ -369,6 +379,7 @@ class Worker:
             value = self._call(seed, call.item + offset, function, args, kwargs, stage)
             found += value.tensors
             bundle.append((value.structure, len(value.tensors)))
+        self._progress[Progress.OFFSET] = -1
         return Value(None, found, bundle)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
@@ -643,6 +654,19 @@ def losses_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -
         return None
     inputs = [ref for ref in call.tensors if ref.flags & REQUIRES_GRAD]
     return losses if all(ref.dtype in PRECISE_NUMBERS for ref in inputs) else None
+
+
+def own_inputs(call: ForwardCall) -> list[range]:
+    """For each item, the numbers of its tensors among those of the call that need gradients."""
+    needing = [bool(ref.flags & REQUIRES_GRAD) for ref in call.tensors]
+    if not call.bundle:
+        return [range(sum(needing))]
+    found, start, rest = list[range](), 0, iter(needing)
+    for _, count in call.bundle:
+        end = start + sum(itertools.islice(rest, count))
+        found.append(range(start, end))
+        start = end
+    return found
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
