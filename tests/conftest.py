@@ -51,8 +51,9 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = stack.enter_context(mpgrad.Pool(processes, engine=engine, inline="never"))
-                made[engine, processes].map(abs, range(4 * processes))
+                made[engine, processes] = pool = stack.enter_context(mpgrad.Pool(processes, engine=engine, inline="never"))
+                while len(pool.stats().workers) < processes:  # one alone may do all calls, before the others have started
+                    pool.map(abs, range(4 * processes))
             return made[engine, processes]
 
         for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
