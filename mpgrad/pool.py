@@ -683,28 +683,29 @@ class Pool:
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
+
+        def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
+            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request)
+
         size = self._bundle_size(operation, total)
-        while size != 1:
-            some = list(itertools.islice(calls, size or 1))
-            bundle = pack_bundle(packer, operation.added, some, grad, first + operation.items) if size and some else None
+        while size != 1 and (some := list(itertools.islice(calls, size or 1))):
+            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, first + operation.items)
             if bundle is not None:
                 yield bundle
             else:
-                for args, kwargs in some:
-                    yield pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request)
-            if not some:
-                return
-            size = self._bundle_size(operation, total) if bundle is not None or not size else 1
-        for args, kwargs in calls:
-            yield pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request)
+                yield from itertools.starmap(alone, some)
+            if bundle is None and size is not None:
+                break  # items of this kind have calls of their own
+            size = self._bundle_size(operation, total)
+        yield from itertools.starmap(alone, calls)
 
-    def _bundle_size(self, operation: Operation, total: int | None) -> int:
-        """Of how many items; 0 where that is not known yet."""
+    def _bundle_size(self, operation: Operation, total: int | None) -> int | None:
+        """Of how many items; None where it is not known yet what they cost."""
         if total is None:
             return 1
         ran = self._scheduler.ran(operation.function.pickled)
         if ran is None:
-            return 0
+            return None
         share = total // (BUNDLES_PER_WORKER * self._processes)
         return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(ran.forward, 1e-9)), share))
 

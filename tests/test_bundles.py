@@ -32,7 +32,7 @@ ENGINES: list[dict[str, Any]] = [{}, {"engine": "thread"}, {"engine": "inline"}]
 
 @pytest.fixture(autouse=True)
 def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int:
+    def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int | None:
         return 1 if total is None else SIZE
 
     monkeypatch.setattr(mpgrad.Pool, "_bundle_size", size)
