@@ -114,8 +114,11 @@ class Host:
         assert self._process.stdin is not None
         self._descendants.go_on()
         command = {"what": what, "case": case and dataclasses.asdict(case)}
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise HostError(f"{self.name}: it has ended (exit status: {self._process.poll()})\n{self._said()}") from error
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
