@@ -280,7 +280,7 @@ class Further(NamedTuple):
 
     node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
     grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
-    inputs: list[torch.Tensor]  # of the call, likewise
+    wanted: tuple[int, ...]  # inputs of the call; no gates to them, which would keep what keeps this
 
 
 class Derivative:
@@ -347,7 +347,7 @@ def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Fur
     assert node is not None  # the engine holds it
     family = graph.family = node.graph.family
     graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
-    attached = attach(graph, outputs, node.token, [*further.grads, *further.inputs])
+    attached = attach(graph, outputs, node.token, [*further.grads, *gates_again(node, further.wanted)])
     family[:] = [ref for ref in family if ref() is not None]
     family.append(weakref.ref(attached[0].grad_fn))
     return attached
@@ -492,7 +492,7 @@ def differentiate(
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
             given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            further = Further(weakref.ref(node), given, gates_again(node, wanted))
+            further = Further(weakref.ref(node), given, wanted)
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
             parts[output].append(promise)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,8 @@ def per_item_grad(
     Hooks on results and inputs are not called: nothing goes through autograd's engine here.
 
     Args:
-        results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it.
+        results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it; of others, and of calls that ran in
+            the caller, gradients are computed one after the other, by the engine, and their graphs are kept.
         inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
             for each result.
         grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
@@ -51,7 +52,7 @@ def per_item_grad(
 
     Raises:
         TypeError: `results` is no sequence, or an input or a gradient no tensor.
-        ValueError: a result was not returned by a pool; an input is none of its item's tensors nor a capture; lists of other
+        ValueError: a result has no graph; an input is none of its item's tensors nor a capture; lists of other
             lengths; a `grad_outputs` of another shape, or none for a result of several elements. Names the item.
 
     Example:
@@ -70,10 +71,46 @@ def per_item_grad(
     for name, values in (("inputs", each_inputs), ("grad_outputs", each_grad)):
         if len(values) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries)")
-    nodes, outputs = zip(*[node_of(index, result) for index, result in enumerate(results)], strict=True) if count else ((), ())
-    places = [places_of(index, *each) for index, each in enumerate(zip(nodes, outputs, each_inputs, strict=True))]
+    for index, (result, own) in enumerate(zip(results, each_inputs, strict=True)):
+        check_graph(index, result)
+        check_tensors(index, own)
     cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
     keep = create_graph if retain_graph is None else retain_graph
+    asked = [Asked(index, *each) for index, each in enumerate(zip(results, each_inputs, cotangents, strict=True))]
+    here = {each.number: by_engine(each, create_graph) for each in asked if is_here(each.result)}
+    there = [each for each in asked if each.number not in here]
+    found = here | dict(zip([each.number for each in there], by_workers(there, keep, create_graph), strict=True))
+    return [found[index] for index in range(count)]
+
+
+class Asked(NamedTuple):
+    number: int
+    result: torch.Tensor
+    inputs: Inputs
+    cotangent: torch.Tensor
+
+
+def is_here(result: torch.Tensor) -> bool:
+    """Whether its graph is: of a cheap call, which ran in the caller, or of what the caller made of results."""
+    return result.grad_fn is not None and not is_call(result_edge(result)[0])
+
+
+def by_engine(asked: Asked, create: bool) -> Inputs:
+    """Graphs are kept, because those of several results may lead to one history."""
+    wanted = asked.inputs if isinstance(asked.inputs, tuple) else (asked.inputs,)
+    for tensor in wanted:
+        if not tensor.requires_grad:
+            raise ValueError(f"an input for results[{asked.number}] does not require grad (shape: {tuple(tensor.shape)})")
+    found = torch.autograd.grad(asked.result, wanted, asked.cotangent, True, create, allow_unused=True)
+    grads = [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, found, strict=True)]
+    return tuple(grads) if isinstance(asked.inputs, tuple) else grads[0]
+
+
+def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[Inputs]:
+    """All backwards are sent at once."""
+    ends = [result_edge(each.result) for each in asked]
+    nodes, outputs = [node for node, _ in ends], [output for _, output in ends]
+    places = [places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)]
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
     last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
     task = next(TASKS)
@@ -89,21 +126,23 @@ def per_item_grad(
                 create_graph,
                 apart=True,
             )
-            for index, (node, where, grad, output) in enumerate(zip(nodes, places, cotangents, outputs, strict=True))
+            for index, (node, where, (_, _, _, grad), output) in enumerate(zip(nodes, places, asked, outputs, strict=True))
         ]
-        return [taken(*each) for each in zip(sent, places, each_inputs, strict=True)]
+        return [taken(*each) for each in zip(sent, places, [each.inputs for each in asked], strict=True)]
 
 
-def node_of(index: int, result: torch.Tensor) -> tuple[Any, int]:
-    """The `Call` that a result comes from, and which of its outputs that is."""
-    node, output = result_edge(result) if isinstance(result, torch.Tensor) else (None, 0)
-    if node is None or not is_call(node):
-        described = type(result).__name__ if node is None else node.name()
+def check_graph(index: int, result: object) -> None:
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None:
         raise ValueError(
-            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {described}); "
-            "take the gradients of the pool's own results, and pass what comes after them as grad_outputs"
+            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {type(result).__name__}); "
+            "take the gradients of the pool's own results"
         )
-    return node, output
+
+
+def check_tensors(index: int, inputs: object) -> None:
+    for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"an input for results[{index}] must be a tensor (given: {type(tensor).__name__})")
 
 
 def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
@@ -116,8 +155,6 @@ def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
         known.setdefault(edge, []).append((True, number))
     found = []
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"an input for results[{index}] must be a tensor (given: {type(tensor).__name__})")
         with torch.enable_grad():
             edge = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
         if edge not in known:
