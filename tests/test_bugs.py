@@ -82,9 +82,9 @@ def test_captures_reached_through_the_code_of_a_class(nursery: mpgrad.Pool, own_
 
 def test_a_former_result_of_a_worker_that_has_died(fresh_pool: mpgrad.Pool) -> None:
     # symptom: InternalError(KeyError). cause: the memory was forgotten with the worker, although a result still lay in it.
-    (pid,) = {fresh_pool.apply(os.getpid) for _ in range(5)}
-    ones = fresh_pool.map(torch.ones, [(20_000,)] * 4, 1)
-    os.kill(pid, signal.SIGKILL)
+    made = fresh_pool.map(lambda k: (os.getpid(), torch.ones(20_000)), range(4), 1)
+    ones = [tensor for _, tensor in made]
+    os.kill(made[0][0], signal.SIGKILL)
     for _ in range(3):
         assert [float(r.sum()) for r in fresh_pool.map(lambda t: t * 2, ones)] == [40_000.0] * 4
 
