@@ -200,10 +200,7 @@ class SharedHooks:
 
     def watch(self, tensor: torch.Tensor) -> None:
         node: Any = tensor.grad_fn
-        if hasattr(node, "_register_hook_dict"):
-            node._register_hook_dict(self._holder)
-        else:
-            node.register_prehook(lambda grads: [hook(*grads) for hook in self.hooks.values()] and None)
+        node._register_hook_dict(self._holder)
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:

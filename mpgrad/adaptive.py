@@ -68,9 +68,7 @@ class Costs:
         if ran is None or max(ran.total, here or 0.0) > DEAR or function in self._sent_ever:
             return False
         at_once = workers if count is None else max(1, min(workers, count))
-        # Workers that compute at once share caches, memory and perhaps cores: alone, the same call takes less time.
-        alone = LEAST_ALONE if here is None else min(max(here / ran.forward, LEAST_ALONE), MOST_ALONE) if ran.forward else 1.0
-        gain = ran.total * alone - ran.total / at_once
+        gain = ran.total * times_alone(here, ran) - ran.total / at_once
         return gain < self._sending + (0 if count is None else LATENCY / max(1, count))
 
     def note_here(self, function: bytes, seconds: float, calls: int) -> None:
@@ -92,6 +90,15 @@ class Costs:
     def send_ever_after(self, function: bytes) -> None:
         self._sent_ever[function] = None
         forget_first(self._sent_ever)
+
+
+def times_alone(here: float | None, ran: Ran) -> float:
+    """What a call takes here, over what it takes a worker: those that compute at once share caches, memory, perhaps cores."""
+    if here is None:  # not tried yet
+        return LEAST_ALONE
+    if not ran.forward:
+        return 1.0
+    return min(max(here / ran.forward, LEAST_ALONE), MOST_ALONE)
 
 
 def forget_first(functions: dict[bytes, Any]) -> None:

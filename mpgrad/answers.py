@@ -41,7 +41,7 @@ class Answers:
                 operation.deliver(call.index, failed_again(outcome, subject, worker))
                 continue
             graph, refs = None, outcome.tensors
-            item = range(call.item, call.item + call.items) if call.bundle else call.item
+            item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
                 refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]

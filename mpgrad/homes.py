@@ -118,7 +118,7 @@ class GradientReply:
 def subject_of(index: int | range | None) -> str:
     """Of a backward that raised, as a part of a note; of a bundle, whose backward is one, all its items."""
     if isinstance(index, range):
-        return f"items {index[0]} to {index[-1]}, " if len(index) > 1 else f"item {index[0]}, "
+        return f"items {index[0]} to {index[-1]}, "
     return "" if index is None else f"item {index}, "
 
 

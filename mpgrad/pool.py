@@ -233,17 +233,7 @@ class Pool:
             tensor(7.)
         """
         calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._run(
-            func,
-            calls,
-            length(iterable),
-            chunksize,
-            progress,
-            timeout=timeout,
-            on_error=on_error,
-            device=device,
-            at_rest=is_at_rest(iterable),
-        )
+        return self._map(func, calls, iterable, chunksize, progress, timeout, on_error, device)
 
     @not_compiled
     def starmap(
@@ -259,17 +249,7 @@ class Pool:
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._run(
-            func,
-            calls,
-            length(iterable),
-            chunksize,
-            progress,
-            timeout=timeout,
-            on_error=on_error,
-            device=device,
-            at_rest=is_at_rest(iterable),
-        )
+        return self._map(func, calls, iterable, chunksize, progress, timeout, on_error, device)
 
     @not_compiled
     def apply(
@@ -708,6 +688,23 @@ class Pool:
             return None
         share = total // (BUNDLES_PER_WORKER * self._processes)
         return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(ran.forward, 1e-9)), share))
+
+    def _map(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        source: Iterable[Any],
+        chunksize: int | None,
+        progress: Progress,
+        timeout: float | None,
+        on_error: str,
+        device: Device | None,
+    ) -> list[Any]:
+        """`calls` are made of the items of `source`, one of each."""
+        total, at_rest = length(source), is_at_rest(source)
+        return self._run(
+            function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest
+        )
 
     def _run(
         self,

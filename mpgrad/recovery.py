@@ -126,7 +126,7 @@ class Recovery:
 
 def single(index: int | range) -> int | None:
     """The item that an error may name; of a bundle, whose backward is one, none."""
-    return index if isinstance(index, int) else index[0] if len(index) == 1 else None
+    return index if isinstance(index, int) else None
 
 
 def can_be_made(graph: RemoteGraph) -> bool:
