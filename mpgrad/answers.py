@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mpgrad.arena import Borrowed, Lenders, Slot, slab_of
 from mpgrad.autograd import Home, RemoteGraph
-from mpgrad.carrier import REQUIRES_GRAD, TensorRef
+from mpgrad.carrier import REQUIRES_GRAD, TensorRef, lent
 from mpgrad.crew import Chunk, Differentiation, Worker
 from mpgrad.crossing import kept
 from mpgrad.errors import InternalError, SharedMemoryError, raised_again
@@ -40,11 +40,11 @@ class Answers:
                 subject = f"{operation.noun} {call.item + outcome.offset}, "
                 operation.deliver(call.index, failed_again(outcome, subject, worker))
                 continue
-            graph, refs = None, outcome.tensors
+            graph, refs = None, lent(outcome.tensors)
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
-                refs = [*refs, *(ref for ref in outcome.gradients if ref is not None)]
+                refs += lent(outcome.gradients)
                 if operation.eager == Eager.SUMS and operation.function.differentiable:
                     worker.summed.add(operation.function.number)
                     summed = operation.function.summed
@@ -60,7 +60,7 @@ class Answers:
                 apart = operation.eager == Eager.APART
                 graph.ready = ReadyGradients(worker, outcome.gradients, payload, memories, apart)
             if graph is None or graph.recipe is None:
-                call.placed = []  # the worker has it now
+                call.forget_tensors()
             if graph is None:
                 call.claims = ()  # of what gave it something, no gradient is wanted
             operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker))
@@ -95,9 +95,9 @@ class Answers:
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
 
     def _arrive(
-        self, reply: GradientReply, found: list[TensorRef | None] | Failure, payload: memoryview, worker: Worker
+        self, reply: GradientReply, found: Sequence[TensorRef | None] | Failure, payload: memoryview, worker: Worker
     ) -> None:
-        refs = [] if isinstance(found, Failure) else [ref for ref in found if ref is not None]
+        refs = [] if isinstance(found, Failure) else lent(found)
         try:
             reply.arrive(found, payload, self._borrow(refs), worker.number)
         except SharedMemoryError as error:
@@ -113,10 +113,9 @@ class Answers:
         refused: SharedMemoryError | None = None
         for ref in refs:
             try:
-                if ref.place >= 0:
-                    memory = self._lenders.borrow(ref.place, ref.nbytes)
-                    slab = self._lenders.slab(slab_of(ref.place))
-                    found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
+                memory = self._lenders.borrow(ref.place, ref.nbytes)
+                slab = self._lenders.slab(slab_of(ref.place))
+                found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
             except SharedMemoryError as error:
                 refused = error
         if refused is not None:

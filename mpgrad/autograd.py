@@ -50,6 +50,7 @@ __all__ = [
     "Grads",
     "Home",
     "Member",
+    "Members",
     "Order",
     "Promise",
     "RemoteGraph",
@@ -152,10 +153,28 @@ class Member(NamedTuple):
     outputs: range
     inputs: range
 
+    def is_given(self, grads: Sequence[object]) -> bool:
+        """Whether a gradient came to a result of this item."""
+        return any(grads[output] is not None for output in self.outputs)
 
-def is_given(member: Member, grads: Sequence[object]) -> bool:
-    """Whether to a result of this item there came a gradient."""
-    return any(grads[output] is not None for output in member.outputs)
+
+class Members(NamedTuple):
+    """The items of a bundle, as counts: an object for each of them would be more than all else that is kept of it."""
+
+    outputs: Sequence[int]  # of each item
+    inputs: Sequence[int]
+
+    def each(self) -> Iterator[Member]:
+        output = number = 0
+        for outputs, inputs in zip(self.outputs, self.inputs, strict=True):
+            yield Member(range(output, output + outputs), range(number, number + inputs))
+            output, number = output + outputs, number + inputs
+
+    def inputs_given(self, grads: Sequence[object]) -> Sequence[int]:
+        """The inputs of the items to whose results a gradient has come."""
+        if all(grad is not None for grad in grads) and all(self.outputs):
+            return range(sum(self.inputs))
+        return [number for member in self.each() if member.is_given(grads) for number in member.inputs]
 
 
 class RemoteGraph:
@@ -188,7 +207,7 @@ class RemoteGraph:
         self.ready: Ready | None = None
         self.call = call
         self.index = index  # of its item, or of those of a bundle
-        self.members: Sequence[Member] = ()  # of a bundle
+        self.members: Members | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
         # There is one of these for every call that is kept, so containers come when something is to be put into them: what
@@ -229,9 +248,9 @@ class RemoteGraph:
 
     def given(self, grads: Sequence[object]) -> int | range:
         """The item, or the items, to whose results gradients have come; `grads` has nothing for the others."""
-        if not (isinstance(self.index, range) and self.members):
+        if not isinstance(self.index, range) or self.members is None:
             return self.index
-        numbers = [number for number, member in zip(self.index, self.members, strict=True) if is_given(member, grads)]
+        numbers = [number for number, member in zip(self.index, self.members.each(), strict=True) if member.is_given(grads)]
         return numbers[0] if len(numbers) == 1 else self.index
 
     def is_expected(self, task: int) -> bool:
@@ -387,7 +406,7 @@ class Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         gates, capture_node = edges_of(ctx)
-        if ctx.graph.members:
+        if ctx.graph.members is not None:
             wanted = wanted_of_bundle(ctx.graph, gates, grads)
         else:
             wanted = tuple([number for number, (node, _) in enumerate(gates) if node is not None and will_run(node)])
@@ -413,10 +432,12 @@ def wanted_of_bundle(
     graph: RemoteGraph, gates: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None]
 ) -> tuple[int, ...]:
     """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
-    if not (gates and will_run(gates[0][0])):
+    if graph.members is None or not (gates and will_run(gates[0][0])):
         return ()
-    leaves = gates[0][0].next_functions[::-1]
-    inputs = [number for member in graph.members if is_given(member, grads) for number in member.inputs]
+    inputs = graph.members.inputs_given(grads)
+    if will_run(ROOT_EDGE.node):  # nobody asks for this one: whatever is in the graph will run
+        return tuple(inputs)
+    leaves = edges_of_leaves(gates[0][0])
     return tuple([number for number in inputs if leaf_will_run(leaves[number][0])])
 
 
@@ -448,14 +469,15 @@ def item_of(node: Any, output: int) -> Member:
     """What belongs to the item of a `Call` that gave this output."""
     graph: RemoteGraph = node.graph
     everything = Member(range(node.output_count), range(len(edges_of(node)[0])))
-    return next((member for member in graph.members if output in member.outputs), everything)
+    members = () if graph.members is None else graph.members.each()
+    return next((member for member in members if output in member.outputs), everything)
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
     """Of a `Call`, for each input: the edge to what it is made of in the caller."""
     gates, _ = edges_of(node)
-    if node.graph.members:
-        return gates[0][0].next_functions[::-1] if gates else ()
+    if node.graph.members is not None:
+        return edges_of_leaves(gates[0][0]) if gates else ()
     return [(None, 0) if gate_node is None else gate_node.next_functions[0] for gate_node, _ in gates]
 
 
@@ -504,7 +526,7 @@ def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
 
     In a bundle these are the inputs of all items: what a derivative of some has to do with others ends here.
     """
-    if not node.graph.members:
+    if node.graph.members is None:
         return [gate(tensor) if tensor.requires_grad else tensor for tensor in node.inputs]
     own = set(wanted)
     return [gate(leaf) if number in own else leaf.detach() for number, leaf in enumerate(node.inputs)]
@@ -567,7 +589,7 @@ def result_edge(result: torch.Tensor) -> tuple[Any, int]:
     node = result.grad_fn
     if node is not None and not is_call(node) and node.name() in NAMES_ALONE:
         behind = node.next_functions[0]
-        if is_call(behind[0]) and behind[0].graph.members:  # type: ignore[union-attr]
+        if is_call(behind[0]) and behind[0].graph.members is not None:  # type: ignore[union-attr]
             return behind
     return node, result.output_nr
 
@@ -580,21 +602,27 @@ class LeafGate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, root: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.graph = ctx.source = None
+        ctx.count = len(leaves)
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
-        graph, task, count = ctx.graph, graph_task(), len(ctx.next_functions)
-        return tuple(graph.take_all(task, count)[::-1]) if graph.is_expected(task) else (None,) * count
+        graph, task = ctx.graph, graph_task()
+        return None, *(graph.take_all(task, ctx.count)[::-1] if graph.is_expected(task) else (None,) * ctx.count)
 
 
 def leaf_gate(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Let leaves that need gradients into a bundle, all of them together."""
-    token: torch.Tensor = apply(LeafGate, *leaves[::-1])
+    """Let leaves that need gradients into a bundle, all of them together; `ROOT` tells whether a backward is for all leaves."""
+    token: torch.Tensor = apply(LeafGate, ROOT, *leaves[::-1])
     return token
+
+
+def edges_of_leaves(gate: Any) -> Sequence[tuple[Any, int]]:
+    """In the order of the inputs. PyTorch keeps a Python object for each, from when they are first asked for."""
+    return gate.next_functions[:0:-1]  # type: ignore[no-any-return]
 
 
 def gate(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpgrad.arena import Borrowed, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import Payload, Placed, TensorRef, columns_of
+from mpgrad.carrier import Payload, Placed, TensorRef
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -298,13 +298,12 @@ class Worker:
             self.lend(slot.address, slot)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        tensors = columns_of([self._pack(each, payload) for each in call.placed])
+        tensors = self._pack(call.placed, payload) if call.riders is None else payload.add_riders(call.riders)
         return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
         parts = [[part for part in parts if isinstance(part, Placed)] for parts in what.grads]
-        grads = [self._pack(part, payload) for part in itertools.chain(*parts)]
         return BackwardCall(
             what.graph.call,
             order.task,
@@ -314,7 +313,7 @@ class Worker:
             order.apart,
             order.levels,
             what.number,
-            columns_of(grads),
+            self._pack(list(itertools.chain(*parts)), payload),
             list(map(len, parts)),
             before,
         )
@@ -342,10 +341,11 @@ class Worker:
         self._define(function, messages)
         return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload))]
 
-    def _pack(self, placed: Placed, payload: Payload) -> TensorRef:
-        if placed.holder is not None:
-            self.lend(placed.address, placed.holder)
-        return payload.add(placed)
+    def _pack(self, placed: Sequence[Placed], payload: Payload) -> Sequence[TensorRef]:
+        for each in placed:
+            if each.holder is not None:
+                self.lend(each.address, each.holder)
+        return payload.add_all(placed)
 
     def transmit(self, messages: list[Message], payload: Payload) -> None:
         """Send `messages` and all news.

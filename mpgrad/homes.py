@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Grads, Member, Order, Promise, RemoteGraph, forget_oldest
+from mpgrad.autograd import Grads, Members, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, placed_again, staged_again, view
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, placed_again, rows_of, staged_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
 from mpgrad.packing import SharedFunction
@@ -93,7 +93,11 @@ class GradientReply:
 
     def gradients(self) -> list[torch.Tensor | None]:
         found, payload, memories = self._wait()
-        return [None if ref is None else view(ref, payload, lambda ref: memories[ref.place].memory) for ref in found]
+
+        def borrow(ref: TensorRef) -> Any:
+            return memories[ref.place].memory
+
+        return [None if row is None else view(row, payload, borrow) for row in rows_of(found)]
 
     def wait(self) -> None:
         """Raises what the backward raised."""
@@ -150,28 +154,30 @@ class ReadyGradients:
         places = [*order.wanted, *(range(inputs, len(self._refs)) if order.captures and self.apart else ())]
         return self._reply(places, itertools.repeat(factor, len(places)), order.keep)
 
-    def serve_bundle(self, order: Order, members: Sequence[Member], factors: Sequence[float | None]) -> ReadyReply | None:
+    def serve_bundle(self, order: Order, members: Members, factors: Sequence[float | None]) -> ReadyReply | None:
         """Likewise; and where some have been taken before."""
         if not self._taken.isdisjoint(order.wanted):
             return None
-        by_input = {number: factor for each, factor in zip(members, factors, strict=True) for number in each.inputs}
-        wanted = [by_input[number] for number in order.wanted]
-        reply = self._reply(order.wanted, [factor for factor in wanted if factor is not None], order.keep)
+        by_input = list(itertools.chain.from_iterable(map(itertools.repeat, factors, members.inputs)))
+        wanted = [factor for number in order.wanted if (factor := by_input[number]) is not None]
+        reply = self._reply(order.wanted, wanted, order.keep)
         if reply is not None and not order.keep:
             self._taken.update(order.wanted)
         return reply
 
     def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
         given: list[torch.Tensor | None] = []
+        rows, payload, borrow = list(rows_of(self._refs)), self._payload, self._borrow
         for place, factor in zip(places, factors, strict=True):
-            grad = self._view(self._refs[place])
-            if not is_in_range(grad, factor):
+            row = rows[place]
+            grad = None if row is None else view(row, payload, borrow)
+            if factor != 1 and not is_in_range(grad, factor):
                 return None
-            given.append(scaled(grad, factor, shared=keep))
+            given.append(scaled(grad, factor, shared=keep) if factor != 1 or keep else grad)
         return ReadyReply(given)
 
-    def _view(self, ref: TensorRef | None) -> torch.Tensor | None:
-        return None if ref is None else view(ref, self._payload, lambda ref: self._memories[ref.place].memory)
+    def _borrow(self, ref: TensorRef) -> Any:
+        return self._memories[ref.place].memory
 
 
 class ReadyReply:
@@ -289,7 +295,7 @@ class OperationHome:
         factor = factors[0] if factors else None
         if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
             return None
-        if graph.members:
+        if graph.members is not None:
             served = ready.serve_bundle(order, graph.members, factors)
         else:
             served = None if factor is None else ready.serve(order, len(graph.placeholders), factor)
@@ -302,7 +308,7 @@ class OperationHome:
             shares = self._shares.setdefault(order.task, {})
             forget_oldest(self._shares)
             shares.setdefault(ready.maker, []).append(Share(weakref.ref(graph), order, grads, factor))
-        if not (order.keep or graph.members):
+        if not order.keep and graph.members is None:
             graph.ready = None  # another backward has to run the call again
 
     def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:

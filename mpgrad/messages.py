@@ -139,7 +139,7 @@ class Define(NamedTuple):
     code: int
     pickled: bytes | None
     block: tuple[int, int] | None
-    captures: list[TensorRef]
+    captures: Sequence[TensorRef]
     gathers: bool = False  # all tensors of its calls go to the worker's device
 
 
@@ -158,7 +158,7 @@ class ForwardCall(NamedTuple):
     call: int
     item: int  # its index; in a bundle that of the first
     structure: Structure
-    tensors: list[TensorRef]
+    tensors: Sequence[TensorRef]
     claimed: Sequence[tuple[Structure, int]] = ()
     origin: int = 0  # the device it comes from: where results go that lie on the worker's device
     bundle: Sequence[tuple[Structure, int]] = ()
@@ -213,7 +213,7 @@ class BackwardCall(NamedTuple):
     apart: bool
     levels: tuple[Level, ...]
     graph: int | None
-    grads: list[TensorRef]
+    grads: Sequence[TensorRef]
     parts: list[int]
     before: Sequence[Rerun | Rederive] = ()
 
@@ -278,9 +278,9 @@ class Result(NamedTuple):
     """
 
     structure: Structure
-    tensors: list[TensorRef]
+    tensors: Sequence[TensorRef]
     has_graph: bool
-    gradients: list[TensorRef | None] | None
+    gradients: Sequence[TensorRef | None] | None
     bundle: Sequence[tuple[Structure, int]] = ()
 
 
@@ -318,7 +318,7 @@ class Results(NamedTuple):
 
 class Gradients(NamedTuple):
     chunk: int
-    outcomes: list[list[TensorRef | None] | Failure | Missing]
+    outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
     warned: list[Warned]
     dropped: list[int]
     graph_bytes: int
@@ -341,7 +341,7 @@ class Collected(NamedTuple):
     """The sums, and of how many calls."""
 
     chunk: int
-    grads: list[TensorRef | None] | Failure
+    grads: Sequence[TensorRef | None] | Failure
     calls: int
 
 

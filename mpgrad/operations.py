@@ -25,7 +25,7 @@ from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import (
     Home,
-    Member,
+    Members,
     RemoteGraph,
     alone,
     attach,
@@ -35,7 +35,7 @@ from mpgrad.autograd import (
     leaf_gate,
     modified_in_place,
 )
-from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, stand_in, view
+from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef, flags_in, rows_of, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Eager, Result, Structure, Warned
 from mpgrad.modes import Modes
@@ -60,7 +60,11 @@ class Delivered(NamedTuple):
         payload, memories = self.payload, {place: holder.memory for place, holder in self.memories.items()}
         if private:
             payload, memories = own(payload), {place: own(memory) for place, memory in memories.items()}
-        return [view(ref, payload, lambda ref: memories[ref.place]) for ref in self.result.tensors]
+
+        def borrow(ref: TensorRef) -> Any:
+            return memories[ref.place]
+
+        return [view(row, payload, borrow) for row in rows_of(self.result.tensors) if row is not None]
 
 
 class Failed:
@@ -237,11 +241,11 @@ class Operation:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""
         graph, call = outcome.graph, outcome.call
         inner = []
-        for number, ref in enumerate(outcome.result.tensors):
-            needs_grad = bool(ref.flags & REQUIRES_GRAD)
-            if needs_grad and not ref.flags & LEAF:
+        for number, flags in enumerate(flags_in(outcome.result.tensors)):
+            needs_grad = bool(flags & REQUIRES_GRAD)
+            if needs_grad and not flags & LEAF:
                 inner.append(number)
-            elif ref.flags & PARAMETER:
+            elif flags & PARAMETER:
                 tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=needs_grad)
             elif needs_grad:
                 tensors[number].requires_grad_()
@@ -255,7 +259,7 @@ class Operation:
             outputs = attach(graph, [tensors[number] for number in inner], self.token, gated, call.leaves)
             call.leaves = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
-            for number, output in zip(inner, alone(outputs) if graph.members else outputs, strict=True):
+            for number, output in zip(inner, alone(outputs) if call.bundle else outputs, strict=True):
                 tensors[number] = output
 
     @torch.enable_grad()
@@ -308,15 +312,13 @@ class Operation:
 
 def members_of(
     results: Sequence[tuple[Structure, int]], leaves: Sequence[Sequence[torch.Tensor]], inner: Sequence[int]
-) -> list[Member]:
+) -> Members:
     """`inner` are the tensors of a bundle's results that need gradients: these, and only these, are outputs of its graph."""
-    needing = set(inner)
-    members, tensors, outputs, inputs = [], 0, 0, 0
-    for (_, count), own in zip(results, leaves, strict=True):
-        needed = sum(number in needing for number in range(tensors, tensors + count))
-        members.append(Member(range(outputs, outputs + needed), range(inputs, inputs + len(own))))
-        tensors, outputs, inputs = tensors + count, outputs + needed, inputs + len(own)
-    return members
+    counts = [count for _, count in results]
+    if len(inner) < sum(counts):
+        needing, tensors = set(inner), itertools.count()
+        counts = [sum([next(tensors) in needing for _ in range(count)]) for count in counts]
+    return Members(counts, list(map(len, leaves)))
 
 
 class Submitted(Operation):

@@ -16,7 +16,7 @@ from mpgrad import structure
 from mpgrad._torch import outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
-from mpgrad.carrier import RIDE_BYTES, SHARED, Packer, Placed, are_distinct_tensors, check_carriable, flags_of
+from mpgrad.carrier import RIDE_BYTES, SHARED, Packer, Placed, Riders, are_distinct_tensors, check_carriable, flags_of
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.routing import Request
@@ -120,6 +120,7 @@ class PackedCall:
         "leaves",
         "origin",
         "placed",
+        "riders",
         "route",
         "start",
         "structure",
@@ -135,6 +136,7 @@ class PackedCall:
         self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
         self.structure = shape
         self.placed = placed
+        self.riders: Riders | None = None  # instead, in a bundle
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
         self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
@@ -154,9 +156,15 @@ class PackedCall:
     def items(self) -> int:
         return len(self.bundle) or 1
 
+    def forget_tensors(self) -> None:
+        """The worker has them, and nobody will ask for them again."""
+        self.placed, self.riders = [], None
+
     @property
     def message_bytes(self) -> int:
         total = sum([len(each.body) for each in self.placed if each.body is not None])
+        if self.riders is not None:
+            total += self.riders.nbytes
         others = (*self.claimed, *self.bundle)
         for shape in (self.structure, *[shape for shape, _ in others]) if others else (self.structure,):
             if isinstance(shape, bytes):
@@ -222,7 +230,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
     if transforms_are_active():
         with outside_transforms():
             return pack_bundle(packer, index, calls, grad, item)
-    placed: list[Placed] = []
+    riders = Riders([], [], [], [], [])
     bundle: list[tuple[Structure, int]] = []
     leaves: list[list[torch.Tensor]] = []
     for number, (args, kwargs) in enumerate(calls, item):
@@ -234,17 +242,14 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
                 if not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     return None
                 needing.append(tensor)
-            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > RIDE_BYTES:
+            if not packer.let_ride(tensor, riders):
                 return None
-            one = packer.place(tensor, flags_of(tensor))
-            if one.body is None:  # with holes it takes more
-                return None
-            placed.append(one)
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None
         bundle.append((shape, len(tensors)))
         leaves.append(needing)
-    call = PackedCall(index, None, placed)
+    call = PackedCall(index, None, [])
+    call.riders = riders
     call.bundle, call.leaves = bundle, leaves
     together = [leaf for each in leaves for leaf in each]
     if together and grad:

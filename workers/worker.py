@@ -53,9 +53,11 @@ from mpgrad.carrier import (
     TensorRef,
     are_distinct_tensors,
     check_carriable,
-    columns_of,
+    flags_in,
     flags_of,
+    lent,
     renamed,
+    rows_of,
     view,
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
@@ -266,8 +268,7 @@ class Worker:
                 gradients = self._lend_ahead(message, call, graph, losses)
                 graph = None
             shape, _, bundle = made.value
-            refs = columns_of([self._lend(each) for each in placed])
-            result = Result(shape, refs, made.graph is not None, gradients, bundle)
+            result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle)
             del made, placed, losses
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
@@ -288,7 +289,7 @@ class Worker:
 
     def _lend_ahead(
         self, message: Forward, call: ForwardCall, graph: Graph, losses: Sequence[torch.Tensor]
-    ) -> list[TensorRef | None] | None:
+    ) -> Sequence[TensorRef | None] | None:
         """The gradients of losses, while their graph is hot in the cache; None where they cannot be had."""
         found: list[torch.Tensor | None] = []
         sums = CaptureSums(len(graph.captures))
@@ -384,20 +385,21 @@ class Worker:
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
-        needs_grad = [bool(ref.flags & REQUIRES_GRAD) for ref in refs]
-        for k, ref in enumerate(refs):
-            if ref.flags & PARAMETER:
+        flags = flags_in(refs)
+        for k, own in enumerate(flags):
+            if own & PARAMETER:
                 plain[k] = torch.nn.Parameter(plain[k], requires_grad=False)
-        return dress(plain, needs_grad, [bool(ref.flags & LEAF) for ref in refs])
+        return dress(plain, [bool(own & REQUIRES_GRAD) for own in flags], [bool(own & LEAF) for own in flags])
 
     def _views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         try:
-            for ref in refs:
-                found.append(view(ref, payload, self._borrow))
+            for row in rows_of(refs):
+                assert row is not None
+                found.append(view(row, payload, self._borrow))
         except BaseException:
             # that one was given back as it was refused; the rest was not looked at
-            self._unread.extend((ref.place, 1) for ref in refs[len(found) + 1 :] if ref.place >= 0)
+            self._unread.extend((ref.place, 1) for ref in lent(refs[len(found) + 1 :]))
             raise
         return found
 
@@ -405,10 +407,10 @@ class Worker:
         """What was lent to us for something that does not run."""
         call = step.call if isinstance(step, (Rerun, Rederive)) else step
         refs = call.tensors if isinstance(call, ForwardCall) else call.grads
-        self._unread.extend((ref.place, 1) for ref in refs if ref.place >= 0)
+        self._unread.extend((ref.place, 1) for ref in lent(refs))
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
-        outcomes: list[list[TensorRef | None] | Failure | Missing] = []
+        outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
         station = self._station
         with under(message.modes):
             for position, call in enumerate(message.calls):
@@ -559,7 +561,7 @@ class Worker:
 
     # --- memory
 
-    def _lend_all(self, tensors: Sequence[torch.Tensor | None], names: Sequence[int] | None) -> list[TensorRef | None]:
+    def _lend_all(self, tensors: Sequence[torch.Tensor | None], names: Sequence[int] | None) -> Sequence[TensorRef | None]:
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
         place = self._packer.place
         if names is None:
@@ -569,12 +571,13 @@ class Worker:
                 None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0, name)
                 for each, name in zip(tensors, names, strict=True)
             ]
-        return columns_of([None if each is None else self._lend(each) for each in placed])
+        return self._lend(placed)
 
-    def _lend(self, placed: Placed) -> TensorRef:
-        if isinstance(placed.holder, Slot):
-            self._lend_slot(placed.holder)
-        return self._payload.add(placed)
+    def _lend(self, placed: Sequence[Placed | None]) -> Sequence[Any]:
+        for each in placed:
+            if each is not None and isinstance(each.holder, Slot):
+                self._lend_slot(each.holder)
+        return self._payload.add_all(placed)
 
     def _borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
@@ -652,13 +655,13 @@ def losses_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -
         return None
     if made.graph is None or made.may_be_more or not (APPLIED.is_watching or is_linear(made.graph)):
         return None
-    inputs = [ref for ref in call.tensors if ref.flags & REQUIRES_GRAD]
-    return losses if all(ref.dtype in PRECISE_NUMBERS for ref in inputs) else None
+    are_precise = all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
+    return losses if are_precise else None
 
 
 def own_inputs(call: ForwardCall) -> list[range]:
     """For each item, the numbers of its tensors among those of the call that need gradients."""
-    needing = [bool(ref.flags & REQUIRES_GRAD) for ref in call.tensors]
+    needing = [bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)]
     if not call.bundle:
         return [range(sum(needing))]
     found, start, rest = list[range](), 0, iter(needing)
