@@ -246,7 +246,7 @@ class Packer:
         self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
 
-    def let_ride(self, tensor: torch.Tensor, riders: Riders) -> bool:
+    def let_ride(self, tensor: torch.Tensor, flags: int, riders: Riders) -> bool:
         """Add a tensor to those that ride in a message; False where it has to go another way."""
         if tensor.layout is not torch.strided or not tensor.is_cpu:
             return False
@@ -255,12 +255,19 @@ class Packer:
         if nbytes > RIDE_BYTES:
             return False
         self.bytes_copied += nbytes
-        riders.dtypes.append(NUMBER_OF_DTYPE[tensor.dtype])
-        riders.shapes.append(tuple(tensor.shape))
-        riders.forms.append(form)
-        riders.flags.append(flags_of(tensor) | how)
-        riders.bodies.append(ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b"")
+        body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+        riders.add(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, body, flags | how)
         return True
+
+    def all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
+        """None where they are few, or one of them is missing or has to go another way."""
+        if len(tensors) < MANY:
+            return None
+        riders = Riders()
+        for tensor, own in zip(tensors, flags, strict=True):
+            if tensor is None or not self.let_ride(tensor, own, riders):
+                return None
+        return riders
 
     def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
         """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
@@ -470,18 +477,38 @@ def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) 
     )
 
 
-class Riders(NamedTuple):
-    """Many small tensors made ready to send: they ride in the message. A list for each thing to know of them."""
+class Riders:
+    """Many small tensors made ready to send: they ride in the message. In columns, and their bytes one after another."""
 
-    dtypes: list[int]
-    shapes: list[tuple[int, ...]]
-    forms: list[Form]
-    flags: list[int]
-    bodies: list[bytes]
+    __slots__ = ("_bodies", "_dtypes", "_flags", "_forms", "_places", "_shapes", "_sizes", "nbytes")
 
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.bodies))
+    def __init__(self) -> None:
+        self._dtypes: list[int] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._forms: list[Form] = []
+        self._places: list[int] = []  # -1 - offset
+        self._sizes: list[int] = []
+        self._flags: list[int] = []
+        self._bodies: list[bytes] = []
+        self.nbytes = 0
+
+    def add(self, dtype: int, shape: tuple[int, ...], form: Form, body: bytes, flags: int) -> None:
+        nbytes = len(body)
+        rest = -nbytes % ALIGNMENT
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
+        self._forms.append(form)
+        self._places.append(-1 - self.nbytes)
+        self._sizes.append(nbytes)
+        self._flags.append(flags)
+        self._bodies.append(body + PADDING[rest] if rest else body)
+        self.nbytes += nbytes + rest
+
+    def in_payload(self, start: int) -> tuple[Columns, bytes]:
+        """References to them where the payload before them is `start` bytes long, and theirs."""
+        places = [place - start for place in self._places]
+        columns = Columns(self._dtypes, self._shapes, self._forms, places, self._sizes, self._flags)
+        return columns, b"".join(self._bodies)
 
 
 class Payload:
@@ -507,8 +534,10 @@ class Payload:
         return Columns(dtypes, shapes, forms, places, sizes, flags)
 
     def add_riders(self, riders: Riders) -> Columns:
-        dtypes, shapes, forms, flags, bodies = riders
-        return Columns(dtypes, shapes, forms, list(map(self._append, bodies)), list(map(len, bodies)), flags)
+        refs, body = riders.in_payload(self.nbytes)
+        self.parts.append(body)
+        self.nbytes += riders.nbytes
+        return refs
 
     def _append(self, body: bytes) -> int:
         """Its place."""

@@ -230,7 +230,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
     if transforms_are_active():
         with outside_transforms():
             return pack_bundle(packer, index, calls, grad, item)
-    riders = Riders([], [], [], [], [])
+    riders = Riders()
     bundle: list[tuple[Structure, int]] = []
     leaves: list[list[torch.Tensor]] = []
     for number, (args, kwargs) in enumerate(calls, item):
@@ -242,7 +242,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
                 if not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     return None
                 needing.append(tensor)
-            if not packer.let_ride(tensor, riders):
+            if not packer.let_ride(tensor, flags_of(tensor), riders):
                 return None
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None

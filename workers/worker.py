@@ -50,6 +50,7 @@ from mpgrad.carrier import (
     Packer,
     Payload,
     Placed,
+    Riders,
     TensorRef,
     are_distinct_tensors,
     check_carriable,
@@ -277,15 +278,26 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, stage.phase, stage.offset)
 
-    def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed]:
+    def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed] | Riders:
         place, station = self._packer.place, self._station
-        pairs = zip(made.value.tensors, made.flags, strict=True)
         if station is not None:
+            pairs = zip(made.value.tensors, made.flags, strict=True)
             return [place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
-        placed: list[Placed] = []
+        if made.value.bundle and (riders := self._riders(made, stage)) is not None:
+            return riders
+        pairs, placed = zip(made.value.tensors, made.flags, strict=True), list[Placed]()
         for stage.offset, (_, count) in enumerate(made.value.bundle or [(None, len(made.flags))]):
             placed += [place(*pair) for pair in itertools.islice(pairs, count)]
         return placed
+
+    def _riders(self, made: Made, stage: Stage) -> Riders | None:
+        """The results of a bundle, if all of them are small."""
+        riders, pairs = Riders(), zip(made.value.tensors, made.flags, strict=True)
+        for stage.offset, (_, count) in enumerate(made.value.bundle):
+            for tensor, flags in itertools.islice(pairs, count):
+                if not self._packer.let_ride(tensor, flags, riders):
+                    return None
+        return riders
 
     def _lend_ahead(
         self, message: Forward, call: ForwardCall, graph: Graph, losses: Sequence[torch.Tensor]
@@ -563,17 +575,17 @@ class Worker:
 
     def _lend_all(self, tensors: Sequence[torch.Tensor | None], names: Sequence[int] | None) -> Sequence[TensorRef | None]:
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
-        place = self._packer.place
-        if names is None:
-            placed = [None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0) for each in tensors]
-        else:
-            placed = [
-                None if each is None else place(each, REQUIRES_GRAD if each.requires_grad else 0, name)
-                for each, name in zip(tensors, names, strict=True)
-            ]
-        return self._lend(placed)
+        flags = [REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors]
+        riders = self._packer.all_riding(tensors, flags) if names is None else None
+        if riders is not None:
+            return self._lend(riders)
+        each_name = [None] * len(tensors) if names is None else names
+        triples = zip(tensors, flags, each_name, strict=True)
+        return self._lend([None if each is None else self._packer.place(each, own, name) for each, own, name in triples])
 
-    def _lend(self, placed: Sequence[Placed | None]) -> Sequence[Any]:
+    def _lend(self, placed: Sequence[Placed | None] | Riders) -> Sequence[Any]:
+        if isinstance(placed, Riders):
+            return self._payload.add_riders(placed)
         for each in placed:
             if each is not None and isinstance(each.holder, Slot):
                 self._lend_slot(each.holder)
