@@ -5,7 +5,6 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from mpgrad.arena import Borrowed, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import Payload, Placed, TensorRef
+from mpgrad.carrier import Payload, Placed, Riders, TensorRef
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -49,13 +48,14 @@ class Differentiation(NamedTuple):
     graph: RemoteGraph
     order: Order
     number: int | None  # of the graph of the gradients, where there is to be one
-    grads: list[list[Placed | Promise]]  # the parts of each; promises only until it is sent
+    grads: Sequence[Placed | Promise] | Riders  # all parts of all gradients, one after another; promises only until it is sent
+    parts: list[int]  # how many each has
     modes: Modes
 
     @property
     def items(self) -> int | range:
         """Of the item, or of those of a bundle to whose results gradients have come."""
-        return self.graph.given([parts or None for parts in self.grads])
+        return self.graph.given([count or None for count in self.parts])
 
 
 class SentGradients:
@@ -303,7 +303,10 @@ class Worker:
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
-        parts = [[part for part in parts if isinstance(part, Placed)] for parts in what.grads]
+        if isinstance(what.grads, Riders):
+            grads: Sequence[TensorRef] = payload.add_riders(what.grads)
+        else:
+            grads = self._pack([part for part in what.grads if isinstance(part, Placed)], payload)
         return BackwardCall(
             what.graph.call,
             order.task,
@@ -313,8 +316,8 @@ class Worker:
             order.apart,
             order.levels,
             what.number,
-            self._pack(list(itertools.chain(*parts)), payload),
-            list(map(len, parts)),
+            grads,
+            what.parts,
             before,
         )
 

@@ -9,11 +9,12 @@ Assumes: called by the scheduling thread; `post` has an order carried out later 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd import Promise
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, placed_again, staged_again
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, Riders, placed_again, staged_again
 from mpgrad.crew import SentGradients, Worker
 from mpgrad.operations import Delivered, Failed, Operation
 from mpgrad.packing import PackedCall
@@ -69,7 +70,9 @@ class Dependents:
 
     def look_at_backward(self, sent: SentGradients) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""
-        promises = [part for parts in sent.what.grads for part in parts if isinstance(part, Promise)]
+        what = sent.what
+        assert not isinstance(what.grads, Riders)
+        promises = [part for part in what.grads if isinstance(part, Promise)]
         for promise in promises:
             if not promise.reply.arrived:
                 again = functools.partial(self._post, functools.partial(self.look_at_backward, sent))
@@ -84,7 +87,9 @@ class Dependents:
         worker = sent.what.graph.worker
         assert isinstance(worker, Worker)
         staged_by = self._packer if worker.device == 0 else None
-        sent.what = sent.what._replace(grads=[kept_promises(parts, staged_by) for parts in sent.what.grads])
+        rest = iter(what.grads)
+        kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in what.parts]
+        sent.what = what._replace(grads=list(itertools.chain(*kept)), parts=list(map(len, kept)))
         self._desk.backward_is_ready(sent)
 
 

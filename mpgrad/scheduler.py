@@ -30,7 +30,7 @@ from mpgrad.answers import Answers, failed_again
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
 from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, Riders
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes, Ran
 from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
@@ -272,15 +272,15 @@ class Scheduler(ABC):
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
-        waits_for_others = any(isinstance(part, Promise) for parts in grads for part in parts)
-        place, worker = self._place_grad, graph.worker
-        placed = [[part if isinstance(part, Promise) else place(part, worker) for part in parts] for parts in grads]
+        flat = [part for parts in grads for part in parts]
+        waits_for_others = any(isinstance(part, Promise) for part in flat)
+        placed = self._place_grads(flat, graph.worker)
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
         if task != order.task:
             modes = current_modes()
             self._task_modes = order.task, modes
-        what = Differentiation(graph, order, number, placed, modes)
+        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
         sent = SentGradients(what, GradientReply(self._wait_until, what.items), graph.home.timeout, again)
         if waits_for_others:
             self._inbox.append(lambda: self._dependents.look_at_backward(sent))
@@ -293,8 +293,15 @@ class Scheduler(ABC):
             self.hand_over()
         return sent.reply
 
-    def _place_grad(self, grad: torch.Tensor, worker: Any) -> Placed:
-        return self.copying_packer.place(grad, REQUIRES_GRAD if grad.requires_grad else 0, None, worker.device == 0)
+    def _place_grads(self, parts: Sequence[torch.Tensor | Promise], worker: Any) -> Sequence[Placed | Promise] | Riders:
+        packer, staged = self.copying_packer, worker.device == 0
+        tensors = [part for part in parts if not isinstance(part, Promise)]
+        flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]
+        riders = packer.all_riding(tensors, flags) if len(tensors) == len(parts) else None
+        if riders is not None:
+            return riders
+        placed = (packer.place(tensor, own, None, staged) for tensor, own in zip(tensors, flags, strict=True))
+        return [part if isinstance(part, Promise) else next(placed) for part in parts]
 
     def request_captures(
         self, worker: Worker, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
