@@ -78,6 +78,7 @@ WAIT = 1
 WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
 ATTACHED = itertools.count()
 
+CLONED_BYTES = 8192
 MOST_TASKS = 256  # backwards of one operation at a time: in threads, or nested
 
 
@@ -580,8 +581,11 @@ class Alone(torch.autograd.Function):
 @torch.enable_grad()
 def alone(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Results of a bundle with nodes of their own, where the caller's hooks are called only when a gradient came for them."""
-    # a clone costs least, but may have other strides
-    return [output.clone() if output.is_contiguous() else apply(Alone, output) for output in outputs]
+    # to clone a small one costs less than a node of our own; but not where it has other strides
+    return [
+        output.clone() if output.nbytes <= CLONED_BYTES and output.is_contiguous() else apply(Alone, output)
+        for output in outputs
+    ]
 
 
 def result_edge(result: torch.Tensor) -> tuple[Any, int]:

@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 
+BUNDLED_BYTES = 256 << 10  # of a tensor: copying a larger one takes longer than all care for its call
+
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
 
@@ -221,7 +223,7 @@ def pack_call(
 def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
 
-    They share a message, a graph and a node. So their tensors have to be small; and those that need gradients have to be
+    They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
     leaves: a history would be walked, and freed, by a backward for another item.
 
     Raises:
@@ -230,7 +232,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
     if transforms_are_active():
         with outside_transforms():
             return pack_bundle(packer, index, calls, grad, item)
-    riders = Riders()
+    together: list[torch.Tensor] = []
     bundle: list[tuple[Structure, int]] = []
     leaves: list[list[torch.Tensor]] = []
     for number, (args, kwargs) in enumerate(calls, item):
@@ -242,20 +244,25 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
                 if not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     return None
                 needing.append(tensor)
-            if not packer.let_ride(tensor, flags_of(tensor), riders):
+            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUNDLED_BYTES:
                 return None
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None
+        together += tensors
         bundle.append((shape, len(tensors)))
         leaves.append(needing)
     call = PackedCall(index, None, [])
-    call.riders = riders
+    call.riders = packer.all_riding(together, list(map(flags_of, together)))
+    if call.riders is None:
+        call.placed = [packer.place(tensor, flags_of(tensor)) for tensor in together]
+        if any(isinstance(each.holder, Borrowed) for each in call.placed):  # one that is written to must not concern others
+            return None
     call.bundle, call.leaves = bundle, leaves
-    together = [leaf for each in leaves for leaf in each]
-    if together and grad:
-        call.gated = [leaf_gate(together)]
-    elif together:
-        call.ungated = ungated(together)
+    needing = [leaf for each in leaves for leaf in each]
+    if needing and grad:
+        call.gated = [leaf_gate(needing)]
+    elif needing:
+        call.ungated = ungated(needing)
     return call
 
 

@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,10 @@ from mpgrad.operations import Operation
 
 Tensor = torch.Tensor
 
-SIZE = 4
+SIZE = 8  # from so many tensors on they travel in columns
+
+# floats: some ride in the message, others lie in shared memory, the last is too large for a bundle
+SIZES = [*[5, 3000, 1, 30_000, 1024] * 4, 40_000]
 
 weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
 ENGINES: list[dict[str, Any]] = [{}, {"engine": "thread"}, {"engine": "inline"}]
@@ -48,6 +52,15 @@ def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgra
 def pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, graphs=request.param) as own:
         yield own
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the workers: two add up large tensors in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def leaves(count: int = 22) -> list[Tensor]:
@@ -118,6 +131,38 @@ def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
             assert (one[0], one[2]) == (other[0], other[2]) and torch.equal(one[1], other[1])
         else:
             assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])
+def test_tensors_of_many_sizes(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], one_thread: None) -> None:
+    def found(loop: Loop) -> list[Tensor]:
+        xs = [torch.linspace(-1, 1 + k, n, dtype=torch.float64).requires_grad_() for k, n in enumerate(SIZES)]
+        results = loop(function, xs)
+        grads = torch.autograd.grad(results[3].sum() * 2 + results[9].sum(), [xs[3], xs[9]], retain_graph=True)
+        torch.autograd.backward([each.sum() for each in results])
+        return [*map(torch.detach, results), *grads, *[x.grad for x in xs if x.grad is not None]]
+
+    for ours, theirs in zip(found(pool.map), found(serial), strict=True):
+        assert torch.equal(ours, theirs)
+    del ours
+    deadline = time.monotonic() + 10
+    while pool.stats().shared_bytes and time.monotonic() < deadline:
+        pool.map(abs, range(4))  # what was lent comes back with a worker's next answer
+    assert pool.stats().shared_bytes == 0
+
+
+def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
+    """Results in shared memory, that one item's backward must find unchanged, have nothing to do with the others'."""
+    weights = [torch.full((3000,), float(k), requires_grad=True) for k in range(2 * SIZE)]
+    with torch.no_grad():
+        items = pool2.map(lambda k: torch.full((3000,), float(k)), range(2 * SIZE))
+    results = pool2.starmap(torch.mul, list(zip(items, weights, strict=True)))
+    assert len({result_edge(each)[0] for each in results}) == len(items)
+    items[0].zero_()
+    torch.autograd.backward([each.sum() for each in results[1:]])
+    assert all(w.grad is not None and torch.equal(w.grad, item) for w, item in zip(weights[1:], items[1:], strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        results[0].sum().backward()
 
 
 def test_they_travel_together(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
