@@ -21,11 +21,12 @@ Assumes: a `Home` that delivers. Nothing here knows processes or memory.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,28 +155,28 @@ class Member(NamedTuple):
     outputs: range
     inputs: range
 
-    def is_given(self, grads: Sequence[object]) -> bool:
-        """Whether a gradient came to a result of this item."""
-        return any(grads[output] is not None for output in self.outputs)
 
+class Members:
+    """The items of a bundle, as numbers: an object for each of them would be more than all else that is kept of it."""
 
-class Members(NamedTuple):
-    """The items of a bundle, as counts: an object for each of them would be more than all else that is kept of it."""
+    def __init__(self, outputs: Iterable[int], inputs: Iterable[int]) -> None:
+        """`outputs` and `inputs` are how many each item has."""
+        self._outputs = list(itertools.accumulate(outputs, initial=0))  # where each item's begin, and all end
+        self._inputs = list(itertools.accumulate(inputs, initial=0))
 
-    outputs: Sequence[int]  # of each item
-    inputs: Sequence[int]
+    def of(self, item: int) -> Member:
+        return Member(range(*self._outputs[item : item + 2]), range(*self._inputs[item : item + 2]))
 
-    def each(self) -> Iterator[Member]:
-        output = number = 0
-        for outputs, inputs in zip(self.outputs, self.inputs, strict=True):
-            yield Member(range(output, output + outputs), range(number, number + inputs))
-            output, number = output + outputs, number + inputs
+    def item_with_output(self, output: int) -> int:
+        return bisect.bisect_right(self._outputs, output) - 1
 
-    def inputs_given(self, grads: Sequence[object]) -> Sequence[int]:
-        """The inputs of the items to whose results a gradient has come."""
-        if all(grad is not None for grad in grads) and all(self.outputs):
-            return range(sum(self.inputs))
-        return [number for member in self.each() if member.is_given(grads) for number in member.inputs]
+    def item_with_input(self, number: int) -> int:
+        return bisect.bisect_right(self._inputs, number) - 1
+
+    def given(self, grads: Sequence[object]) -> list[int]:
+        """The items to whose results a gradient has come."""
+        outputs = [output for output, grad in enumerate(grads) if grad is not None]
+        return list(dict.fromkeys(map(self.item_with_output, outputs)))
 
 
 class RemoteGraph:
@@ -251,8 +252,8 @@ class RemoteGraph:
         """The item, or the items, to whose results gradients have come; `grads` has nothing for the others."""
         if not isinstance(self.index, range) or self.members is None:
             return self.index
-        numbers = [number for number, member in zip(self.index, self.members.each(), strict=True) if member.is_given(grads)]
-        return numbers[0] if len(numbers) == 1 else self.index
+        items = self.members.given(grads)
+        return self.index[items[0]] if len(items) == 1 else self.index
 
     def is_expected(self, task: int) -> bool:
         return self._derivatives is not None and task in self._derivatives
@@ -435,8 +436,8 @@ def wanted_of_bundle(
     """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
     if graph.members is None or not (gates and will_run(gates[0][0])):
         return ()
-    inputs = graph.members.inputs_given(grads)
-    if will_run(ROOT_EDGE.node):  # nobody asks for this one: whatever is in the graph will run
+    inputs = [number for item in graph.members.given(grads) for number in graph.members.of(item).inputs]
+    if will_run(ROOT_EDGE.node):
         return tuple(inputs)
     leaves = edges_of_leaves(gates[0][0])
     return tuple([number for number in inputs if leaf_will_run(leaves[number][0])])
@@ -469,9 +470,9 @@ def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
 def item_of(node: Any, output: int) -> Member:
     """What belongs to the item of a `Call` that gave this output."""
     graph: RemoteGraph = node.graph
-    everything = Member(range(node.output_count), range(len(edges_of(node)[0])))
-    members = () if graph.members is None else graph.members.each()
-    return next((member for member in members if output in member.outputs), everything)
+    if graph.members is None:
+        return Member(range(node.output_count), range(len(edges_of(node)[0])))
+    return graph.members.of(graph.members.item_with_output(output))
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
@@ -619,7 +620,11 @@ class LeafGate(torch.autograd.Function):
 
 
 def leaf_gate(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Let leaves that need gradients into a bundle, all of them together; `ROOT` tells whether a backward is for all leaves."""
+    """Let leaves that need gradients into a bundle, all of them together.
+
+    `ROOT` is one more. Nobody can ask for its gradient, so that it runs in those backwards only for which nobody has said what
+    is wanted: then all leaves are, and none has to be asked about.
+    """
     token: torch.Tensor = apply(LeafGate, ROOT, *leaves[::-1])
     return token
 
@@ -724,7 +729,8 @@ CAPTURE_GATE_NODE = CaptureGate._backward_cls
 NAMES_ALONE = "CloneBackward0", "AloneBackward"
 
 with torch.inference_mode(False):
-    # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too
+    # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too; and see
+    # `leaf_gate`
     ROOT = torch.zeros((), requires_grad=True, device="cpu")
     ROOT_EDGE = get_gradient_edge(ROOT)  # kept alive: made anew in anomaly mode, by two threads at once, it can lock both
 

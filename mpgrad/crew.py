@@ -5,6 +5,7 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Differentiation(NamedTuple):
     graph: RemoteGraph
     order: Order
     number: int | None  # of the graph of the gradients, where there is to be one
-    grads: Sequence[Placed | Promise] | Riders  # all parts of all gradients, one after another; promises only until it is sent
+    grads: Sequence[Placed | Promise] | Riders  # all parts of all gradients; promises, if there are any, only until it is sent
     parts: list[int]  # how many each has
     modes: Modes
 
@@ -130,6 +131,7 @@ class Worker:
         self.codes: set[int] = set()
         self.slabs: set[int] = set()
         self._lent: dict[int, tuple[object, int]] = {}  # address -> what has to live, how often it was sent
+        self.sent_at = 0.0  # when it was last sent something, on the clock of time.monotonic
         # news, to be sent along with the next message
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()
@@ -375,4 +377,5 @@ class Worker:
             self.functions.difference_update(functions)
             self.summed.difference_update(functions)
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+        self.sent_at = time.monotonic()
         self.channel.send(news + messages, payload.parts)

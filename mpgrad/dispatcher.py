@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -50,6 +52,7 @@ class Dispatcher(Scheduler):
         self._woken = False
         self._sleeping = False
         self._sleeping_soundly = False  # without the timer that sends the news
+        self._news_due = math.inf
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -138,12 +141,17 @@ class Dispatcher(Scheduler):
             self._handed_over.popleft().release()
         patience = self.keep_time()
         if has_news:
-            patience = GRACE if patience is None else min(GRACE, patience)
+            now = time.monotonic()
+            self._news_due = min(self._news_due, now + GRACE)
+            patience = min(math.inf if patience is None else patience, max(0.0, self._news_due - now))
+        else:
+            self._news_due = math.inf
         self.traffic.system_calls += 1
         events = self._selector.select(0 if self._woken or self._stopping or self._inbox else patience)
         self._sleeping = self._sleeping_soundly = False
-        if has_news and not events:
-            self.tell_news()
+        if has_news and time.monotonic() >= self._news_due:  # though others may keep us busy
+            self._news_due = math.inf
+            self.tell_news(quiet_for=GRACE)
         for key, mask in events:
             if key.fd == self._wake_read:
                 self.traffic.system_calls += 2  # this, and the write that woke us

@@ -15,12 +15,14 @@ import torch
 from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Grads, Members, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, placed_again, rows_of, staged_again, view
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, Row, TensorRef, placed_again, rows_of, staged_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
 from mpgrad.packing import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]
+
+FEW = 8  # to take one row out of columns takes as long as to pass by so many
 
 Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slot]]
 
@@ -158,8 +160,8 @@ class ReadyGradients:
         """Likewise; and where some have been taken before."""
         if not self._taken.isdisjoint(order.wanted):
             return None
-        by_input = list(itertools.chain.from_iterable(map(itertools.repeat, factors, members.inputs)))
-        wanted = [factor for number in order.wanted if (factor := by_input[number]) is not None]
+        items = map(members.item_with_input, order.wanted)  # each has one output, its loss
+        wanted = [factor for item in items if (factor := factors[item]) is not None]
         reply = self._reply(order.wanted, wanted, order.keep)
         if reply is not None and not order.keep:
             self._taken.update(order.wanted)
@@ -167,13 +169,15 @@ class ReadyGradients:
 
     def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
         given: list[torch.Tensor | None] = []
-        rows, payload, borrow = list(rows_of(self._refs)), self._payload, self._borrow
+        few = FEW * len(places) < len(self._refs)
+        rows: Sequence[Row | None] = self._refs if few else list(rows_of(self._refs))
+        payload, borrow = self._payload, self._borrow
         for place, factor in zip(places, factors, strict=True):
             row = rows[place]
             grad = None if row is None else view(row, payload, borrow)
-            if factor != 1 and not is_in_range(grad, factor):
+            if not is_in_range(grad, factor):
                 return None
-            given.append(scaled(grad, factor, shared=keep) if factor != 1 or keep else grad)
+            given.append(scaled(grad, factor, shared=keep))
         return ReadyReply(given)
 
     def _borrow(self, ref: TensorRef) -> Any:

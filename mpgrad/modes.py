@@ -9,13 +9,12 @@ worker runs an item, in what order, or how often.
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
+import importlib
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +22,13 @@ import torch
 from mpgrad._torch import outside_transforms, saved_tensor_hooks
 
 __all__ = [
-    "NUMPY",
     "TURNS",
     "Modes",
     "RandomState",
     "current_modes",
     "draw_seed",
     "kept_random_state",
+    "load_generators",
     "seed_item",
     "under",
     "under_hooks",
@@ -175,43 +174,21 @@ def seed_item(seed: int, index: int) -> int:
     torch.default_generator.manual_seed(own)
     SEED_RANDOM(own)
     random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed(own & 0xFFFFFFFF)
-    NUMPY.seed = own & 0xFFFFFFFF
+    numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
+    if numpy is not None:
+        numpy.random.seed(own & 0xFFFFFFFF)
     return own
 
 
-class NumpyToCome(importlib.abc.MetaPathFinder):
-    """Seeds numpy's generator where an item is the first to import it.
+def load_generators() -> None:
+    """Import what numpy itself imports on first use only.
 
-    numpy is optional for torch as for us, and itself imports its generator on first use only. To import it for items that
-    draw nothing from it would cost each worker 7 ms at its start, and each item 2 us.
+    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller may have no descriptor left
+    to read it with.
     """
-
-    seed = 0
-
-    def watch(self) -> None:
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "numpy.random":
-            return None
-        others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def then_seed(module: Any) -> None:
-                execute(module)
-                module.seed(self.seed)
-
-            spec.loader.exec_module = then_seed  # type: ignore[method-assign]
-        return spec
-
-
-NUMPY = NumpyToCome()
+    if "numpy" in sys.modules:
+        with contextlib.suppress(OSError):  # none left now, either: it is tried again when it is needed
+            importlib.import_module("numpy.random")
 
 
 def split_mix(number: int) -> int:
@@ -234,31 +211,29 @@ class RandomState:
     def __init__(self) -> None:
         self._torch = torch.default_generator.get_state()
         self._random = random.getstate()
-        numpy_random = sys.modules.get("numpy.random")
-        self._numpy = numpy_random.get_state() if numpy_random is not None else None
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def has_moved(self) -> bool:
-        """Whether anybody has drawn a number since; numpy's generator also moves when it is imported."""
+        """Whether anybody has drawn a number since."""
         if not torch.equal(self._torch, torch.default_generator.get_state()) or self._random != random.getstate():
             return True
-        numpy_random = sys.modules.get("numpy.random")
-        if self._numpy is None or numpy_random is None:
-            return numpy_random is not None
-        name, key, *rest = numpy_random.get_state()
+        numpy: Any = sys.modules.get("numpy")
+        if self._numpy is None or numpy is None:
+            return False
+        name, key, *rest = numpy.random.get_state()
         return bool(name != self._numpy[0] or tuple(rest) != tuple(self._numpy[2:]) or (key != self._numpy[1]).any())
 
     def put_back(self) -> None:
         torch.default_generator.set_state(self._torch)
         random.setstate(self._random)
         if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
     """Put the generators back afterwards: for tasks that run in the caller's own process."""
-    if "numpy" in sys.modules:
-        importlib.import_module("numpy.random")  # a task that were the first to import it would find it unseeded
     state = RandomState()
     try:
         yield

@@ -64,7 +64,7 @@ class Delivered(NamedTuple):
         def borrow(ref: TensorRef) -> Any:
             return memories[ref.place]
 
-        return [view(row, payload, borrow) for row in rows_of(self.result.tensors) if row is not None]
+        return [view(row, payload, borrow) for row in rows_of(self.result.tensors)]
 
 
 class Failed:
@@ -316,9 +316,10 @@ def members_of(
     """`inner` are the tensors of a bundle's results that need gradients: these, and only these, are outputs of its graph."""
     counts = [count for _, count in results]
     if len(inner) < sum(counts):
-        needing, tensors = set(inner), itertools.count()
-        counts = [sum([next(tensors) in needing for _ in range(count)]) for count in counts]
-    return Members(counts, list(map(len, leaves)))
+        needing = set(inner)
+        rest = iter([number in needing for number in range(sum(counts))])
+        counts = [sum(itertools.islice(rest, count)) for count in counts]
+    return Members(counts, map(len, leaves))
 
 
 class Submitted(Operation):

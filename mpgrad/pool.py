@@ -37,7 +37,7 @@ from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
 from mpgrad.memory import bytes_of
 from mpgrad.messages import Eager
-from mpgrad.modes import Modes, current_modes, draw_seed, under_hooks
+from mpgrad.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
 from mpgrad.operations import Operation, Submitted
 from mpgrad.packing import (
     Arguments,
@@ -187,6 +187,7 @@ class Pool:
         # not a method of the pool: a finalizer that refers to it would keep it alive
         self._finalizer = weakref.finalize(self, self._scheduler.abandon)
         self._finalizer.atexit = False  # that is for `terminate_all`
+        load_generators()
 
     # --- multiprocessing.Pool's interface
 

@@ -274,6 +274,7 @@ class Scheduler(ABC):
         self._check_alive()
         flat = [part for parts in grads for part in parts]
         waits_for_others = any(isinstance(part, Promise) for part in flat)
+        assert isinstance(graph.worker, Worker)
         placed = self._place_grads(flat, graph.worker)
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
@@ -293,7 +294,7 @@ class Scheduler(ABC):
             self.hand_over()
         return sent.reply
 
-    def _place_grads(self, parts: Sequence[torch.Tensor | Promise], worker: Any) -> Sequence[Placed | Promise] | Riders:
+    def _place_grads(self, parts: Sequence[torch.Tensor | Promise], worker: Worker) -> Sequence[Placed | Promise] | Riders:
         packer, staged = self.copying_packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
         flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]
@@ -825,10 +826,11 @@ class Scheduler(ABC):
         self.collect_returns()
         return any(worker.has_news for worker in self._workers.values())
 
-    def tell_news(self) -> None:
-        """Tell the workers what has waited for a message to ride with."""
+    def tell_news(self, quiet_for: float) -> None:
+        """Tell workers, that have been sent nothing for so many seconds, what has waited for a message to ride with."""
+        now = time.monotonic()
         for worker in self._workers.values():
-            if worker.has_news and worker.ready:
+            if worker.has_news and worker.ready and now - worker.sent_at >= quiet_for:
                 self._transmit(worker, [], Payload())
 
     def _unmap(self, numbers: Sequence[int]) -> None:

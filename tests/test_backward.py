@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -195,6 +196,19 @@ def test_graphs_are_released_with_their_results(pool2: mpgrad.Pool) -> None:
     kept = pool2.map(lambda x: x.exp(), leaves(3))
     assert sum(worker.graphs for worker in workers) == before + 3
     del kept
+
+
+def test_graphs_are_released_in_a_worker_that_has_nothing_else_to_do(fresh_pool: mpgrad.Pool) -> None:
+    while len(fresh_pool.stats().workers) < 2:
+        fresh_pool.map(abs, range(8))
+    workers = fresh_pool._scheduler._workers.values()
+    results = fresh_pool.map(lambda k: (time.sleep(0.05), torch.ones(2, requires_grad=True).exp())[1], range(2))
+    assert [len(worker.kept) for worker in workers] == [1, 1]
+    del results
+    deadline = time.monotonic() + 10
+    while any(worker.kept for worker in workers) and time.monotonic() < deadline:
+        fresh_pool.apply(abs, (-1,))  # each of them goes to the same worker, and nothing to the other
+    assert not any(worker.kept for worker in workers)
 
 
 def test_a_map_inside_a_custom_function(pool: mpgrad.Pool) -> None:

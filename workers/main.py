@@ -23,7 +23,6 @@ from mpgrad.workers.worker import Worker, failure
 
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
-from mpgrad.modes import NUMPY
 from mpgrad.place import PLACE
 
 __all__ = ["begin", "serve", "serve_in_process"]
@@ -100,7 +99,6 @@ def settle(start: Start) -> None:
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()
-    NUMPY.watch()
 
 
 def die_with(parent_pid: int | None) -> None:

@@ -31,6 +31,9 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
 
+    from mpgrad.modes import load_generators
+
+    load_generators()
     gc.collect()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone
     nursery = Nursery(socket.socket(fileno=descriptor), parent)

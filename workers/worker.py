@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, overload
 
 import cloudpickle
 import torch
@@ -407,7 +407,6 @@ class Worker:
         found: list[torch.Tensor] = []
         try:
             for row in rows_of(refs):
-                assert row is not None
                 found.append(view(row, payload, self._borrow))
         except BaseException:
             # that one was given back as it was refused; the rest was not looked at
@@ -583,7 +582,11 @@ class Worker:
         triples = zip(tensors, flags, each_name, strict=True)
         return self._lend([None if each is None else self._packer.place(each, own, name) for each, own, name in triples])
 
-    def _lend(self, placed: Sequence[Placed | None] | Riders) -> Sequence[Any]:
+    @overload
+    def _lend(self, placed: Sequence[Placed] | Riders) -> Sequence[TensorRef]: ...
+    @overload
+    def _lend(self, placed: Sequence[Placed | None]) -> Sequence[TensorRef | None]: ...
+    def _lend(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]:
         if isinstance(placed, Riders):
             return self._payload.add_riders(placed)
         for each in placed:
