@@ -70,7 +70,7 @@ BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
 BUNDLE_SECONDS = 2e-3  # of forward work in one bundle of cheap items, at most
-MOST_BUNDLED = 128  # items
+MOST_BUNDLED = 32  # items: more win next to nothing, and a backward for one of them passes by all
 BUNDLES_PER_WORKER = 8  # at least, so that all end at about the same time
 
 
