@@ -29,13 +29,14 @@ MESSAGE_BYTES = 4096
 def main(descriptor: int) -> None:
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # what is imported stays: to look through it for garbage, again and again, is a fifth of what a start costs
     import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
 
     from mpgrad.modes import load_generators
 
     load_generators()
-    gc.collect()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone
+    gc.enable()
     nursery = Nursery(socket.socket(fileno=descriptor), parent)
     nursery.run()
     os._exit(0)  # nothing to tidy up, and the workers end when this process does
