@@ -6,28 +6,56 @@ gradients, the same exceptions. Only the time differs.
 
 import importlib as _importlib
 import typing as _typing
-from concurrent.futures import as_completed, wait
-
-from mpgrad import nn
-from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
-from mpgrad.errors import (
-    AncestorFailedError,
-    CallTimeoutError,
-    InternalError,
-    PoolClosedError,
-    RemoteError,
-    RemoteTraceback,
-    SharedMemoryError,
-    WorkerDiedError,
-)
-from mpgrad.executor import Executor
-from mpgrad.per_item import per_item_grad
-from mpgrad.pool import Pool
-from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
 
 if _typing.TYPE_CHECKING:
+    from concurrent.futures import as_completed, wait
+
+    from mpgrad import nn
+    from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
+    from mpgrad.errors import (
+        AncestorFailedError,
+        CallTimeoutError,
+        InternalError,
+        PoolClosedError,
+        RemoteError,
+        RemoteTraceback,
+        SharedMemoryError,
+        WorkerDiedError,
+    )
+    from mpgrad.executor import Executor
+    from mpgrad.per_item import per_item_grad
+    from mpgrad.pool import Pool
+    from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.workers.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
     from mpgrad.workers.parallel import map_with_parallel_backward
+
+_HOMES = {
+    "AncestorFailedError": "mpgrad.errors",
+    "AsyncResult": "mpgrad.results",
+    "CallTimeoutError": "mpgrad.errors",
+    "DifferentiableFuture": "mpgrad.results",
+    "EmulatedAutogradContext": "mpgrad.workers.contexts",
+    "Executor": "mpgrad.executor",
+    "InternalError": "mpgrad.errors",
+    "Pool": "mpgrad.pool",
+    "PoolClosedError": "mpgrad.errors",
+    "RemoteError": "mpgrad.errors",
+    "RemoteTraceback": "mpgrad.errors",
+    "ResultIterator": "mpgrad.results",
+    "SharedMemoryError": "mpgrad.errors",
+    "WorkerDiedError": "mpgrad.errors",
+    "as_completed": "concurrent.futures",
+    "hessian": "mpgrad.derivatives",
+    "hvp": "mpgrad.derivatives",
+    "jacobian": "mpgrad.derivatives",
+    "jvp": "mpgrad.derivatives",
+    "map_with_parallel_backward": "mpgrad.workers.parallel",
+    "per_item_grad": "mpgrad.per_item",
+    "run_isolated_backward": "mpgrad.workers.contexts",
+    "run_isolated_forward": "mpgrad.workers.contexts",
+    "vjp": "mpgrad.derivatives",
+    "wait": "concurrent.futures",
+}
 
 __all__ = [
     "AncestorFailedError",
@@ -59,19 +87,15 @@ __all__ = [
 ]
 
 
-_BEHIND_THE_WALL = {
-    "EmulatedAutogradContext": "mpgrad.workers.contexts",
-    "map_with_parallel_backward": "mpgrad.workers.parallel",
-    "run_isolated_backward": "mpgrad.workers.contexts",
-    "run_isolated_forward": "mpgrad.workers.contexts",
-}
-
-
 def __getattr__(name: str) -> _typing.Any:
-    """What lives with the workers is imported when it is first asked for."""
-    if name not in _BEHIND_THE_WALL:
+    """Everything is imported when it is first asked for: workers need a third of it, and start so much sooner."""
+    if name == "nn":
+        return _importlib.import_module("mpgrad.nn")
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_importlib.import_module(_BEHIND_THE_WALL[name]), name)
+    found = getattr(_importlib.import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

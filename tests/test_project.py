@@ -20,6 +20,7 @@ import torch
 
 import mpgrad
 import mpgrad.derivatives
+import mpgrad.executor
 import mpgrad.per_item
 import mpgrad.pool
 import mpgrad.testing
@@ -103,6 +104,29 @@ def test_the_package_root_shows_the_public_names_only() -> None:
     assert shown - (submodules - {"nn"}) == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
     assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
+
+
+EACH_FIRST = """
+import importlib, os, sys, torch
+for name in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        importlib.import_module(name)
+        print(*[each for each in sys.modules if each.startswith("mpgrad.")], flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+def test_any_module_may_be_imported_first() -> None:
+    """And a worker's import little of the parent's side: each that they do is a part of what a start costs."""
+    names = [f"mpgrad.{path.stem}" for path in (ROOT / "mpgrad").glob("[!_]*.py")]
+    names += [f"mpgrad.workers.{path.stem}" for path in (ROOT / "workers").glob("[!_]*.py")]
+    command = [sys.executable, "-c", EACH_FIRST, "mpgrad.workers.main", *names]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    loaded = set(ended.stdout.splitlines()[0].split())
+    parents = {name for name in loaded if not name.startswith("mpgrad.workers")}
+    assert parents <= {"mpgrad._torch", *(f"mpgrad.{each}" for each in BOTH_SIDES)}
 
 
 # --- the oracle itself
