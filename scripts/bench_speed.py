@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from bench_overhead import WrongResultError, at_least_1, limited, surroundings
 from figures import Figure, add_options, fail, print_figures, report
-from speed import budget, copies, grains, processes, tail
+from speed import budget, copies, floor, grains, processes, tail
 from speed.plan import QUICK, Plan, Pools
 
 EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
@@ -33,6 +33,7 @@ ROWS: dict[str, Row] = {
     "tiny": grains.bench_tiny,
     "forward": grains.bench_forward,
     "budget": budget.bench_budget,
+    "floor": floor.bench_floor,
     "python": grains.bench_python,
     "op": grains.bench_op,
     "adaptive": grains.bench_adaptive,
