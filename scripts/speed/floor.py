@@ -1,6 +1,7 @@
-"""The least that the caller of any pool with gradients has to do for a tiny item.
+"""The least that the caller of any pool with gradients has to do for a tiny item, sent or run in the caller.
 
-A bare loop, in which nothing is checked, sent or waited for; what a worker does is thought to cost nothing.
+Sent: a bare loop, in which nothing is checked, sent or waited for; what a worker does is thought to cost nothing. Run in the
+caller: the serial loop over private copies, so that what a call writes to is not the caller's.
 
     item ──► its bytes    bytes ──► result ──► node of its own ──► one node for all ──► gate ──► leaf
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from bench_overhead import LONGEST_ITEM, SHORTEST_ITEM
-from figures import Figure, interleaved, median_figure
+from figures import Figure, interleaved, median_figure, ratios
 from torch import Tensor
 
 from speed.plan import Plan, Pools
@@ -52,12 +53,16 @@ class Gate(torch.autograd.Function):
 def bench_floor(pools: Pools, plan: Plan) -> Iterator[Figure]:
     lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=plan.tiny_items)
     items = [torch.randn(length, requires_grad=True) for length in lengths]
-    spent = interleaved({"floor": partial(floor, items), "serial": partial(serial, items)}, plan.repeats)
+    loops = {"floor": floor, "serial": serial, "copies": serial_over_copies}
+    spent = interleaved({name: partial(loop, items) for name, loop in loops.items()}, plan.repeats)
     row = "floor: CPU time of the caller that no pool can leave out, x * 2, forward and backward"
     for step, values in zip(STEPS, zip(*spent["floor"], strict=True), strict=True):
         yield median_figure(row, step, values, "us/item")
     yield median_figure(row, "all", list(map(sum, spent["floor"])), "us/item")
-    yield median_figure(row, "the serial loop", list(map(sum, spent["serial"])), "us/item")
+    own, copies = (list(map(sum, spent[name])) for name in ("serial", "copies"))
+    yield median_figure(row, "the serial loop", own, "us/item")
+    yield median_figure(row, "the serial loop over private copies", copies, "us/item")
+    yield median_figure(row, "the serial loop over that", ratios(own, copies), "x")
 
 
 def floor(items: Sequence[Tensor]) -> list[float]:
@@ -95,6 +100,14 @@ def serial(items: Sequence[Tensor]) -> list[float]:
     grads = [torch.ones_like(item) for item in items]
     watch = Watch(items)
     torch.autograd.backward([item * 2 for item in items], grads)
+    watch.lap()
+    return watch.laps
+
+
+def serial_over_copies(items: Sequence[Tensor]) -> list[float]:
+    grads = [torch.ones_like(item) for item in items]
+    watch = Watch(items)
+    torch.autograd.backward([item.clone() * 2 for item in items], grads)
     watch.lap()
     return watch.laps
 
