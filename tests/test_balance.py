@@ -101,3 +101,15 @@ def test_a_death_with_calls_called_off(pool: mpgrad.Pool, tmp_path: Path) -> Non
     items = [(number, 0.3 if number == 20 else 1e-3, str(tmp_path)) for number in range(100)]
     assert [number for number, _ in pool.map(deadly, items)] == list(range(100))
     assert pool.stats().deaths == 1
+
+
+def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Pool) -> None:
+    def sleeps(seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+    while len(fresh_pool.stats().workers) < 2:
+        fresh_pool.map(abs, range(8))
+    fresh_pool.map(sleeps, [0.01] * 8)  # so that it is known how long they take
+    pids = fresh_pool.map(sleeps, [0.5, 0.01, 0.01, 0.01])
+    assert pids.count(pids[0]) == 1
