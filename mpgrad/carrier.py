@@ -251,7 +251,7 @@ class Packer:
         self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
 
-    def let_ride(self, tensor: torch.Tensor, flags: int, riders: Riders) -> bool:
+    def _let_ride(self, tensor: torch.Tensor, flags: int, riders: Riders) -> bool:
         """Add a tensor to those that ride in a message; False where it has to go another way."""
         if tensor.layout is not torch.strided or not tensor.is_cpu:
             return False
@@ -272,7 +272,7 @@ class Packer:
             return None
         riders = Riders()
         for tensor, own in zip(present, flags, strict=True):
-            if not self.let_ride(tensor, own, riders):
+            if not self._let_ride(tensor, own, riders):
                 return None
         self.bytes_copied += riders.tensor_bytes
         return riders

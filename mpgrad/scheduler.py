@@ -68,9 +68,8 @@ from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 __all__ = ["Scheduler", "Settings"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us
+SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us; a call that takes longer is one by itself
 LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
-LONG_CALL = 1e-3  # seconds: of such calls each is a chunk, and the last ones wait in the parent
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
@@ -764,11 +763,16 @@ class Scheduler(ABC):
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
 
-        Long ones always, and of the others the last ones, one for each worker: what waits with a worker cannot be taken back.
+        Of calls that are chunks by themselves the long ones always, and of the others the last ones, one for each worker: the
+        first call of a chunk cannot be taken back.
         """
-        seconds = self._codes.seconds.get(operation.function.code, math.inf)
         is_last = len(operation.queue) <= self._settings.workers
-        return seconds > LONGEST_CHUNK or (is_last and seconds * operation.queue[0].items > LONG_CALL)
+        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONGEST_CHUNK)
+
+    def _seconds_of_next(self, operation: Operation) -> float:
+        """What its next call will take: by what such items took before, infinitely long where none was run yet."""
+        seconds = self._codes.seconds.get(operation.function.code, math.inf)
+        return seconds * operation.queue[0].items if operation.queue else seconds
 
     def _room(self, worker: Worker) -> float:
         """How many calls the worker may still be given before it is replaced."""
@@ -796,16 +800,12 @@ class Scheduler(ABC):
     def _chunk_size(self, operation: Operation) -> int:
         """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK.
 
-        Long calls go one by one: what is under way is to be no more than what hides the way to the parent and back.
+        Longer calls go one by one: what is under way is to be no more than what hides the way to the parent and back.
         """
         if operation.chunksize is not None:
             return operation.chunksize
-        seconds = self._codes.seconds.get(operation.function.code)
-        if seconds is None:
-            return 1  # never run before: find out what a call costs
-        if operation.queue:
-            seconds *= operation.queue[0].items
-        if seconds > LONG_CALL:
+        seconds = self._seconds_of_next(operation)
+        if seconds > SHORTEST_CHUNK:
             return 1
         share = math.ceil(len(operation.queue) / (CHUNKS_UNDER_WAY * self._settings.workers))
         shortest, longest = (max(1, int(limit / max(seconds, 1e-9))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))

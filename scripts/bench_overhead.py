@@ -287,9 +287,13 @@ class Plan:
 QUICK = Plan(1, 20, (1.0,), 0.02, (1,), 2, ("mpgrad",), 120)
 
 
+def tiny_items(count: int) -> list[Tensor]:
+    """The same lengths in every run."""
+    return [torch.randn(length) for length in random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=count)]
+
+
 def bench_tiny(pools: Pools, plan: Plan) -> list[Record]:
-    lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=plan.tiny_items)
-    items = [torch.randn(length) for length in lengths]
+    items = tiny_items(plan.tiny_items)
     print(f"\nx * 2 on {len(items)} items of {SHORTEST_ITEM} to {LONGEST_ITEM} floats, us an item")
     passes = {
         "forward, no gradients": pools.forward(doubled),

@@ -280,24 +280,15 @@ class Worker:
 
     def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed] | Riders:
         place, station = self._packer.place, self._station
+        pairs = zip(made.value.tensors, made.flags, strict=True)
         if station is not None:
-            pairs = zip(made.value.tensors, made.flags, strict=True)
             return [place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
-        if made.value.bundle and (riders := self._riders(made, stage)) is not None:
+        if made.value.bundle and (riders := self._packer.all_riding(made.value.tensors, made.flags)) is not None:
             return riders
-        pairs, placed = zip(made.value.tensors, made.flags, strict=True), list[Placed]()
+        placed: list[Placed] = []
         for stage.offset, (_, count) in enumerate(made.value.bundle or [(None, len(made.flags))]):
             placed += [place(*pair) for pair in itertools.islice(pairs, count)]
         return placed
-
-    def _riders(self, made: Made, stage: Stage) -> Riders | None:
-        """The results of a bundle, if all of them are small."""
-        riders, pairs = Riders(), zip(made.value.tensors, made.flags, strict=True)
-        for stage.offset, (_, count) in enumerate(made.value.bundle):
-            for tensor, flags in itertools.islice(pairs, count):
-                if not self._packer.let_ride(tensor, flags, riders):
-                    return None
-        return riders
 
     def _lend_ahead(
         self, message: Forward, call: ForwardCall, graph: Graph, losses: Sequence[torch.Tensor]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from bench_overhead import LONGEST_ITEM, SHORTEST_ITEM
+from bench_overhead import tiny_items
 from figures import Figure, interleaved, median_figure
 from losses import doubled
 from torch import Tensor
@@ -24,8 +23,7 @@ CALLS = 50  # in a chunk of calls that go one by one
 
 
 def bench_budget(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=2 * plan.tiny_items)
-    items = [torch.randn(length, requires_grad=True) for length in lengths]
+    items = [item.requires_grad_() for item in tiny_items(2 * plan.tiny_items)]
     ways = {"one by one": CALLS, "in bundles": None}
     spent = interleaved({name: partial(parts, pools.keep, items, chunksize) for name, chunksize in ways.items()}, plan.repeats)
     for name, rounds in spent.items():

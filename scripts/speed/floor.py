@@ -9,15 +9,15 @@ caller: the serial loop over private copies, so that what a call writes to is no
 from __future__ import annotations
 
 import ctypes
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from bench_overhead import LONGEST_ITEM, SHORTEST_ITEM
+from bench_overhead import Function, tiny_items
 from figures import Figure, interleaved, median_figure, ratios
+from losses import copied, doubled
 from torch import Tensor
 
 from speed.plan import Plan, Pools
@@ -51,9 +51,12 @@ class Gate(torch.autograd.Function):
 
 
 def bench_floor(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=plan.tiny_items)
-    items = [torch.randn(length, requires_grad=True) for length in lengths]
-    loops = {"floor": floor, "serial": serial, "copies": serial_over_copies}
+    items = [item.requires_grad_() for item in tiny_items(plan.tiny_items)]
+    loops: dict[str, Callable[[Sequence[Tensor]], list[float]]] = {
+        "floor": floor,
+        "serial": partial(serial, doubled),
+        "copies": partial(serial, lambda item: doubled(copied(item))),
+    }
     spent = interleaved({name: partial(loop, items) for name, loop in loops.items()}, plan.repeats)
     row = "floor: CPU time of the caller that no pool can leave out, x * 2, forward and backward"
     for step, values in zip(STEPS, zip(*spent["floor"], strict=True), strict=True):
@@ -96,18 +99,10 @@ def floor(items: Sequence[Tensor]) -> list[float]:
     return watch.laps
 
 
-def serial(items: Sequence[Tensor]) -> list[float]:
+def serial(function: Function, items: Sequence[Tensor]) -> list[float]:
     grads = [torch.ones_like(item) for item in items]
     watch = Watch(items)
-    torch.autograd.backward([item * 2 for item in items], grads)
-    watch.lap()
-    return watch.laps
-
-
-def serial_over_copies(items: Sequence[Tensor]) -> list[float]:
-    grads = [torch.ones_like(item) for item in items]
-    watch = Watch(items)
-    torch.autograd.backward([item.clone() * 2 for item in items], grads)
+    torch.autograd.backward(list(map(function, items)), grads)
     watch.lap()
     return watch.laps
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-import torch
 from bench_overhead import (
-    LONGEST_ITEM,
-    SHORTEST_ITEM,
     Contender,
     Function,
     Measured,
@@ -18,6 +14,7 @@ from bench_overhead import (
     forward,
     measured,
     serial,
+    tiny_items,
 )
 from bench_overhead import one_backward as backward_of_all
 from figures import Figure, median_figure, ratios
@@ -55,9 +52,8 @@ def bench_forward(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def tiny_figures(row: str, contenders: Sequence[Contender], plan: Plan, most: float) -> Iterator[Figure]:
-    lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=plan.tiny_items)
     contenders = [contender._replace(most_items=plan.tiny_items) for contender in contenders]
-    own, pool = measured(contenders, [torch.randn(length) for length in lengths], plan.repeats)
+    own, pool = measured(contenders, tiny_items(plan.tiny_items), plan.repeats)
     yield median_figure(row, "serial", microseconds(own), "us/item")
     yield median_figure(row, "pool", microseconds(pool), "us/item", ("<=", most))
 

@@ -33,7 +33,7 @@ started = time.monotonic()
 import torch
 imported = time.monotonic()
 import json, os, pathlib, sys
-import mpgrad, psutil
+import psutil
 from mpgrad import Pool  # the package imports what is asked for; the clock is for what it does then
 
 processes, further, options, seconds = json.loads(sys.argv[1])
