@@ -69,9 +69,8 @@ LARGEST_BATCH = 256
 BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
-BUNDLE_SECONDS = 2e-3  # of forward work in one bundle of cheap items, at most
+SHORTEST_BUNDLE, LONGEST_BUNDLE = 2e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
 MOST_BUNDLED = 32  # items: more win next to nothing, and a backward for one of them passes by all
-BUNDLES_PER_WORKER = 8  # at least, so that all end at about the same time
 
 
 class Pool:
@@ -687,8 +686,7 @@ class Pool:
         ran = self._scheduler.ran(operation.function.pickled)
         if ran is None:
             return None
-        share = total // (BUNDLES_PER_WORKER * self._processes)
-        return max(1, min(MOST_BUNDLED, int(BUNDLE_SECONDS / max(ran.forward, 1e-9)), share))
+        return bundle_size(ran.total, total, total - operation.conditions.first - operation.items, self._processes)
 
     def _map(
         self,
@@ -848,6 +846,13 @@ def start_scheduler(engine: str, settings: Settings, context: BaseContext | str 
     if engine == "inline":
         return InlineScheduler(settings)
     return Dispatcher(settings, ThreadLauncher() if engine in ("thread", "stream") else process_launcher(context))
+
+
+def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
+    """How many of the `left` ones of `total` items, of so many seconds each, go together; fewer towards the end."""
+    shortest, longest = (int(limit / max(seconds, 1e-9)) for limit in (SHORTEST_BUNDLE, LONGEST_BUNDLE))
+    share = max(left // (4 * workers), min(total // workers, shortest))
+    return max(1, min(MOST_BUNDLED, longest, share))
 
 
 def callable_of(function: object) -> Callable[..., Any]:

@@ -68,8 +68,8 @@ from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 __all__ = ["Scheduler", "Settings"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-SHORTEST_CHUNK = 1e-3  # seconds of work: a chunk costs the parent about 60 us; a call that takes longer is one by itself
-LONGEST_CHUNK = 50e-3  # seconds of work: how unevenly two workers may end, and how late a chunk's first result comes
+SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 10e-3  # seconds of work: a chunk costs the parent about 100 us
+LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
@@ -763,11 +763,10 @@ class Scheduler(ABC):
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
 
-        Of calls that are chunks by themselves the long ones always, and of the others the last ones, one for each worker: the
-        first call of a chunk cannot be taken back.
+        Long ones always, and of the others the last ones, one for each worker: what is under way is not always taken back.
         """
         is_last = len(operation.queue) <= self._settings.workers
-        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONGEST_CHUNK)
+        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONG_CALL)
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""
@@ -798,18 +797,13 @@ class Scheduler(ABC):
         return calls
 
     def _chunk_size(self, operation: Operation) -> int:
-        """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK.
-
-        Longer calls go one by one: what is under way is to be no more than what hides the way to the parent and back.
-        """
+        """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK."""
         if operation.chunksize is not None:
             return operation.chunksize
-        seconds = self._seconds_of_next(operation)
-        if seconds > SHORTEST_CHUNK:
-            return 1
-        share = math.ceil(len(operation.queue) / (CHUNKS_UNDER_WAY * self._settings.workers))
-        shortest, longest = (max(1, int(limit / max(seconds, 1e-9))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))
-        return min(max(share, shortest), longest, MOST_CALLS)
+        seconds = max(self._seconds_of_next(operation), 1e-9)
+        share = len(operation.queue) // (2 * CHUNKS_UNDER_WAY * self._settings.workers)
+        shortest, longest = (max(1, int(min(limit / seconds, MOST_CALLS))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))
+        return min(max(share, shortest), longest)
 
     def _next_chunk(self, worker: Worker) -> int:
         if not worker.under_way:

@@ -84,9 +84,10 @@ def transported(error: BaseException, subject: str) -> BaseException:
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
-        super().__init__(buffer, protocol=5, buffer_callback=self._stays_in_band)
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
+        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
+        super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
         self.claims = claims
         self._number: dict[int, int] = {}
 
@@ -126,13 +127,14 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
             return reduced
         return super().reducer_override(value)
 
-    def _stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        memory = buffer.raw()
-        if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
-            return True
-        # of memory that may not be written torch makes no tensors
-        self.buffers.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
-        return False
+
+def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    memory = buffer.raw()
+    if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
+        return True
+    # of memory that may not be written torch makes no tensors
+    taken_out.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
+    return False
 
 
 class TensorUnpickler(pickle.Unpickler):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mpgrad
+from mpgrad.pool import MOST_BUNDLED
 
 
 @pytest.fixture
@@ -32,21 +34,23 @@ def runs(folder: Path) -> list[int]:
     return [len((folder / name).read_text().split()) for name in sorted(os.listdir(folder), key=int)]
 
 
-def test_what_stands_behind_a_long_call_goes_to_others(pool: mpgrad.Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "most"), [(iter, 1), (list, 2 * MOST_BUNDLED)], ids=["one by one", "in bundles"])
+def test_what_stands_behind_a_long_call_goes_to_others(
+    source: Callable[[list[Any]], Iterable[Any]], most: int, pool: mpgrad.Pool, tmp_path: Path
+) -> None:
     """Cheap calls come first, so that chunks are large; then one of a chunk takes long."""
     for _ in range(3):
         pool.map(run, [(0, 0.0, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
-    items = [(number, 1.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(120)]
+    items = [(number, 1.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(400)]
     started = time.perf_counter()
-    found = pool.map(run, items)
+    found = pool.map(run, source(items))
     seconds = time.perf_counter() - started
-    assert [number for number, _ in found] == list(range(120))
-    assert runs(tmp_path) == [1] * 120  # each once
+    assert [number for number, _ in found] == list(range(400))
+    assert runs(tmp_path) == [1] * 400  # each once
     slow = found[40][1]
     behind = [pid for _, pid in found[41:]]
-    bundle = len(items) // 16
-    assert behind.count(slow) <= bundle + 3, seconds  # one that it may have begun, and what is shorter than a message
+    assert behind.count(slow) <= most + 3, seconds  # what it may have begun, and what is shorter than a message
 
 
 def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import mpgrad
 from mpgrad.autograd import result_edge
 from mpgrad.operations import Operation
+from mpgrad.pool import bundle_size
 
 Tensor = torch.Tensor
 
@@ -131,6 +133,89 @@ def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
             assert (one[0], one[2]) == (other[0], other[2]) and torch.equal(one[1], other[1])
         else:
             assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kinds", ["lv", "vl", "llv", "lf", "fl", "lp", "llllllllv", "le"])
+def test_losses_beside_others(pool: mpgrad.Pool, kinds: str) -> None:
+    """A graph that went with an item's loss is made again where another item of the bundle is no loss."""
+
+    def one(pair: tuple[int, Tensor]) -> Tensor:
+        number, x = pair
+        match kinds[number % len(kinds)]:
+            case "l":
+                return loss(x)
+            case "v":
+                return curve(x)
+            case "f":  # a fresh leaf
+                return torch.ones(2, dtype=x.dtype, requires_grad=True)
+            case "p":  # plain
+                return x.detach().sum()
+        return Clipped.apply(x).sum()
+
+    def found(loop: Loop) -> list[Tensor | None]:
+        xs = leaves()
+        results = loop(one, list(enumerate(xs)))
+        total = torch.stack([i * each.sum() for i, each in enumerate(results)]).sum()
+        return [*results, *torch.autograd.grad(total, [*xs, weight], allow_unused=True)]
+
+    for ours, right in zip(found(pool.map), found(serial), strict=True):
+        assert (ours is None) == (right is None)
+        if ours is not None and right is not None:
+            torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+
+
+class Clipped(torch.autograd.Function):
+    """What is linear forward, and not backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return (2 * grad).clamp(max=3)
+
+
+def test_an_eager_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
+    """So that the next one finds its memory in the cache, and never more than one is there."""
+
+    class Mark:
+        pass
+
+    marks: list[weakref.ref[Mark]] = []
+
+    def alive(x: Tensor) -> tuple[Tensor, int]:
+        there = sum(ref() is not None for ref in marks)
+        mark, y = Mark(), x.exp()
+        marks.append(weakref.ref(mark))
+        assert y.grad_fn is not None
+        y.grad_fn.metadata["mark"] = mark  # lives as long as the graph
+        return y.sum(), there
+
+    with mpgrad.Pool(1, graphs="eager") as pool:
+        eager = [there for _, there in pool.map(alive, leaves())]
+    with mpgrad.Pool(1, graphs="keep") as pool:
+        keep = [there for _, there in pool.map(alive, leaves())]
+    assert eager == [0] * 22 and keep == list(range(22))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "total", "sizes"),
+    [
+        (0.0, 1000, [32] * 32),
+        (100e-6, 256, [32, 28, 24, 21, 20, 20, 20, 20, 20, 20, 20, 20]),
+        (1e-3, 60, [7, 6, 5, 5, 4, 4, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
+        (9e-3, 18, [2, 2] + [1] * 14),
+        (30e-3, 4, [1] * 4),
+        (1e-6, 3, [1] * 3),
+    ],
+)
+def test_sizes_of_bundles(seconds: float, total: int, sizes: list[int]) -> None:
+    left, found = total, list[int]()
+    while left > 0:
+        found.append(bundle_size(seconds, total, left, workers=2))
+        left -= found[-1]
+    assert found == sizes
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])

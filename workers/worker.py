@@ -15,16 +15,15 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO, overload
 
 import cloudpickle
 import torch
+from mpgrad.workers.ahead import Ahead, are_precise, is_loss, may_go_ahead
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
-    APPLIED,
     CHECKPOINTS,
-    HOOKS,
     CaptureSums,
     Edge,
     Graph,
@@ -32,7 +31,6 @@ from mpgrad.workers.graphs import (
     Names,
     dress,
     edge_of,
-    is_linear,
     run_backward,
 )
 
@@ -42,7 +40,6 @@ from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
 from mpgrad.carrier import (
     DEVICE,
-    DTYPES,
     LEAF,
     PARAMETER,
     REQUIRES_GRAD,
@@ -93,17 +90,13 @@ from mpgrad.messages import (
     Try,
     Warned,
 )
-from mpgrad.modes import Modes, seed_item, under
+from mpgrad.modes import seed_item, under
 
 __all__ = ["Worker"]
 
 GARBAGE_BYTES = 64 << 20
 MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
-
-
-PRECISE = (torch.float32, torch.float64)
-PRECISE_NUMBERS = tuple(map(DTYPES.index, (*PRECISE, torch.complex64, torch.complex128)))
 
 
 class Function(NamedTuple):
@@ -124,21 +117,26 @@ class Stage:
         self.offset = 0  # of the item, in a bundle
 
 
-class Value(NamedTuple):
-    """What a call returned: its tensors, and how they go together; in a bundle, for each item."""
-
-    structure: Structure
-    tensors: list[torch.Tensor]
-    bundle: Sequence[tuple[Structure, int]] = ()
-
-
-class Made(NamedTuple):
+class Made:
     """What a call gave, and its graph, where one of the tensors needs gradients."""
 
-    value: Value
-    flags: list[int]
-    graph: Graph | None
-    may_be_more: bool  # than a multiplication: its backward, as far as that was noticed
+    def __init__(self) -> None:
+        self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
+        self.tensors: list[torch.Tensor] = []
+        self.flags: list[int] = []
+        self.graph: Graph | None = None
+
+    def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
+        self.shapes.append((shape, len(tensors)))
+        self.tensors += tensors
+        self.flags += flags
+
+    def add_graph(self, graph: Graph) -> None:
+        if self.graph is None:
+            self.graph = graph
+        else:
+            self.graph.outputs.extend(graph.outputs)
+            self.graph = self.graph._replace(whole=self.graph.whole or graph.whole)
 
 
 class Worker:
@@ -260,17 +258,19 @@ class Worker:
         stage = Stage()
         before = self._graphs.memory_in_use()
         try:
-            made = self._make(message, call, function, payload, stage)
+            ahead = None
+            if message.eager and may_go_ahead(call, message.modes, function.precise):
+                ahead = Ahead(call, CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None)
+            made = self._make(message, call, function, payload, stage, ahead)
             placed = self._place(made, call.origin, stage)
             graph = made.graph
             gradients = None
-            losses = losses_of(made, call, function, message.modes) if message.eager else None
-            if graph is not None and losses is not None:
-                gradients = self._lend_ahead(message, call, graph, losses)
+            if graph is not None and ahead is not None and ahead.has_begun:
+                gradients = self._lend_ahead(call.call, ahead, graph)
                 graph = None
-            shape, _, bundle = made.value
+            shape, bundle = (None, made.shapes) if call.bundle else (made.shapes[0][0], ())
             result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle)
-            del made, placed, losses
+            del made, placed, ahead
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
@@ -280,73 +280,70 @@ class Worker:
 
     def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed] | Riders:
         place, station = self._packer.place, self._station
-        pairs = zip(made.value.tensors, made.flags, strict=True)
+        pairs = zip(made.tensors, made.flags, strict=True)
         if station is not None:
             return [place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
-        if made.value.bundle and (riders := self._packer.all_riding(made.value.tensors, made.flags)) is not None:
+        if len(made.shapes) > 1 and (riders := self._packer.all_riding(made.tensors, made.flags)) is not None:
             return riders
         placed: list[Placed] = []
-        for stage.offset, (_, count) in enumerate(made.value.bundle or [(None, len(made.flags))]):
+        for stage.offset, (_, count) in enumerate(made.shapes):
             placed += [place(*pair) for pair in itertools.islice(pairs, count)]
         return placed
 
-    def _lend_ahead(
-        self, message: Forward, call: ForwardCall, graph: Graph, losses: Sequence[torch.Tensor]
-    ) -> Sequence[TensorRef | None] | None:
-        """The gradients of losses, while their graph is hot in the cache; None where they cannot be had."""
-        found: list[torch.Tensor | None] = []
-        sums = CaptureSums(len(graph.captures))
+    def _lend_ahead(self, call: int, ahead: Ahead, graph: Graph) -> Sequence[TensorRef | None] | None:
+        """The gradients of losses; None where not all could be had: the caller's backward makes the graph again."""
+        self._ahead_seconds += ahead.seconds
+        names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(ahead.found)]
         try:
-            started = time.perf_counter()
-            # one by one: what items of a bundle have in common, by way of the function, belongs to neither's gradient
-            for offset, (loss, own) in enumerate(zip(losses, own_inputs(call), strict=True)):
-                self._progress[Progress.OFFSET] = offset
-                single = graph._replace(outputs=graph.outputs[offset : offset + 1])
-                grads = run_backward(single, [torch.ones_like(loss)], own, bool(graph.captures), False, False, ())
-                if message.eager == Eager.SUMS and graph.captures:
-                    grads, of_captures = grads[: len(own)], grads[len(own) :]
-                    sums.add(of_captures)
-                found += grads
-            self._ahead_seconds += time.perf_counter() - started
-        except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
-            self._graphs.miss(call.call)
-            return None
-        finally:
-            self._progress[Progress.OFFSET] = -1
-        if sums.calls:
-            self._eager_sums.setdefault(message.function, CaptureSums(len(graph.captures))).add(sums.sums)
-        names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(found)]
-        return self._lend_all(found, names)
+            gradients = self._lend_all(ahead.found, names) if ahead.is_complete else None
+        except Exception:
+            gradients = None
+        if gradients is None:
+            self._graphs.miss(call)
+        elif ahead.sums is not None and ahead.sums.calls:
+            self._eager_sums.setdefault(graph.function, CaptureSums(len(graph.captures))).add(ahead.sums.sums)
+        return gradients
 
-    def _make(self, message: Forward | Rerun, call: ForwardCall, function: Function, payload: memoryview, stage: Stage) -> Made:
-        """Run a call; notes in `stage` how far it came."""
+    def _make(
+        self,
+        message: Forward | Rerun,
+        call: ForwardCall,
+        function: Function,
+        payload: memoryview,
+        stage: Stage,
+        ahead: Ahead | None = None,
+    ) -> Made:
+        """Run a call, the items of a bundle one after another; notes in `stage` how far it came."""
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, edges = self._inputs(refs, payload)
-        checkpoints, applied, hooks = CHECKPOINTS.count, APPLIED.count, HOOKS.count
-        if call.bundle:
-            value = self._call_each(message.seed, call, function, tensors, stage)
-        else:
-            value = self._call(message.seed, call.item, function, *arguments(call, tensors), stage)
-        whole = CHECKPOINTS.count != checkpoints
-        flags: list[int] = []
-        outputs: list[Edge] = []
-        places: list[int] = []
-        for tensor in value.tensors:
-            flag = flags_of(tensor)
-            if flag & REQUIRES_GRAD and (not flag & LEAF or any(tensor is each for each in (*tensors, *function.captures))):
-                flag &= ~LEAF  # a node of this graph; a leaf that `fn` made itself is a fresh leaf in the parent too
-                if not message.modes.inference:
-                    outputs.append(edge_of(tensor))
-                    if station is not None:
-                        places.append(code_of(tensor))
-            flags.append(flag)
-        graph = None
-        if outputs:
-            names = None if station is None else Names(places, names_of(call.tensors), function.names)
-            graph = Graph(message.function, outputs, edges, function.edges, whole, names)
-        may_be_more = APPLIED.count != applied or HOOKS.count != hooks
-        return Made(value, flags, graph, may_be_more)
+        made = Made()
+        rest = arguments_of_each(call, tensors)
+        for stage.offset in range(len(call.bundle) or 1):
+            stage.phase = "forward"
+            if call.bundle:
+                self._progress[Progress.OFFSET] = stage.offset
+            if ahead is not None:
+                ahead.watch()
+            checkpoints = CHECKPOINTS.count
+            args, kwargs = next(rest)
+            shape, found = self._call(message.seed, call.item + stage.offset, function, args, kwargs, stage)
+            flags = [flags_in_graph(tensor, tensors, function.captures) for tensor in found]
+            outputs = [tensor for tensor, own in zip(found, flags, strict=True) if own & REQUIRES_GRAD and not own & LEAF]
+            if outputs and not message.modes.inference:
+                names = None
+                if station is not None:
+                    names = Names(list(map(code_of, outputs)), names_of(call.tensors), function.names)
+                whole = CHECKPOINTS.count != checkpoints
+                graph = Graph(message.function, list(map(edge_of, outputs)), edges, function.edges, whole, names)
+                is_only_one = len(outputs) == 1 == sum(bool(own & REQUIRES_GRAD) for own in flags)
+                if ahead is not None and is_only_one and is_loss(outputs[0]) and ahead.take(stage.offset, graph, outputs[0]):
+                    # nothing holds the graph any more: the next one gets its memory, which is in the cache
+                    found, outputs = [tensor.detach() for tensor in found], []
+                made.add_graph(graph)
+            made.add(shape, found, flags)
+        self._progress[Progress.OFFSET] = -1
+        return made
 
     def _call(
         self,
@@ -356,7 +353,7 @@ class Worker:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         stage: Stage,
-    ) -> Value:
+    ) -> tuple[Structure, list[torch.Tensor]]:
         if seed is not None:
             own = seed_item(seed, item)
             if self._station is not None:
@@ -368,23 +365,7 @@ class Worker:
         shape, tensors = result_structure(value)
         for tensor in tensors:
             check_carriable(tensor, "the result", None, self._packer.kind)
-        return Value(shape, tensors)
-
-    def _call_each(
-        self, seed: int | None, call: ForwardCall, function: Function, tensors: list[torch.Tensor], stage: Stage
-    ) -> Value:
-        """The items of a bundle, one after another."""
-        rest, found, bundle = iter(tensors), list[torch.Tensor](), list[tuple[Structure, int]]()
-        for offset, (shape, count) in enumerate(call.bundle):
-            self._progress[Progress.OFFSET] = stage.offset = offset
-            stage.phase = "forward"
-            own = list(itertools.islice(rest, count))
-            args, kwargs = structure.loads(shape, own) if isinstance(shape, bytes) else (own, {})
-            value = self._call(seed, call.item + offset, function, args, kwargs, stage)
-            found += value.tensors
-            bundle.append((value.structure, len(value.tensors)))
-        self._progress[Progress.OFFSET] = -1
-        return Value(None, found, bundle)
+        return shape, tensors
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
         plain = self._views(refs, payload)
@@ -542,7 +523,7 @@ class Worker:
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
             versions = [tensor._version for tensor in captures]
-            precise = all(ref.dtype in PRECISE_NUMBERS for ref in message.captures if ref.flags & REQUIRES_GRAD)
+            precise = are_precise(message.captures)
             names = names_of(message.captures)
             function = Function(target, captures, edges, versions, message.gathers, names, precise)
             self._functions[message.function] = function
@@ -644,42 +625,14 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
     return tensor.requires_grad_(needs_grad)
 
 
-def losses_of(made: Made, call: ForwardCall, function: Function, modes: Modes) -> list[torch.Tensor] | None:
-    """What a backward may be run ahead of, one of each item: the gradient that will come is a number, to be multiplied with
-    afterwards.
-
-    Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
-    """
-    rest = iter(made.value.tensors)
-    losses = []
-    for count in [count for _, count in made.value.bundle] or [len(made.value.tensors)]:
-        needing = [tensor for tensor in itertools.islice(rest, count) if tensor.requires_grad]
-        if len(needing) != 1 or not is_loss(needing[0]):
-            return None
-        losses += needing
-    if modes.autocast or modes.anomaly or not function.precise:
-        return None
-    if made.graph is None or made.may_be_more or not (APPLIED.is_watching or is_linear(made.graph)):
-        return None
-    are_precise = all(ref.dtype in PRECISE_NUMBERS for ref in call.tensors if ref.flags & REQUIRES_GRAD)
-    return losses if are_precise else None
-
-
-def own_inputs(call: ForwardCall) -> list[range]:
-    """For each item, the numbers of its tensors among those of the call that need gradients."""
-    needing = [bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)]
+def arguments_of_each(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
+    """Of the call, or of each item of a bundle."""
+    rest = iter(tensors)
+    for shape, count in call.bundle:
+        own = list(itertools.islice(rest, count))
+        yield structure.loads(shape, own) if isinstance(shape, bytes) else (own, {})
     if not call.bundle:
-        return [range(sum(needing))]
-    found, start, rest = list[range](), 0, iter(needing)
-    for _, count in call.bundle:
-        end = start + sum(itertools.islice(rest, count))
-        found.append(range(start, end))
-        start = end
-    return found
-
-
-def is_loss(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and tensor.dtype in PRECISE and tensor.layout is torch.strided
+        yield arguments(call, tensors)
 
 
 def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -690,6 +643,14 @@ def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[
     claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
     args, kwargs = structure.loads(call.structure, tensors[:own], claimed)
     return args, kwargs
+
+
+def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+    flags = flags_of(tensor)
+    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
+        flags &= ~LEAF
+    return flags
 
 
 def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
