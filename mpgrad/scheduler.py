@@ -68,7 +68,7 @@ from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 __all__ = ["Scheduler", "Settings"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 10e-3  # seconds of work: a chunk costs the parent about 100 us
+SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work: a chunk costs the parent about 100 us
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up

@@ -42,12 +42,12 @@ def test_what_stands_behind_a_long_call_goes_to_others(
     for _ in range(3):
         pool.map(run, [(0, 0.0, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
-    items = [(number, 1.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(400)]
+    items = [(number, 1.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(240)]
     started = time.perf_counter()
     found = pool.map(run, source(items))
     seconds = time.perf_counter() - started
-    assert [number for number, _ in found] == list(range(400))
-    assert runs(tmp_path) == [1] * 400  # each once
+    assert [number for number, _ in found] == list(range(240))
+    assert runs(tmp_path) == [1] * 240  # each once
     slow = found[40][1]
     behind = [pid for _, pid in found[41:]]
     assert behind.count(slow) <= most + 3, seconds  # what it may have begun, and what is shorter than a message
