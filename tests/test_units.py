@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,20 @@ def test_pickles_without_tensors() -> None:
     assert [id(t) for t in tensors] == [id(a), id(b)] and len(pickled) < 100
     value = structure.loads(pickled, [b, a])
     assert value["x"][0] is b and value["x"][1][0] is a and value["x"][1][1] is b and value["n"] == 3
+
+
+@pytest.mark.parametrize("dumps", [structure.dumps, structure.dumps_arguments])
+def test_tensors_are_not_kept_by_what_pickled_them(dumps: Any) -> None:
+    numpy = pytest.importorskip("numpy")
+    tensor, array = torch.ones(3), numpy.ones(5000)  # out of band
+    refs = [weakref.ref(tensor), weakref.ref(array)]
+    gc.disable()  # a cycle would wait for it
+    try:
+        dumps({"tensor": tensor, "array": array})
+        del tensor, array
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_which_functions_reach_tensors() -> None:
