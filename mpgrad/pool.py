@@ -851,7 +851,7 @@ def start_scheduler(engine: str, settings: Settings, context: BaseContext | str 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
     """How many of the `left` ones of `total` items, of so many seconds each, go together; fewer towards the end."""
     shortest, longest = (int(limit / max(seconds, 1e-9)) for limit in (SHORTEST_BUNDLE, LONGEST_BUNDLE))
-    share = max(left // (2 * workers), min(total // workers, shortest))
+    share = max(left // (4 * workers), min(total // (4 * workers), shortest))
     return max(1, min(MOST_BUNDLED, longest, share))
 
 

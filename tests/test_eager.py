@@ -290,3 +290,16 @@ def test_random_losses(eager: mpgrad.Pool) -> None:
                 assert ours is theirs, seed
             else:
                 torch.testing.assert_close(ours, theirs, msg=str(seed))
+
+
+def test_sparse_gradients_do_not_share_memory_with_what_is_written_to(eager2: mpgrad.Pool) -> None:
+    table = torch.ones(4, 3, requires_grad=True)
+    kept: dict[str, torch.Tensor] = {}
+
+    def embedded(row: int) -> torch.Tensor:
+        rows = kept.setdefault("rows", torch.zeros(2, dtype=torch.long)).fill_(row)
+        return torch.nn.functional.embedding(rows, table, sparse=True).sum()
+
+    torch.stack(eager2.map(embedded, [0, 1, 2, 3] * 4, 1)).sum().backward()
+    assert table.grad is not None
+    assert table.grad.to_dense()[:, 0].tolist() == [8, 8, 8, 8]

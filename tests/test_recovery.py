@@ -185,7 +185,7 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
         return replies[-1]
 
     def after_a_massacre(*arguments: Any) -> Any:
-        if len(replies) == 8:
+        if len(replies) == 8 and not fresh_pool.stats().deaths:  # once: the sum of the other worker is asked for as well
             assert scheduler.wait_until(lambda: all(reply.arrived for reply in replies), timeout=10)
             kill_all(fresh_pool)
         return request(*arguments)
@@ -193,7 +193,7 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     monkeypatch.setattr(scheduler, "send_gradients", noted)
     monkeypatch.setattr(scheduler, "request_captures", after_a_massacre)
     sum(y.sum() for y in results).backward()
-    assert scheduler.wait_until(lambda: scheduler._deaths == 2, timeout=10)  # the second one may be noticed a little later
+    assert fresh_pool.stats().deaths == 2
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
     assert all(torch.equal(x.grad, torch.ones(4, dtype=torch.float64)) for x in xs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from mpgrad.workers.graphs import APPLIED, HOOKS, CaptureSums, Graph, is_linear, run_backward
@@ -17,53 +17,83 @@ from mpgrad.carrier import DTYPES, REQUIRES_GRAD, TensorRef, flags_in
 from mpgrad.messages import ForwardCall
 from mpgrad.modes import Modes
 
-__all__ = ["Ahead", "are_precise", "is_loss", "may_go_ahead"]
+__all__ = ["Ahead", "are_precise", "may_go_ahead"]
 
 PRECISE = (torch.float32, torch.float64)
 PRECISE_NUMBERS = tuple(map(DTYPES.index, (*PRECISE, torch.complex64, torch.complex128)))
 
 
 class Ahead:
-    """The gradients of a call's losses, one item after another."""
+    """The gradients of a call's losses, one item after another.
 
-    def __init__(self, call: ForwardCall, sums: CaptureSums | None) -> None:
+    `at_once`: each before the next item begins, so that the graph goes and its memory is used again. Should a later item turn
+    out to be no loss, the graphs of all have to be made again. Otherwise all forwards come first, and it is known then.
+    """
+
+    def __init__(self, call: ForwardCall, sums: CaptureSums | None, at_once: bool, note: Callable[[int], None]) -> None:
         self.found: list[torch.Tensor | None] = []
         self.sums = sums  # of the captures' gradients; None: these are among `found`
         self.seconds = 0.0
         self.has_begun = False  # so that the call's graph is not whole any more
         self._wanted = own_inputs(call)
-        self._items = 0  # that it was done for
-        self._noticed = noticed()
+        self._at_once = at_once
+        self._note = note  # which item it is at: a backward may be the end of the process
+        self._items = 0  # that were differentiated, from the first on
+        self._waiting: list[tuple[Graph, torch.Tensor]] = []  # with the loss, of the items behind them
 
     @property
     def is_complete(self) -> bool:
         return self._items == len(self._wanted)
 
-    def watch(self) -> None:
+    def begin(self) -> None:
         """An item begins: what it does to its backward, as far as that is noticed, makes it more than a multiplication."""
         self._noticed = noticed()
 
-    def take(self, item: int, graph: Graph, loss: torch.Tensor) -> bool:
-        """Run the backward of `item`, whose graph, with one output, is gone then; False where it has to be left.
-
-        By itself: what items of a bundle have in common, by way of the function, belongs to neither's gradient.
-        """
-        if item != self._items or noticed() != self._noticed or not (APPLIED.is_watching or is_linear(graph)):
+    def take(self, item: int, graph: Graph, tensors: Sequence[torch.Tensor]) -> bool:
+        """The item gave `tensors`. Returns whether its backward was run, so that its graph can go."""
+        loss = loss_of(tensors)
+        if loss is None or len(graph.outputs) != 1 or item != self._items + len(self._waiting):
             return False
+        if noticed() != self._noticed or not (APPLIED.is_watching or is_linear(graph)):
+            return False
+        if self._at_once:
+            return self._differentiate(graph, loss)
+        self._waiting.append((graph, loss))
+        return False
+
+    def end(self) -> None:
+        """All items have been run."""
+        if len(self._waiting) == len(self._wanted):
+            for graph, loss in self._waiting:
+                if not self._differentiate(graph, loss):
+                    break
+        self._waiting.clear()
+
+    def _differentiate(self, graph: Graph, loss: torch.Tensor) -> bool:
+        """By itself: what items of a bundle have in common, by way of the function, belongs to neither's gradient."""
         self.has_begun = True
-        own, started = self._wanted[item], time.perf_counter()
+        self._note(self._items)
+        own, started = self._wanted[self._items], time.perf_counter()
         try:
-            grads = run_backward(graph, [torch.ones_like(loss)], own, bool(graph.captures), False, False, ())
+            found = run_backward(graph, [torch.ones_like(loss)], own, bool(graph.captures), False, False, ())
+            grads = [each.clone() if each is not None and is_sparse(each) else each for each in found]
+            if self.sums is not None and graph.captures:
+                grads, of_captures = grads[: len(own)], grads[len(own) :]
+                self.sums.add(of_captures)
+        except KeyboardInterrupt:  # in the caller's own process
+            raise
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             return False
-        if self.sums is not None and graph.captures:
-            grads, of_captures = grads[: len(own)], grads[len(own) :]
-            self.sums.add(of_captures)
+        finally:
+            self.seconds += time.perf_counter() - started
         self.found += grads
         self._items += 1
-        graph.outputs.clear()
-        self.seconds += time.perf_counter() - started
         return True
+
+
+def is_sparse(grad: torch.Tensor) -> bool:
+    """Its indices may be a tensor that the function keeps, and writes to for the next item."""
+    return grad.layout is not torch.strided
 
 
 def noticed() -> tuple[int, int]:
@@ -82,8 +112,12 @@ def are_precise(refs: Sequence[TensorRef]) -> bool:
     return all(ref.dtype in PRECISE_NUMBERS for ref in refs if ref.flags & REQUIRES_GRAD)
 
 
-def is_loss(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and tensor.dtype in PRECISE and tensor.layout is torch.strided
+def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Of those that one item gave: the only one that needs a gradient, where it is a number."""
+    needing = [tensor for tensor in tensors if tensor.requires_grad]
+    if len(needing) != 1 or needing[0].numel() != 1 or needing[0].dtype not in PRECISE:
+        return None
+    return needing[0] if needing[0].layout is torch.strided else None
 
 
 def own_inputs(call: ForwardCall) -> Sequence[range]:

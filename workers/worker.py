@@ -7,6 +7,7 @@ Guarantees: every Forward, Backward and Collect is answered once, whatever the t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple, TextIO, overload
 
 import cloudpickle
 import torch
-from mpgrad.workers.ahead import Ahead, are_precise, is_loss, may_go_ahead
+from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
+    APPLIED,
     CHECKPOINTS,
     CaptureSums,
     Edge,
@@ -100,6 +102,7 @@ WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers
 
 
 class Function(NamedTuple):
+    code: int
     target: Callable[..., Any]
     captures: list[torch.Tensor]
     edges: list[Edge]  # of the captures that need gradients
@@ -133,10 +136,9 @@ class Made:
 
     def add_graph(self, graph: Graph) -> None:
         if self.graph is None:
-            self.graph = graph
-        else:
-            self.graph.outputs.extend(graph.outputs)
-            self.graph = self.graph._replace(whole=self.graph.whole or graph.whole)
+            self.graph = graph._replace(outputs=[])  # a list of our own
+        self.graph.outputs.extend(graph.outputs)
+        self.graph = self.graph._replace(whole=self.graph.whole or graph.whole)
 
 
 class Worker:
@@ -154,6 +156,7 @@ class Worker:
         self._graphs = GraphTable(graph_bytes)
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
         self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
+        self._gives_losses: dict[int, bool] = {}  # by code: whether it gave nothing else up to now
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._own_seconds = self._ahead_seconds = 0.0
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
@@ -254,19 +257,24 @@ class Worker:
         self._progress[Progress.POSITION] = position
         self._progress[Progress.CHUNK] = chunk
 
+    def _note_item(self, offset: int) -> None:
+        """Of a bundle: for who has to say which one a worker died of."""
+        self._progress[Progress.OFFSET] = offset
+
     def _run(self, message: Forward, call: ForwardCall, function: Function, payload: memoryview) -> Result | Failure:
         stage = Stage()
         before = self._graphs.memory_in_use()
         try:
             ahead = None
             if message.eager and may_go_ahead(call, message.modes, function.precise):
-                ahead = Ahead(call, CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None)
+                sums = CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None
+                ahead = Ahead(call, sums, self._gives_losses.get(function.code, False), self._note_item)
             made = self._make(message, call, function, payload, stage, ahead)
             placed = self._place(made, call.origin, stage)
             graph = made.graph
             gradients = None
             if graph is not None and ahead is not None and ahead.has_begun:
-                gradients = self._lend_ahead(call.call, ahead, graph)
+                gradients = self._lend_ahead(call.call, function.code, ahead, graph)
                 graph = None
             shape, bundle = (None, made.shapes) if call.bundle else (made.shapes[0][0], ())
             result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle)
@@ -290,14 +298,18 @@ class Worker:
             placed += [place(*pair) for pair in itertools.islice(pairs, count)]
         return placed
 
-    def _lend_ahead(self, call: int, ahead: Ahead, graph: Graph) -> Sequence[TensorRef | None] | None:
+    def _lend_ahead(self, call: int, code: int, ahead: Ahead, graph: Graph) -> Sequence[TensorRef | None] | None:
         """The gradients of losses; None where not all could be had: the caller's backward makes the graph again."""
         self._ahead_seconds += ahead.seconds
-        names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(ahead.found)]
-        try:
-            gradients = self._lend_all(ahead.found, names) if ahead.is_complete else None
-        except Exception:
-            gradients = None
+        gradients = None
+        if ahead.is_complete:
+            # not for engines in the caller's process, where a call that is run again may draw other random numbers
+            self._gives_losses.setdefault(code, APPLIED.is_watching)
+            names = None if graph.names is None else [*graph.names.inputs, *graph.names.captures][: len(ahead.found)]
+            with contextlib.suppress(Exception):  # no room for them: there may be for the result, which matters more
+                gradients = self._lend_all(ahead.found, names)
+        else:
+            self._gives_losses[code] = False
         if gradients is None:
             self._graphs.miss(call)
         elif ahead.sums is not None and ahead.sums.calls:
@@ -318,31 +330,32 @@ class Worker:
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, edges = self._inputs(refs, payload)
         made = Made()
-        rest = arguments_of_each(call, tensors)
-        for stage.offset in range(len(call.bundle) or 1):
+        for stage.offset, own in enumerate(each_item(call, tensors)):
             stage.phase = "forward"
             if call.bundle:
-                self._progress[Progress.OFFSET] = stage.offset
+                self._note_item(stage.offset)
             if ahead is not None:
-                ahead.watch()
+                ahead.begin()
             checkpoints = CHECKPOINTS.count
-            args, kwargs = next(rest)
+            args, kwargs = arguments(call, stage.offset, own)
             shape, found = self._call(message.seed, call.item + stage.offset, function, args, kwargs, stage)
             flags = [flags_in_graph(tensor, tensors, function.captures) for tensor in found]
-            outputs = [tensor for tensor, own in zip(found, flags, strict=True) if own & REQUIRES_GRAD and not own & LEAF]
+            outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
             if outputs and not message.modes.inference:
                 names = None
                 if station is not None:
                     names = Names(list(map(code_of, outputs)), names_of(call.tensors), function.names)
                 whole = CHECKPOINTS.count != checkpoints
                 graph = Graph(message.function, list(map(edge_of, outputs)), edges, function.edges, whole, names)
-                is_only_one = len(outputs) == 1 == sum(bool(own & REQUIRES_GRAD) for own in flags)
-                if ahead is not None and is_only_one and is_loss(outputs[0]) and ahead.take(stage.offset, graph, outputs[0]):
-                    # nothing holds the graph any more: the next one gets its memory, which is in the cache
+                if ahead is not None and ahead.take(stage.offset, graph, found):
+                    # nothing may hold the graph now: then the next one gets its memory, which is in the cache
+                    graph.outputs.clear()
                     found, outputs = [tensor.detach() for tensor in found], []
                 made.add_graph(graph)
             made.add(shape, found, flags)
-        self._progress[Progress.OFFSET] = -1
+        if ahead is not None:
+            ahead.end()
+        self._note_item(-1)
         return made
 
     def _call(
@@ -525,7 +538,7 @@ class Worker:
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
-            function = Function(target, captures, edges, versions, message.gathers, names, precise)
+            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
@@ -537,6 +550,7 @@ class Worker:
             self._eager_sums.pop(function, None)
         for code in message.codes:
             self._codes.pop(code, None)
+            self._gives_losses.pop(code, None)
         self._forgotten_bytes += message.nbytes
         if self._forgotten_bytes > GARBAGE_BYTES:  # a recursive function is a cycle, which would keep its captures for long
             self._forgotten_bytes = 0
@@ -625,23 +639,23 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
     return tensor.requires_grad_(needs_grad)
 
 
-def arguments_of_each(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
-    """Of the call, or of each item of a bundle."""
+def each_item(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors of the call, or of each item of a bundle."""
     rest = iter(tensors)
-    for shape, count in call.bundle:
-        own = list(itertools.islice(rest, count))
-        yield structure.loads(shape, own) if isinstance(shape, bytes) else (own, {})
+    for _, count in call.bundle:
+        yield list(itertools.islice(rest, count))
     if not call.bundle:
-        yield arguments(call, tensors)
+        yield tensors
 
 
-def arguments(call: ForwardCall, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-    if not isinstance(call.structure, bytes):
+def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+    shape = call.bundle[offset][0] if call.bundle else call.structure
+    if not isinstance(shape, bytes):
         return tensors, {}
     own = len(tensors) - sum(count for _, count in call.claimed)
     rest = iter(tensors[own:])
     claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
-    args, kwargs = structure.loads(call.structure, tensors[:own], claimed)
+    args, kwargs = structure.loads(shape, tensors[:own], claimed)
     return args, kwargs
 
 
