@@ -137,7 +137,7 @@ def test_results_of_any_structure(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("kinds", ["lv", "vl", "llv", "lf", "fl", "lp", "llllllllv", "le"])
 def test_losses_beside_others(pool: mpgrad.Pool, kinds: str) -> None:
-    """A graph that went with an item's loss is made again where another item of the bundle is no loss."""
+    """The bundle keeps its graph, unless all of its items are losses."""
 
     def one(pair: tuple[int, Tensor]) -> Tensor:
         number, x = pair
@@ -162,6 +162,34 @@ def test_losses_beside_others(pool: mpgrad.Pool, kinds: str) -> None:
         assert (ours is None) == (right is None)
         if ours is not None and right is not None:
             torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_that_went_with_a_loss_is_made_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """Up to then the function gave nothing but losses, so that each was differentiated before the next item began."""
+    runs = tmp_path / "runs"
+
+    def one(pair: tuple[bool, Tensor]) -> Tensor:
+        is_loss, x = pair
+        with open(runs, "a") as file:
+            file.write("x")
+        return loss(x) if is_loss else curve(x)
+
+    def found(loop: Loop, kinds: Sequence[bool]) -> list[Tensor]:
+        xs = leaves(len(kinds))
+        results = loop(one, list(zip(kinds, xs, strict=True)))
+        total = torch.stack([i * each.sum() for i, each in enumerate(results)]).sum()
+        return [*results, *torch.autograd.grad(total, [*xs, weight])]
+
+    mixed = [True, False] * SIZE
+    with mpgrad.Pool(1, graphs="eager") as pool:
+        pool.map(one, [(True, x) for x in leaves(2 * SIZE)])
+        # the first bundle that is mixed is run twice; from then on the forwards come first
+        for times in (3, 2):
+            runs.unlink()
+            ours = found(pool.map, mixed)
+            assert len(runs.read_text()) == times * SIZE
+            for one_of_ours, right in zip(ours, found(serial, mixed), strict=True):
+                torch.testing.assert_close(one_of_ours, right, rtol=1e-12, atol=1e-12)
 
 
 class Clipped(torch.autograd.Function):
