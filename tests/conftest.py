@@ -11,6 +11,7 @@ import gc
 import importlib
 import multiprocessing.resource_tracker
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -162,3 +163,11 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # who should reap an orphan is not our affair
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt: a shell has it ignored by what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

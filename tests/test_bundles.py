@@ -265,19 +265,15 @@ def end() -> None:
     raise StopIteration("no more")
 
 
-def test_an_interrupt_in_an_eager_backward_is_the_callers() -> None:
+def test_an_interrupt_in_an_eager_backward_is_the_callers(interruptible: None) -> None:
     def interrupting(x: Tensor) -> Tensor:
         y = x * 2
         assert y.grad_fn is not None
         y.grad_fn.register_prehook(lambda grads: signal.raise_signal(signal.SIGINT))  # type: ignore[arg-type,return-value]
         return y.sum()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with mpgrad.Pool(1, engine="inline", graphs="eager", inline="never") as pool, pytest.raises(KeyboardInterrupt):
-            pool.map(interrupting, leaves(8))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with mpgrad.Pool(1, engine="inline", graphs="eager", inline="never") as pool, pytest.raises(KeyboardInterrupt):
+        pool.map(interrupting, leaves(8))
 
 
 @pytest.mark.parametrize(
