@@ -54,7 +54,7 @@ from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.routing import Device, requested, worker_devices
-from mpgrad.scheduler import Scheduler, Settings
+from mpgrad.scheduler import Scheduler, Settings, guided_size
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
 
@@ -70,6 +70,7 @@ BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 2e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
+BUNDLES_PER_WORKER = 4  # at least, where there are items enough
 MOST_BUNDLED = 32  # items: more win next to nothing, and a backward for one of them passes by all
 
 
@@ -849,10 +850,9 @@ def start_scheduler(engine: str, settings: Settings, context: BaseContext | str 
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
-    """How many of the `left` ones of `total` items, of so many seconds each, go together; fewer towards the end."""
-    shortest, longest = (int(limit / max(seconds, 1e-9)) for limit in (SHORTEST_BUNDLE, LONGEST_BUNDLE))
-    share = max(left // (4 * workers), min(total // (4 * workers), shortest))
-    return max(1, min(MOST_BUNDLED, longest, share))
+    """How many of the `left` ones of `total` items, of so many seconds each, go together: so few that no worker has none."""
+    most = min(MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers))
+    return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
 
 
 def callable_of(function: object) -> Callable[..., Any]:

