@@ -21,11 +21,11 @@ Assumes: a `Home` that delivers. Nothing here knows processes or memory.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import threading
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -161,22 +161,20 @@ class Members:
 
     def __init__(self, outputs: Iterable[int], inputs: Iterable[int]) -> None:
         """`outputs` and `inputs` are how many each item has."""
-        self._outputs = list(itertools.accumulate(outputs, initial=0))  # where each item's begin, and all end
-        self._inputs = list(itertools.accumulate(inputs, initial=0))
+        self.of_output = owners(outputs)
+        self.of_input = owners(inputs)
 
     def of(self, item: int) -> Member:
-        return Member(range(*self._outputs[item : item + 2]), range(*self._inputs[item : item + 2]))
+        return Member(*(range(bisect_left(each, item), bisect_right(each, item)) for each in (self.of_output, self.of_input)))
 
-    def item_with_output(self, output: int) -> int:
-        return bisect.bisect_right(self._outputs, output) - 1
-
-    def item_with_input(self, number: int) -> int:
-        return bisect.bisect_right(self._inputs, number) - 1
-
-    def given(self, grads: Sequence[object]) -> list[int]:
+    def given(self, grads: Sequence[object]) -> dict[int, None]:
         """The items to whose results a gradient has come."""
-        outputs = [output for output, grad in enumerate(grads) if grad is not None]
-        return list(dict.fromkeys(map(self.item_with_output, outputs)))
+        return dict.fromkeys(itertools.compress(self.of_output, [grad is not None for grad in grads]))
+
+
+def owners(counts: Iterable[int]) -> list[int]:
+    """For each of many things, the item that it belongs to: so many belong to the first, so many to the second."""
+    return [item for item, count in enumerate(counts) for _ in range(count)]
 
 
 class RemoteGraph:
@@ -253,7 +251,7 @@ class RemoteGraph:
         if not isinstance(self.index, range) or self.members is None:
             return self.index
         items = self.members.given(grads)
-        return self.index[items[0]] if len(items) == 1 else self.index
+        return self.index[next(iter(items))] if len(items) == 1 else self.index
 
     def is_expected(self, task: int) -> bool:
         return self._derivatives is not None and task in self._derivatives
@@ -436,7 +434,8 @@ def wanted_of_bundle(
     """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
     if graph.members is None or not (gates and will_run(gates[0][0])):
         return ()
-    inputs = [number for item in graph.members.given(grads) for number in graph.members.of(item).inputs]
+    given = graph.members.given(grads)
+    inputs = [number for number, item in enumerate(graph.members.of_input) if item in given]
     if will_run(ROOT_EDGE.node):
         return tuple(inputs)
     leaves = edges_of_leaves(gates[0][0])
@@ -472,7 +471,7 @@ def item_of(node: Any, output: int) -> Member:
     graph: RemoteGraph = node.graph
     if graph.members is None:
         return Member(range(node.output_count), range(len(edges_of(node)[0])))
-    return graph.members.of(graph.members.item_with_output(output))
+    return graph.members.of(graph.members.of_output[output])
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:

@@ -251,29 +251,22 @@ class Packer:
         self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
 
-    def _let_ride(self, tensor: torch.Tensor, flags: int, riders: Riders) -> bool:
-        """Add a tensor to those that ride in a message; False where it has to go another way."""
-        if tensor.layout is not torch.strided or not tensor.is_cpu:
-            return False
-        if tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride():  # an expanded one travels as small as it is
-            return False
-        core, form, how = dense_core(tensor)
-        nbytes = core.numel() * core.element_size()
-        if nbytes > RIDE_BYTES:
-            return False
-        body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
-        riders.add(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, body, flags | how)
-        return True
-
     def all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
         """None where they are few, or one of them is missing or has to go another way."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        if not MANY <= len(present) == len(tensors):
+        if len(tensors) < MANY:
             return None
         riders = Riders()
-        for tensor, own in zip(present, flags, strict=True):
-            if not self._let_ride(tensor, own, riders):
+        for tensor, own in zip(tensors, flags, strict=True):
+            if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
                 return None
+            if tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride():  # an expanded one travels as small as it is
+                return None
+            core, form, how = dense_core(tensor)
+            nbytes = core.nbytes
+            if nbytes > RIDE_BYTES:
+                return None
+            body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+            riders.add(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, body, own | how)
         self.bytes_copied += riders.tensor_bytes
         return riders
 
@@ -488,39 +481,27 @@ def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) 
 class Riders:
     """Many small tensors made ready to send: they ride in the message. In columns, and their bytes one after another."""
 
-    __slots__ = ("_bodies", "_dtypes", "_flags", "_forms", "_places", "_shapes", "_sizes", "nbytes")
+    __slots__ = ("_bodies", "_rows", "nbytes", "tensor_bytes")
 
     def __init__(self) -> None:
-        self._dtypes: list[int] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._forms: list[Form] = []
-        self._places: list[int] = []  # -1 - offset
-        self._sizes: list[int] = []
-        self._flags: list[int] = []
+        self._rows: list[Row] = []  # whose places are those in a payload of their own
         self._bodies: list[bytes] = []
-        self.nbytes = 0
+        self.nbytes = self.tensor_bytes = 0
 
     def add(self, dtype: int, shape: tuple[int, ...], form: Form, body: bytes, flags: int) -> None:
         nbytes = len(body)
         rest = -nbytes % ALIGNMENT
-        self._dtypes.append(dtype)
-        self._shapes.append(shape)
-        self._forms.append(form)
-        self._places.append(-1 - self.nbytes)
-        self._sizes.append(nbytes)
-        self._flags.append(flags)
+        self._rows.append((dtype, shape, form, -1 - self.nbytes, nbytes, flags))
         self._bodies.append(body + PADDING[rest] if rest else body)
         self.nbytes += nbytes + rest
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(self._sizes)
+        self.tensor_bytes += nbytes
 
     def in_payload(self, start: int) -> tuple[Columns, bytes]:
         """References to them where the payload before them is `start` bytes long, and theirs."""
-        places = [place - start for place in self._places]
-        columns = Columns(self._dtypes, self._shapes, self._forms, places, self._sizes, self._flags)
-        return columns, b"".join(self._bodies)
+        columns = list(zip(*self._rows, strict=True))
+        if start:
+            columns[PLACE] = tuple([place - start for place in columns[PLACE]])
+        return Columns(*columns), b"".join(self._bodies)
 
 
 class Payload:

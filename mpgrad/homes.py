@@ -160,7 +160,7 @@ class ReadyGradients:
         """Likewise; and where some have been taken before."""
         if not self._taken.isdisjoint(order.wanted):
             return None
-        items = map(members.item_with_input, order.wanted)  # each has one output, its loss
+        items = [members.of_input[number] for number in order.wanted]  # each has one output, its loss
         wanted = [factor for item in items if (factor := factors[item]) is not None]
         reply = self._reply(order.wanted, wanted, order.keep)
         if reply is not None and not order.keep:
@@ -175,9 +175,9 @@ class ReadyGradients:
         for place, factor in zip(places, factors, strict=True):
             row = rows[place]
             grad = None if row is None else view(row, payload, borrow)
-            if not is_in_range(grad, factor):
+            if factor != 1 and not is_in_range(grad, factor):
                 return None
-            given.append(scaled(grad, factor, shared=keep))
+            given.append(grad if factor == 1 and not keep else scaled(grad, factor, shared=keep))
         return ReadyReply(given)
 
     def _borrow(self, ref: TensorRef) -> Any:
@@ -219,9 +219,13 @@ def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
         return None
     factors: list[float | None] = []
     for parts in grads:
-        if len(parts) > 1 or any(isinstance(part, Promise) for part in parts):
+        if not parts:
+            factors.append(None)
+            continue
+        part = parts[0]
+        if len(parts) > 1 or isinstance(part, Promise):
             return None
-        factors.append(float(parts[0]) if parts else None)  # type: ignore[arg-type]  # no promise
+        factors.append(float(part))
     return factors
 
 

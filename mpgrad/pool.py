@@ -69,7 +69,7 @@ LARGEST_BATCH = 256
 BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
-SHORTEST_BUNDLE, LONGEST_BUNDLE = 2e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
+SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
 BUNDLES_PER_WORKER = 4  # at least, where there are items enough
 MOST_BUNDLED = 32  # items: more win next to nothing, and a backward for one of them passes by all
 

@@ -933,8 +933,8 @@ def guided_size(seconds: float, left: int, workers: int, shortest: float, longes
     D. Kuck, IEEE Transactions on Computers, 1987.
     """
     share = left // (2 * CHUNKS_UNDER_WAY * workers)
-    least, most = (int(limit / max(seconds, 1e-9)) for limit in (shortest, longest))
-    return max(1, min(max(share, least), most))
+    least, most = (limit / max(seconds, 1e-9) for limit in (shortest, longest))
+    return max(1, min(max(share, math.ceil(least)), int(most)))
 
 
 def working_directory() -> str | None:

@@ -58,7 +58,7 @@ class Ahead:
             return False
         if self._at_once:
             return self._differentiate(graph, loss)
-        self._waiting.append((graph, loss))
+        self._waiting.append((graph._replace(outputs=list(graph.outputs)), loss))  # that one goes on to grow
         return False
 
     def end(self) -> None:

@@ -136,9 +136,11 @@ class Made:
 
     def add_graph(self, graph: Graph) -> None:
         if self.graph is None:
-            self.graph = graph._replace(outputs=[])  # a list of our own
+            self.graph = graph
+            return
         self.graph.outputs.extend(graph.outputs)
-        self.graph = self.graph._replace(whole=self.graph.whole or graph.whole)
+        if graph.whole and not self.graph.whole:
+            self.graph = self.graph._replace(whole=True)
 
 
 class Worker:
@@ -350,7 +352,8 @@ class Worker:
                 if ahead is not None and ahead.take(stage.offset, graph, found):
                     # nothing may hold the graph now: then the next one gets its memory, which is in the cache
                     graph.outputs.clear()
-                    found, outputs = [tensor.detach() for tensor in found], []
+                    outputs.clear()
+                    found = [tensor.detach() for tensor in found]
                 made.add_graph(graph)
             made.add(shape, found, flags)
         if ahead is not None:
