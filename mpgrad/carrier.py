@@ -516,17 +516,19 @@ class Payload:
         return TensorRef(dtype, shape, form, address if body is None else self._append(body), nbytes, flags)
 
     @overload
-    def add_all(self, placed: Sequence[Placed]) -> Sequence[TensorRef]: ...
+    def add_all(self, placed: Sequence[Placed] | Riders) -> Sequence[TensorRef]: ...
     @overload
-    def add_all(self, placed: Sequence[Placed | None]) -> Sequence[TensorRef | None]: ...
-    def add_all(self, placed: Sequence[Placed | None]) -> Sequence[TensorRef | None]:
+    def add_all(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]: ...
+    def add_all(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]:
+        if isinstance(placed, Riders):
+            return self._add_riders(placed)
         if len(placed) < MANY or None in placed:
             return [None if each is None else self.add(each) for each in placed]
         dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*placed, strict=True)
         places = [where if body is None else self._append(body) for where, body in zip(addresses, bodies, strict=True)]
         return Columns(dtypes, shapes, forms, places, sizes, flags)
 
-    def add_riders(self, riders: Riders) -> Columns:
+    def _add_riders(self, riders: Riders) -> Columns:
         refs, body = riders.in_payload(self.nbytes)
         self.parts.append(body)
         self.nbytes += riders.nbytes

@@ -300,15 +300,12 @@ class Worker:
             self.lend(slot.address, slot)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        tensors = self._pack(call.placed, payload) if call.riders is None else payload.add_riders(call.riders)
+        tensors = self._pack(call.placed, payload)
         return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
-        if isinstance(what.grads, Riders):
-            grads: Sequence[TensorRef] = payload.add_riders(what.grads)
-        else:
-            grads = self._pack([part for part in what.grads if isinstance(part, Placed)], payload)
+        grads = what.grads if isinstance(what.grads, Riders) else [part for part in what.grads if isinstance(part, Placed)]
         return BackwardCall(
             what.graph.call,
             order.task,
@@ -318,7 +315,7 @@ class Worker:
             order.apart,
             order.levels,
             what.number,
-            grads,
+            self._pack(grads, payload),
             what.parts,
             before,
         )
@@ -346,8 +343,8 @@ class Worker:
         self._define(function, messages)
         return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload))]
 
-    def _pack(self, placed: Sequence[Placed], payload: Payload) -> Sequence[TensorRef]:
-        for each in placed:
+    def _pack(self, placed: Sequence[Placed] | Riders, payload: Payload) -> Sequence[TensorRef]:
+        for each in () if isinstance(placed, Riders) else placed:
             if each.holder is not None:
                 self.lend(each.address, each.holder)
         return payload.add_all(placed)

@@ -96,6 +96,7 @@ class Dependents:
 def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
     """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come there."""
     refs = outcome.result.tensors
+    assert not isinstance(call.placed, Riders)
     if outcome.graph is None:  # then only leaves need gradients
         refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
     if packer is None:

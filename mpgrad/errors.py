@@ -12,6 +12,8 @@ import warnings
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import cloudpickle
+
 __all__ = [
     "AncestorFailedError",
     "CallTimeoutError",
@@ -23,6 +25,7 @@ __all__ = [
     "WorkerDiedError",
     "add_note",
     "ancestor_failed",
+    "carried",
     "raised_again",
     "warned_again",
 ]
@@ -132,6 +135,35 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def carried(error: BaseException) -> bytes:
+    """The pickle of a task's exception; of its type and text only, where it cannot be carried."""
+    for form in (error, Rebuilt(error), RemoteError(f"{type(error).__qualname__}: {error}")):
+        try:
+            pickled: bytes = cloudpickle.dumps(form)
+            if isinstance(pickle.loads(pickled), BaseException):
+                return pickled
+        except BaseException:  # its own code runs here, and may do anything; the next form has less of it
+            continue
+    raise InternalError("a RemoteError could not be pickled")
+
+
+class Rebuilt:
+    """Pickles as an exception made without its __init__, which may take other arguments than its `args`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (type(self._error), self._error.args, vars(self._error))
+
+
+def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error
 
 
 def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int) -> BaseException:

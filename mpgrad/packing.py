@@ -122,7 +122,6 @@ class PackedCall:
         "leaves",
         "origin",
         "placed",
-        "riders",
         "route",
         "start",
         "structure",
@@ -131,14 +130,13 @@ class PackedCall:
 
     conditions: Conditions
 
-    def __init__(self, index: int, shape: Structure, placed: list[Placed], claims: Sequence[Any] = ()) -> None:
+    def __init__(self, index: int, shape: Structure, placed: list[Placed] | Riders, claims: Sequence[Any] = ()) -> None:
         self.index = index
         self.start = index  # the number of its first item in the operation
         self.bundle: Sequence[tuple[Structure, int]] = ()  # the structure and number of tensors of each item's arguments
         self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
         self.structure = shape
-        self.placed = placed
-        self.riders: Riders | None = None  # instead, in a bundle
+        self.placed: list[Placed] | Riders = placed
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
         self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
@@ -160,13 +158,14 @@ class PackedCall:
 
     def forget_tensors(self) -> None:
         """The worker has them, and nobody will ask for them again."""
-        self.placed, self.riders = [], None
+        self.placed = []
 
     @property
     def message_bytes(self) -> int:
-        total = sum([len(each.body) for each in self.placed if each.body is not None])
-        if self.riders is not None:
-            total += self.riders.nbytes
+        if isinstance(self.placed, Riders):
+            total = self.placed.nbytes
+        else:
+            total = sum([len(each.body) for each in self.placed if each.body is not None])
         others = (*self.claimed, *self.bundle)
         for shape in (self.structure, *[shape for shape, _ in others]) if others else (self.structure,):
             if isinstance(shape, bytes):
@@ -251,12 +250,12 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         together += tensors
         bundle.append((shape, len(tensors)))
         leaves.append(needing)
-    call = PackedCall(index, None, [])
-    call.riders = packer.all_riding(together, list(map(flags_of, together)))
-    if call.riders is None:
-        call.placed = [packer.place(tensor, flags_of(tensor)) for tensor in together]
-        if any(isinstance(each.holder, Borrowed) for each in call.placed):  # one that is written to must not concern others
+    placed: list[Placed] | Riders | None = packer.all_riding(together, list(map(flags_of, together)))
+    if placed is None:
+        placed = [packer.place(tensor, flags_of(tensor)) for tensor in together]
+        if any(isinstance(each.holder, Borrowed) for each in placed):  # one that is written to must not concern others
             return None
+    call = PackedCall(index, None, placed)
     call.bundle, call.leaves = bundle, leaves
     needing = [leaf for each in leaves for leaf in each]
     if needing and grad:

@@ -131,6 +131,27 @@ def test_any_module_may_be_imported_first() -> None:
     assert parents <= {"mpgrad._torch", *(f"mpgrad.{each}" for each in BOTH_SIDES)}
 
 
+ODD_EXCEPTION = """
+import sys, mpgrad
+class Odd(Exception):
+    def __init__(self, first, second):
+        super().__init__("only one argument")
+def fn(item):
+    raise Odd(1, 2)
+with mpgrad.Pool(1) as pool:
+    try:
+        pool.map(fn, [1])
+    except Odd:
+        print(*[name for name in sys.modules if name.startswith("mpgrad.workers")])
+"""
+
+
+def test_the_parent_imports_nothing_of_the_workers_side() -> None:
+    """Nor does what comes from a worker name anything there: an exception that is put together again did."""
+    ended = subprocess.run([sys.executable, "-c", ODD_EXCEPTION], capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "\n")
+
+
 # --- the oracle itself
 
 

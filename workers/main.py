@@ -16,10 +16,11 @@ import sys
 import warnings
 
 import torch
+from mpgrad.workers.calls import failure
 from mpgrad.workers.devices import Station, station
 from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.streams import Outlet
-from mpgrad.workers.worker import Worker, failure
+from mpgrad.workers.worker import Worker
 
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop

@@ -13,15 +13,15 @@ import gc
 import itertools
 import pickle
 import time
-import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO, overload
 
 import cloudpickle
 import torch
 from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
+from mpgrad.workers.calls import Made, Stage, arguments, each_item, failure, flags_in_graph, result_structure
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
     APPLIED,
@@ -51,10 +51,8 @@ from mpgrad.carrier import (
     Placed,
     Riders,
     TensorRef,
-    are_distinct_tensors,
     check_carriable,
     flags_in,
-    flags_of,
     lent,
     renamed,
     rows_of,
@@ -62,7 +60,6 @@ from mpgrad.carrier import (
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
 from mpgrad.devices import code_of
-from mpgrad.errors import InternalError, RemoteError
 from mpgrad.messages import (
     Backward,
     BackwardCall,
@@ -110,37 +107,6 @@ class Function(NamedTuple):
     gathers: bool  # the tensors of its calls come to our device
     names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
-
-
-class Stage:
-    """How far a call has come, for its failure."""
-
-    def __init__(self) -> None:
-        self.phase = "forward"
-        self.offset = 0  # of the item, in a bundle
-
-
-class Made:
-    """What a call gave, and its graph, where one of the tensors needs gradients."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
-        self.tensors: list[torch.Tensor] = []
-        self.flags: list[int] = []
-        self.graph: Graph | None = None
-
-    def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
-        self.shapes.append((shape, len(tensors)))
-        self.tensors += tensors
-        self.flags += flags
-
-    def add_graph(self, graph: Graph) -> None:
-        if self.graph is None:
-            self.graph = graph
-            return
-        self.graph.outputs.extend(graph.outputs)
-        if graph.whole and not self.graph.whole:
-            self.graph = self.graph._replace(whole=True)
 
 
 class Worker:
@@ -576,9 +542,7 @@ class Worker:
     @overload
     def _lend(self, placed: Sequence[Placed | None]) -> Sequence[TensorRef | None]: ...
     def _lend(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]:
-        if isinstance(placed, Riders):
-            return self._payload.add_riders(placed)
-        for each in placed:
+        for each in () if isinstance(placed, Riders) else placed:
             if each is not None and isinstance(each.holder, Slot):
                 self._lend_slot(each.holder)
         return self._payload.add_all(placed)
@@ -640,72 +604,3 @@ def capture(ref: TensorRef, block: memoryview, borrow: Callable[[TensorRef], Any
     if ref.flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=needs_grad)
     return tensor.requires_grad_(needs_grad)
-
-
-def each_item(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors of the call, or of each item of a bundle."""
-    rest = iter(tensors)
-    for _, count in call.bundle:
-        yield list(itertools.islice(rest, count))
-    if not call.bundle:
-        yield tensors
-
-
-def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-    shape = call.bundle[offset][0] if call.bundle else call.structure
-    if not isinstance(shape, bytes):
-        return tensors, {}
-    own = len(tensors) - sum(count for _, count in call.claimed)
-    rest = iter(tensors[own:])
-    claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
-    args, kwargs = structure.loads(shape, tensors[:own], claimed)
-    return args, kwargs
-
-
-def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
-    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
-    flags = flags_of(tensor)
-    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
-        flags &= ~LEAF
-    return flags
-
-
-def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        return None, [value]
-    if type(value) is tuple and value and are_distinct_tensors(value):
-        return len(value), list(value)
-    try:
-        return structure.dumps(value)
-    except Exception as error:
-        raise structure.transported(error, "the result") from error
-
-
-def failure(error: BaseException, phase: str, offset: int = 0) -> Failure:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    for carried in (error, Rebuilt(error), RemoteError(f"{type(error).__qualname__}: {error}")):
-        try:
-            pickled = cloudpickle.dumps(carried)
-            if not isinstance(pickle.loads(pickled), BaseException):
-                continue
-        except BaseException:  # its own code runs here, and may do anything; the next form has less of it
-            continue
-        return Failure(pickled, text, phase, offset)
-    raise InternalError("a RemoteError could not be pickled")
-
-
-class Rebuilt:
-    """Pickles as an exception made without its __init__, which may take other arguments than its `args`."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> Any:
-        return rebuilt, (type(self._error), self._error.args, vars(self._error))
-
-
-def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(state)
-    return error

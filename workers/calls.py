@@ -1,0 +1,93 @@
+"""What a call is given, and what it gave or raised, between `mpgrad.messages` and what the function sees."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from mpgrad.workers.graphs import Graph
+
+from mpgrad import structure
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, are_distinct_tensors, flags_of
+from mpgrad.errors import carried
+from mpgrad.messages import Failure, ForwardCall, Structure
+
+__all__ = ["Made", "Stage", "arguments", "each_item", "failure", "flags_in_graph", "result_structure"]
+
+
+class Stage:
+    """How far a call has come, for its failure."""
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        self.offset = 0  # of the item, in a bundle
+
+
+class Made:
+    """What a call gave, and its graph, where one of the tensors needs gradients."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
+        self.tensors: list[torch.Tensor] = []
+        self.flags: list[int] = []
+        self.graph: Graph | None = None
+
+    def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
+        self.shapes.append((shape, len(tensors)))
+        self.tensors += tensors
+        self.flags += flags
+
+    def add_graph(self, graph: Graph) -> None:
+        if self.graph is None:
+            self.graph = graph
+            return
+        self.graph.outputs.extend(graph.outputs)
+        if graph.whole and not self.graph.whole:
+            self.graph = self.graph._replace(whole=True)
+
+
+def each_item(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors of the call, or of each item of a bundle."""
+    rest = iter(tensors)
+    for _, count in call.bundle:
+        yield list(itertools.islice(rest, count))
+    if not call.bundle:
+        yield tensors
+
+
+def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+    shape = call.bundle[offset][0] if call.bundle else call.structure
+    if not isinstance(shape, bytes):
+        return tensors, {}
+    own = len(tensors) - sum(count for _, count in call.claimed)
+    rest = iter(tensors[own:])
+    claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
+    args, kwargs = structure.loads(shape, tensors[:own], claimed)
+    return args, kwargs
+
+
+def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+    flags = flags_of(tensor)
+    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
+        flags &= ~LEAF
+    return flags
+
+
+def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return None, [value]
+    if type(value) is tuple and value and are_distinct_tensors(value):
+        return len(value), list(value)
+    try:
+        return structure.dumps(value)
+    except Exception as error:
+        raise structure.transported(error, "the result") from error
+
+
+def failure(error: BaseException, phase: str, offset: int = 0) -> Failure:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Failure(carried(error), text, phase, offset)
