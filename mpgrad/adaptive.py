@@ -22,88 +22,20 @@ import torch
 from mpgrad import structure
 from mpgrad._torch import SharedHooks, saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
-from mpgrad.codes import Ran
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.costs import Costs
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
 from mpgrad.operations import Operation
 from mpgrad.packing import Arguments, PickledFunction
 
-__all__ = ["AdaptiveMap", "Costs", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
+__all__ = ["AdaptiveMap", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
 
 HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
-DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
-SENT_SECONDS = 60e-6  # that a call takes beyond its own time where it is sent, until it is measured
-LATENCY = 200e-6  # seconds from the first call that is sent to its result
-LEAST_ALONE, MOST_ALONE = 0.6, 1.2  # times what it takes a worker, of a call that is run here; the first until it was tried
-MANY = 256  # calls of a map, from which its time says what sending takes
-MOST_FUNCTIONS = 128
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
 AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
-
-
-class Costs:
-    """What calls cost, by the pickle of their function: run in a worker, run here, and sent."""
-
-    def __init__(self, in_workers: Callable[[bytes], Ran | None]) -> None:
-        self._in_workers = in_workers
-        self._here: dict[bytes, float] = {}  # seconds of the forward; the last used at the end
-        self._sent_ever: dict[bytes, None] = {}
-        self._sending = SENT_SECONDS
-        self.calls_here = 0
-
-    def are_known(self, function: bytes) -> bool:
-        return self._in_workers(function) is not None or function in self._here
-
-    def are_unknown(self, function: bytes) -> bool:
-        """And worth knowing."""
-        return not self.are_known(function) and function not in self._sent_ever
-
-    def pays(self, function: bytes, workers: int, count: int | None) -> bool:
-        """Whether running `count` calls here, one after another, takes less time than sending them."""
-        here, ran = self._here.get(function), self._in_workers(function)
-        ran = Ran(here, 0.0) if ran is None and here is not None else ran
-        if ran is None or max(ran.total, here or 0.0) > DEAR or function in self._sent_ever:
-            return False
-        at_once = workers if count is None else max(1, min(workers, count))
-        gain = ran.total * times_alone(here, ran) - ran.total / at_once
-        return gain < self._sending + (0 if count is None else LATENCY / max(1, count))
-
-    def note_here(self, function: bytes, seconds: float, calls: int) -> None:
-        self.calls_here += calls
-        before = self._here.pop(function, None)
-        self._here[function] = seconds / calls if before is None else (before + seconds / calls) / 2
-        forget_first(self._here)
-
-    def note_sent(self, function: bytes, seconds: float, calls: int, workers: int) -> None:
-        """A whole map took so long."""
-        ran, here = self._in_workers(function), self._here.get(function)
-        if ran is not None and here is not None and here > ran.forward:  # perhaps only once, when the machine was busy
-            self._here[function] = (here + ran.forward) / 2
-        if calls >= MANY and ran is not None and ran.total < DEAR:
-            beyond = max(0.0, seconds / calls - ran.total / workers)
-            # up slowly: workers that are still being started, or other programs, are no reason to keep all calls here
-            self._sending += (beyond - self._sending) / 2 if beyond < self._sending else self._sending / 8
-
-    def send_ever_after(self, function: bytes) -> None:
-        self._sent_ever[function] = None
-        forget_first(self._sent_ever)
-
-
-def times_alone(here: float | None, ran: Ran) -> float:
-    """What a call takes here, over what it takes a worker: those that compute at once share caches, memory, perhaps cores."""
-    if here is None:  # not tried yet
-        return LEAST_ALONE
-    if not ran.forward:
-        return 1.0
-    return min(max(here / ran.forward, LEAST_ALONE), MOST_ALONE)
-
-
-def forget_first(functions: dict[bytes, Any]) -> None:
-    if len(functions) > MOST_FUNCTIONS:
-        del functions[next(iter(functions))]
 
 
 class Sender(Protocol):
@@ -170,10 +102,12 @@ class AdaptiveMap:
     def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
         """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
         pickled, captures, sharing = self._function
+        if sharing or self._costs.tries_sending(pickled, self._workers, count):
+            return [], calls
         results: list[Any] = []
         run, left = list[Arguments](), list[Arguments]()
         local: LocalFunction | None = None
-        while not sharing and self._costs.pays(pickled, self._workers, None if count is None else count - len(results)):
+        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results)):
             left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
             if not left:
                 break

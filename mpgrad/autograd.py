@@ -132,6 +132,11 @@ class Home(Protocol):
     timeout: float | None  # seconds for each call
 
     @property
+    def code(self) -> int:
+        """The number of the function's pickle."""
+        ...
+
+    @property
     def carrier(self) -> object:
         """By which graphs are reached: that of one pool."""
         ...

@@ -255,7 +255,7 @@ class Packer:
         """None where they are few, or one of them is missing or has to go another way."""
         if len(tensors) < MANY:
             return None
-        riders = Riders()
+        rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
                 return None
@@ -266,9 +266,13 @@ class Packer:
             if nbytes > RIDE_BYTES:
                 return None
             body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
-            riders.add(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, body, own | how)
-        self.bytes_copied += riders.tensor_bytes
-        return riders
+            rest = -nbytes % ALIGNMENT
+            rows.append((NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, -1 - offset, nbytes, own | how))
+            bodies.append(body + PADDING[rest] if rest else body)
+            offset += nbytes + rest
+            copied += nbytes
+        self.bytes_copied += copied
+        return Riders(rows, bodies)
 
     def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
         """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
@@ -481,27 +485,21 @@ def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) 
 class Riders:
     """Many small tensors made ready to send: they ride in the message. In columns, and their bytes one after another."""
 
-    __slots__ = ("_bodies", "_rows", "nbytes", "tensor_bytes")
+    __slots__ = ("_body", "_columns", "nbytes")
 
-    def __init__(self) -> None:
-        self._rows: list[Row] = []  # whose places are those in a payload of their own
-        self._bodies: list[bytes] = []
-        self.nbytes = self.tensor_bytes = 0
-
-    def add(self, dtype: int, shape: tuple[int, ...], form: Form, body: bytes, flags: int) -> None:
-        nbytes = len(body)
-        rest = -nbytes % ALIGNMENT
-        self._rows.append((dtype, shape, form, -1 - self.nbytes, nbytes, flags))
-        self._bodies.append(body + PADDING[rest] if rest else body)
-        self.nbytes += nbytes + rest
-        self.tensor_bytes += nbytes
+    def __init__(self, rows: Sequence[Row], bodies: Sequence[bytes]) -> None:
+        """`rows` have places in a payload of their own, in which `bodies` follow one another."""
+        self._columns = Columns(*zip(*rows, strict=True))
+        self._body = b"".join(bodies)
+        self.nbytes = len(self._body)
 
     def in_payload(self, start: int) -> tuple[Columns, bytes]:
         """References to them where the payload before them is `start` bytes long, and theirs."""
-        columns = list(zip(*self._rows, strict=True))
-        if start:
-            columns[PLACE] = tuple([place - start for place in columns[PLACE]])
-        return Columns(*columns), b"".join(self._bodies)
+        if start == 0:
+            return self._columns, self._body
+        columns = list(self._columns.columns)
+        columns[PLACE] = [place - start for place in columns[PLACE]]
+        return Columns(*columns), self._body
 
 
 class Payload:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpgrad.crew import Worker
+from mpgrad.crew import SentGradients, Worker
 from mpgrad.packing import SharedFunction
 
 __all__ = ["Codes", "Ran"]
@@ -16,13 +16,15 @@ MOST_BYTES = 64 << 20
 
 
 class Ran(NamedTuple):
-    """Seconds of the function itself in a worker."""
+    """Seconds that a call takes a worker, apart from our care for it."""
 
     forward: float
-    ahead: float  # of the backward, where that was run right after it
+    ahead: float = 0.0  # the backward, where that is run right after it
+    behind: float = 0.0  # the backward, where it comes later
 
     @property
     def total(self) -> float:
+        """Of the call as it is sent."""
         return self.forward + self.ahead
 
 
@@ -53,6 +55,16 @@ class Codes:
         """What a call of the function takes a worker; None before the first. Any thread may ask."""
         return self._ran.get(self._numbers.get(pickled, 0))
 
+    def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:
+        """What they took together; several functions' together say nothing of one."""
+        codes = {each.what.graph.home.code for each in sent}
+        ran = self._ran.get(next(iter(codes)))
+        if len(codes) > 1 or ran is None:
+            return
+        items = [each.what.items for each in sent]
+        mean = seconds / sum(len(each) if isinstance(each, range) else 1 for each in items)
+        self._ran[codes.pop()] = ran._replace(behind=(ran.behind + mean) / 2 if ran.behind else mean)
+
     def note_seconds(self, function: SharedFunction, mean: float, ran: Ran) -> None:
         """The first time in each worker does not count for long: caches are cold, and modules are imported."""
         code = function.code
@@ -61,4 +73,5 @@ class Codes:
             before = self._ran[code]
             mean = (self.seconds[code] + mean) / 2
             ran = Ran((before.forward + ran.forward) / 2, (before.ahead + ran.ahead) / 2)
-        self.seconds[code], self._ran[code] = mean, ran
+        behind = self._ran[code].behind if code in self._ran else 0.0
+        self.seconds[code], self._ran[code] = mean, ran._replace(behind=behind)

@@ -175,9 +175,9 @@ class ReadyGradients:
         for place, factor in zip(places, factors, strict=True):
             row = rows[place]
             grad = None if row is None else view(row, payload, borrow)
-            if factor != 1 and not is_in_range(grad, factor):
+            if not is_in_range(grad, factor):
                 return None
-            given.append(grad if factor == 1 and not keep else scaled(grad, factor, shared=keep))
+            given.append(scaled(grad, factor, shared=keep))
         return ReadyReply(given)
 
     def _borrow(self, ref: TensorRef) -> Any:
@@ -281,6 +281,10 @@ class OperationHome:
         self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
         self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
         self._eager_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
+
+    @property
+    def code(self) -> int:
+        return self._function.code
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         worker = graph.worker

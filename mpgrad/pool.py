@@ -25,10 +25,11 @@ import cloudpickle
 import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
-from mpgrad.adaptive import AdaptiveMap, Costs, is_at_rest, may_run_here
+from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
 from mpgrad.autograd import capture_gate
 from mpgrad.carrier import Packer
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.costs import Costs
 from mpgrad.cpus import usable_cpus
 from mpgrad.dispatcher import Dispatcher
 from mpgrad.functional import may_be_followed, run_followed
@@ -279,7 +280,8 @@ class Pool:
     ) -> AsyncResult:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
         operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
-        return self._run_async(operation, (((item,), {}) for item in iterable), callback, error_callback)
+        total = length(iterable) if self._goes_in_bundles(iterable, chunksize, timeout, on_error) else None
+        return self._run_async(operation, (((item,), {}) for item in iterable), callback, error_callback, total=total)
 
     @not_compiled
     def starmap_async(
@@ -296,7 +298,8 @@ class Pool:
     ) -> AsyncResult:
         """`starmap` that returns at once."""
         operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
-        return self._run_async(operation, ((tuple(args), {}) for args in iterable), callback, error_callback)
+        total = length(iterable) if self._goes_in_bundles(iterable, chunksize, timeout, on_error) else None
+        return self._run_async(operation, ((tuple(args), {}) for args in iterable), callback, error_callback, total=total)
 
     @not_compiled
     def apply_async(
@@ -701,10 +704,25 @@ class Pool:
         device: Device | None,
     ) -> list[Any]:
         """`calls` are made of the items of `source`, one of each."""
-        total, at_rest = length(source), is_at_rest(source)
+        bundles = progress is False and self._goes_in_bundles(source, chunksize, timeout, on_error)
         return self._run(
-            function, calls, total, chunksize, progress, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest
+            function,
+            calls,
+            length(source),
+            chunksize,
+            progress,
+            timeout=timeout,
+            on_error=on_error,
+            device=device,
+            at_rest=is_at_rest(source),
+            bundles=bundles,
         )
+
+    def _goes_in_bundles(self, source: Iterable[Any], chunksize: int | None, timeout: float | None, on_error: str) -> bool:
+        """Whether several items of a map over `source` may go as one call: nothing is asked of each of them."""
+        if not self._may_bundle or torch.are_deterministic_algorithms_enabled():
+            return False
+        return is_at_rest(source) and chunksize is None and timeout is None and on_error == "raise"
 
     def _run(
         self,
@@ -720,8 +738,9 @@ class Pool:
         on_error: str = "raise",
         device: Device | None = None,
         at_rest: bool = False,
+        bundles: bool = False,
     ) -> list[Any]:
-        """`at_rest`: the calls are there already, so that cheap ones may run in the caller's thread."""
+        """`at_rest`: the calls are there already, and cheap ones may run in the caller's thread; `bundles`: or go together."""
         if modes is None and may_be_followed():
             check_untraced()
             if on_error == "return":
@@ -734,8 +753,6 @@ class Pool:
             if results is not None:
                 return results
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
-        bundles = at_rest and plain and on_error == "raise" and modes is None and self._may_bundle
-        bundles = bundles and not torch.are_deterministic_algorithms_enabled()
         if at_rest and plain and self._may_stay and may_run_here():
             return self._run_adaptively(function, calls, total, on_error, device, bundles)
         operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
@@ -794,9 +811,11 @@ class Pool:
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         fetch: Callable[[Operation], Any] = Operation.values,
+        total: int | None = None,
     ) -> AsyncResult:
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self._uncollected)
-        self._add_all(operation, calls, borrow=False)
+        with collector_held():
+            self._add_all(operation, calls, borrow=False, total=total)
         return result
 
     def results_of(

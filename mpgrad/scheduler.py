@@ -853,7 +853,9 @@ class Scheduler(ABC):
                 case Results():
                     self._receive_results(worker, message, frame.payload)
                 case Gradients():
-                    self._answers.gradients(worker, self._answered(worker, message.chunk), message, frame.payload)
+                    chunk = self._answered(worker, message.chunk)
+                    self._codes.note_backwards(chunk.gradients, message.seconds)
+                    self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():
                     self._answers.collected(worker, self._answered(worker, message.chunk), message, frame.payload)
                 case NewSlab() if message.handle is not None and self._crossing is not None:

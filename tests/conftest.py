@@ -23,7 +23,7 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.adaptive import Costs
+from mpgrad.costs import Costs
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad import packing
 from mpgrad.autograd import result_edge
 from mpgrad.operations import Operation
 from mpgrad.pool import bundle_size
@@ -101,6 +102,56 @@ COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "some": lambda found: torch.stack([each.sum() for each in found[3:11:3]]).sum(),
     "one": lambda found: found[9].sum() * 3,
 }
+
+
+def in_the_background(pool: mpgrad.Pool) -> Loop:
+    return lambda function, xs: pool.map_async(function, xs).get()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("function", [loss, curve])
+def test_maps_in_the_background(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+    def found(loop: Loop) -> list[Tensor]:
+        xs = leaves()
+        results = loop(function, xs)
+        return [*results, *torch.autograd.grad(COMBINATIONS["sum"](results), xs)]
+
+    right = found(serial)
+    assert all(map(torch.equal, found(in_the_background(pool)), right))
+    assert all(map(torch.equal, found(lambda f, xs: pool.starmap_async(f, [(x,) for x in xs]).get()), right))
+
+
+def test_a_map_in_the_background_goes_in_bundles(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+
+    def pack_bundle(packer: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
+        packed.append(len(calls))
+        return packing.pack_bundle(packer, index, calls, *others)
+
+    monkeypatch.setattr("mpgrad.pool.pack_bundle", pack_bundle)
+    xs = leaves()
+    result = pool2.map_async(loss, xs)
+    with torch.no_grad():
+        for x in xs:
+            x.fill_(7)  # the workers have copies
+    assert all(map(torch.equal, result.get(), serial(loss, leaves())))
+    assert packed == [SIZE, SIZE, 22 - 2 * SIZE]
+    pool2.map_async(loss, xs, chunksize=1).wait()
+    pool2.map_async(loss, iter(x * 1 for x in xs)).wait()
+    assert len(packed) == 3
+
+
+def test_a_failure_in_the_background(pool: mpgrad.Pool) -> None:
+    def fails(x: Tensor) -> Tensor:
+        if x[-1] > 10:
+            raise ZeroDivisionError("on purpose")
+        return x.sum()
+
+    told: list[BaseException] = []
+    result = pool.map_async(fails, leaves(), error_callback=told.append)
+    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+        result.get()
+    assert caught.value.__notes__[0].startswith("raised in item 10, ") and told == [caught.value]
+    assert torch.equal(pool.map_async(loss, leaves()).get()[-1], loss(leaves()[-1]))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)

@@ -9,7 +9,7 @@ import torch
 
 import mpgrad
 from mpgrad import per_item_grad
-from mpgrad.adaptive import Costs
+from mpgrad.costs import Costs
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -126,7 +126,7 @@ class Worker:
         self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
         self._gives_losses: dict[int, bool] = {}  # by code: whether it gave nothing else up to now
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
-        self._own_seconds = self._ahead_seconds = 0.0
+        self._own_seconds = self._ahead_seconds = self._engine_seconds = 0.0
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
         self._progress = self._progress_slot.memory.cast("q")
@@ -377,6 +377,7 @@ class Worker:
     def _backward(self, message: Backward, payload: memoryview) -> Message:
         outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
         station = self._station
+        self._engine_seconds = 0.0
         with under(message.modes):
             for position, call in enumerate(message.calls):
                 steps = deque([*call.before, call])
@@ -396,7 +397,8 @@ class Worker:
                 for step in steps:
                     self._give_back_unread(step)
                 self._graphs.trim()
-        return Gradients(message.chunk, outcomes, self._warnings(), self._graphs.take_dropped(), self._graphs.nbytes)
+        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
+        return Gradients(message.chunk, outcomes, self._engine_seconds, self._warnings(), dropped, nbytes)
 
     def _step(self, step: Rerun | Rederive | BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
         """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
@@ -442,7 +444,9 @@ class Worker:
         incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
         rest = iter(incoming)
         grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
+        started = time.perf_counter()
         gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
+        self._engine_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
             sums = self._sums.setdefault(graph.function, {})
