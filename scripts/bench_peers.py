@@ -137,28 +137,27 @@ def started_hosts(names: Sequence[str], processes: int, folder: Path) -> Iterato
         yield hosts
 
 
-def bench(names: Sequence[str], plan: Plan, processes: int) -> list[Figure]:
-    figures: list[Figure] = []
+def bench(names: Sequence[str], plan: Plan, processes: int) -> Iterator[Figure]:
+    """The figures as they come: whatever ends the run, those are there."""
 
-    def add(found: Iterator[Figure], show: Callable[[Sequence[Figure]], None] = print_figures) -> None:
-        more = list(found)
-        show(more)
-        figures.extend(more)
+    def shown(found: Iterator[Figure], show: Callable[[Sequence[Figure]], None] = print_figures) -> Sequence[Figure]:
+        figures = list(found)
+        show(figures)
+        return figures
 
     with tempfile.TemporaryDirectory(prefix="peers_", ignore_cleanup_errors=True) as path:
         folder = Path(path)
         all_cases = list(cases(plan))
         with started_hosts(names, processes, folder) as hosts:
-            add(first_results(hosts, processes, folder, plan.starts))
+            yield from shown(first_results(hosts, processes, folder, plan.starts))
             for case in all_cases:
                 for host in hosts.values():
                     host.check(case)
             print(f"\nall {len(hosts)} systems give the serial loop's losses and gradients in all {len(all_cases)} cases")
             for case in all_cases:
-                add(case_figures(case, timed_case(case, hosts, plan.repeats)), print_case)
+                yield from shown(case_figures(case, timed_case(case, hosts, plan.repeats)), print_case)
             row = f"idle: CPU seconds a second, over {plan.idle_seconds:g} s"
-            add(Figure(row, name, host.idle_cpu(plan.idle_seconds), "s/s") for name, host in hosts.items())
-    return figures
+            yield from shown(Figure(row, name, host.idle_cpu(plan.idle_seconds), "s/s") for name, host in hosts.items())
 
 
 def draw(figures: Sequence[Figure], names: Sequence[str], grains: Sequence[float], file: Path) -> None:
@@ -218,16 +217,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  {name:30}{SYSTEMS[name].distribution} {version or 'is not installed: left out'}")
     random.seed(0)
     torch.set_num_threads(1)
+    figures: list[Figure] = []
+    status = 0
     try:
         with limited(plan.limit):
-            figures = bench(names, plan, options.processes)
+            figures.extend(bench(names, plan, options.processes))
     except (WrongResultError, HostError, TimeoutError) as error:
-        return fail(error)
+        status = fail(error)
+    if not figures:
+        return status
     report(options, around, figures, versions=versions, repeats=plan.repeats)
     if options.picture is not None:
         draw(figures, names, plan.grains_ms, options.picture)
         print(f"picture: {options.picture}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

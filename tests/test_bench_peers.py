@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_nothing_is_timed_where_one_is_wrong(script: Any, peers: Any, monkeypatc
     monkeypatch.setattr(script, "Host", Host)
     assert script.main(["--quick", "--systems", "serial"]) == 1
     assert calls == ["check", "WrongResultError"]
+
+
+def test_what_was_measured_is_kept(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def bench(*plan: Any) -> Iterator[Any]:
+        yield script.Figure("row", "serial", 1.0, "s")
+        raise script.HostError("joblib: it was killed")
+
+    monkeypatch.setattr(script, "bench", bench)
+    assert script.main(["--quick", "--systems", "serial", "--json", str(tmp_path / "part.json")]) == 1
+    (figure,) = json.loads((tmp_path / "part.json").read_text())["figures"]
+    assert (figure["row"], figure["name"], figure["value"]) == ("row", "serial", 1.0)
 
 
 def test_a_host_that_fails_says_why(peers: Any, small: Any) -> None:
