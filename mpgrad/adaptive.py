@@ -2,6 +2,7 @@
 
     cost not known ──► send the first few ──► known: cheap ──► run here, HERE_SECONDS at a time, for as long as it is
                                                      dear ──► send all                    └─► dear after all: send the rest
+                                                     cheap, but for long nothing was sent ──► send all, to see what that takes
 A worker sees copies of its own: of the function, of what it captures, of its arguments. So does a call here. What a worker
 would do differently nevertheless (draw from generators of its own, write to a capture, refuse a result, raise with the item's
 name) is noticed, and then all that ran here is forgotten and sent; the function is sent ever after.
@@ -102,12 +103,14 @@ class AdaptiveMap:
     def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
         """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
         pickled, captures, sharing = self._function
-        if sharing or self._costs.tries_sending(pickled, self._workers, count):
-            return [], calls
+        left = list(itertools.islice(calls, 1))
+        grads = torch.is_grad_enabled() and (any(each.requires_grad for each in captures) or may_need_gradients(left))
+        if sharing or self._costs.next_is_trial(pickled, self._workers, count, grads):
+            return [], itertools.chain(left, calls)
         results: list[Any] = []
-        run, left = list[Arguments](), list[Arguments]()
+        run = list[Arguments]()
         local: LocalFunction | None = None
-        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results)):
+        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results), grads):
             left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
             if not left:
                 break
@@ -136,6 +139,12 @@ class AdaptiveMap:
         if is_apart or not self._sent:
             self._sent.append(self._begin(first=first))
         self._add(self._sent[-1], itertools.chain(rest, calls), seal=True)
+
+
+def may_need_gradients(calls: Sequence[Arguments]) -> bool:
+    """What is no tensor may hold one."""
+    values = [value for args, kwargs in calls for value in (*args, *kwargs.values())]
+    return not all(isinstance(value, torch.Tensor) and not value.requires_grad for value in values)
 
 
 class UnusualError(Exception):

@@ -7,20 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpgrad.crew import SentGradients, Worker
+from mpgrad.messages import Results
 from mpgrad.packing import SharedFunction
 
 __all__ = ["Codes", "Ran"]
 
 MOST_CODES = 128  # for the next operation with the same function
 MOST_BYTES = 64 << 20
+MOST_REMEMBERED = 1024  # calls with graphs, of which is known what their backwards took; more count for ever less
 
 
 class Ran(NamedTuple):
-    """Seconds that a call takes a worker, apart from our care for it."""
+    """Seconds that a call takes a worker, apart from our care for it. A backward is one of a call that gave a graph."""
 
     forward: float
     ahead: float = 0.0  # the backward, where that is run right after it
-    behind: float = 0.0  # the backward, where it comes later
+    behind: float = 0.0  # the backwards that came later, over all such calls: for some perhaps none came
+    gave_graphs: bool = False  # so that what the backward takes is known
 
     @property
     def total(self) -> float:
@@ -36,6 +39,7 @@ class Codes:
         self.seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
         self._ran: dict[int, Ran] = {}  # of these, in the function
         self._measured: dict[int, int] = {}  # how often
+        self._behind: dict[int, tuple[float, float]] = {}  # calls that gave graphs, and seconds of their backwards
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
@@ -46,6 +50,7 @@ class Codes:
             self.seconds.pop(oldest, None)
             self._measured.pop(oldest, None)
             self._ran.pop(oldest, None)
+            self._behind.pop(oldest, None)
             for worker in self._workers.values():
                 if oldest in worker.codes:
                     worker.codes.discard(oldest)
@@ -55,23 +60,35 @@ class Codes:
         """What a call of the function takes a worker; None before the first. Any thread may ask."""
         return self._ran.get(self._numbers.get(pickled, 0))
 
+    def note_results(self, function: SharedFunction, message: Results, items: int, with_graphs: int) -> None:
+        """What `items` calls took, of which so many gave graphs.
+
+        The first time in each worker does not count for long: caches are cold, and modules are imported.
+        """
+        code = function.code
+        times = self._measured[code] = self._measured.get(code, 0) + 1
+        before, mean = self._ran.get(code), message.seconds / items
+        ahead = message.ahead_seconds / with_graphs if with_graphs else before.ahead if before else 0.0
+        ran = Ran(message.own_seconds / items, ahead)
+        if before is not None and times > len(self._workers) + 1:
+            mean = (self.seconds[code] + mean) / 2
+            ahead = (before.ahead + ran.ahead) / 2 if before.gave_graphs else ran.ahead
+            ran = Ran((before.forward + ran.forward) / 2, ahead)
+        self.seconds[code] = mean
+        self._note_behind(code, ran, with_graphs, 0.0)
+
     def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:
         """What they took together; several functions' together say nothing of one."""
         codes = {each.what.graph.home.code for each in sent}
-        ran = self._ran.get(next(iter(codes)))
-        if len(codes) > 1 or ran is None:
-            return
-        items = [each.what.items for each in sent]
-        mean = seconds / sum(len(each) if isinstance(each, range) else 1 for each in items)
-        self._ran[codes.pop()] = ran._replace(behind=(ran.behind + mean) / 2 if ran.behind else mean)
+        code = codes.pop()
+        if not codes and code in self._ran:
+            self._note_behind(code, self._ran[code], 0, seconds)
 
-    def note_seconds(self, function: SharedFunction, mean: float, ran: Ran) -> None:
-        """The first time in each worker does not count for long: caches are cold, and modules are imported."""
-        code = function.code
-        times = self._measured[code] = self._measured.get(code, 0) + 1
-        if times > len(self._workers) + 1:
-            before = self._ran[code]
-            mean = (self.seconds[code] + mean) / 2
-            ran = Ran((before.forward + ran.forward) / 2, (before.ahead + ran.ahead) / 2)
-        behind = self._ran[code].behind if code in self._ran else 0.0
-        self.seconds[code], self._ran[code] = mean, ran._replace(behind=behind)
+    def _note_behind(self, code: int, ran: Ran, calls: float, seconds: float) -> None:
+        """Of so many further calls with graphs, and backwards of so many seconds."""
+        calls_before, seconds_before = self._behind.get(code, (0.0, 0.0))
+        calls, seconds = calls + calls_before, seconds + seconds_before
+        if calls > MOST_REMEMBERED:
+            calls, seconds = calls / 2, seconds / 2
+        self._behind[code] = calls, seconds
+        self._ran[code] = ran._replace(behind=seconds / calls, gave_graphs=True) if calls else ran

@@ -1,7 +1,8 @@
 """What calls cost, run in the caller or sent, and which is quicker: measured as they go, by the pickle of their function.
 
-    here   the forward, as measured here, and the backward, as long as it takes a worker
+    here   the forward, as measured here, and the backward, as long as it takes a worker, but for the speed of both
     sent   what both take a worker, over the number of workers, and what sending takes
+The backward counts where calls are given something that needs gradients, as often as one came for such calls.
 What was measured last counts: the items of a function may be of another size today. And what was not measured for long is
 measured again: now and then a map is sent that would have run here.
 """
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
 
 from mpgrad.codes import Ran
 
@@ -27,7 +26,8 @@ LATENCY = 200e-6  # seconds from the first call that is sent to its result
 LEAST_ALONE, MOST_ALONE = 0.6, 1.2
 ALL_FIRST = 1.2  # times what a backward takes right after its forward, of one that comes later: its graph has left the cache
 MANY = 256  # calls of a map, from which its time says what sending takes
-FIRST_TRIAL = 4  # maps that run here, before one is sent to see what that takes; then twice as many, and so on
+FIRST_TRIAL, MOST_BEFORE_TRIAL = 4, 64  # maps that run here before one is sent, to see what that takes; each time twice as many
+LEAST_TRIED = 32  # calls of such a map: fewer say little
 WORTH_TRYING = 2  # times what a call takes here, as sending is thought to take: beyond, it is not tried
 MOST_FUNCTIONS = 128
 
@@ -63,34 +63,44 @@ class Costs:
         """And worth knowing."""
         return not self.are_known(function) and function not in self._sent_ever
 
-    def pays(self, function: bytes, workers: int, count: int | None) -> bool:
-        """Whether running `count` calls here, one after another, takes less time than sending them."""
-        if function in self._sent_ever or (estimate := self._estimate(function, workers, count)) is None:
+    def pays(self, function: bytes, workers: int, count: int | None, grads: bool = False) -> bool:
+        """Whether running `count` calls here, one after another, takes less time than sending them.
+
+        `grads`: they are given something that needs gradients.
+        """
+        if function in self._sent_ever or (estimate := self._estimate(function, workers, count, grads)) is None:
             return False
         return estimate.longest <= DEAR and estimate.here < estimate.sent
 
-    def tries_sending(self, function: bytes, workers: int, count: int | None) -> bool:
-        """Whether a map is sent though it pays to run it here, to see what that takes; asked once for each."""
-        estimate = self._estimate(function, workers, count)
-        if estimate is None or not self.pays(function, workers, count) or estimate.sent > WORTH_TRYING * estimate.here:
+    def next_is_trial(self, function: bytes, workers: int, count: int | None, grads: bool) -> bool:
+        """Counts maps that it pays to run here; whether this one is sent nevertheless, to see what that takes now."""
+        estimate = self._estimate(function, workers, count, grads)
+        if estimate is None or not self.pays(function, workers, count, grads) or (count is not None and count < LEAST_TRIED):
+            return False
+        ran = self._in_workers(function)
+        knows_backward = not grads or (ran is not None and ran.gave_graphs)
+        if knows_backward and estimate.sent > WORTH_TRYING * estimate.here:
             return False
         left, interval = self._trials.pop(function, (FIRST_TRIAL, FIRST_TRIAL))
-        self._trials[function] = (left - 1, interval) if left else (2 * interval, 2 * interval)
+        if left == 0:
+            interval = min(2 * interval, MOST_BEFORE_TRIAL)
+        self._trials[function] = (left - 1 if left else interval), interval
         forget_first(self._trials)
         return left == 0
 
-    def _estimate(self, function: bytes, workers: int, count: int | None) -> Estimate | None:
+    def _estimate(self, function: bytes, workers: int, count: int | None, grads: bool) -> Estimate | None:
         measured, ran = self._here.get(function), self._in_workers(function)
         if measured is None and ran is None:
             return None
         here, ran = in_agreement(measured, ran)
-        behind = ran.behind if torch.is_grad_enabled() else 0.0
+        ahead, behind = (ran.ahead, ran.behind) if grads else (0.0, 0.0)
         alone = min(max(here / ran.forward, LEAST_ALONE), MOST_ALONE) if ran.forward else 1.0
-        sending = self._sending + (BACKWARD_SECONDS if ran.ahead or behind else 0.0)
+        sending = self._sending + (BACKWARD_SECONDS if ahead or behind else 0.0)
         sending += 0.0 if count is None else LATENCY / max(1, count)
         at_once = workers if count is None else max(1, min(workers, count))
-        backward = (ran.ahead * ALL_FIRST + behind) * alone
-        return Estimate(here + backward, (ran.total + behind) / at_once + sending, max(here, ran.total))
+        backward = (ahead * ALL_FIRST + behind) * alone
+        sent = (ran.forward + ahead + behind) / at_once + sending
+        return Estimate(here + backward, sent, max(here, ran.forward + ahead))
 
     def note_here(self, function: bytes, seconds: float, calls: int) -> None:
         self.calls_here += calls
@@ -126,9 +136,10 @@ def in_agreement(here: Here | None, ran: Ran | None) -> tuple[float, Ran]:
     if here.in_workers != ran.forward:
         return min(max(here.seconds, least), most + CARE_HERE), ran
     times = min(here.seconds / least, 1.0) if here.seconds < most + CARE_HERE else (here.seconds - CARE_HERE) / most
-    return here.seconds, Ran(*(times * seconds for seconds in ran))
+    return here.seconds, Ran(times * ran.forward, times * ran.ahead, times * ran.behind, ran.gave_graphs)
 
 
 def forget_first(functions: dict[bytes, Any]) -> None:
-    if len(functions) > MOST_FUNCTIONS:
-        del functions[next(iter(functions))]
+    if len(functions) > MOST_FUNCTIONS:  # several threads may be here, and forget the same one
+        oldest, *_ = list(functions)
+        functions.pop(oldest, None)

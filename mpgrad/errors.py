@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import signal
 import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -139,9 +140,16 @@ def add_note(error: BaseException, note: str) -> None:
 
 def carried(error: BaseException) -> bytes:
     """The pickle of a task's exception; of its type and text only, where it cannot be carried."""
-    for form in (error, Rebuilt(error), RemoteError(f"{type(error).__qualname__}: {error}")):
+    name = type(error).__qualname__
+    forms: Sequence[Callable[[], object]] = (
+        lambda: error,
+        lambda: Rebuilt(error),
+        lambda: RemoteError(f"{name}: {error}"),
+        lambda: RemoteError(f"{name}, whose text cannot be had"),
+    )
+    for form in forms:
         try:
-            pickled: bytes = cloudpickle.dumps(form)
+            pickled: bytes = cloudpickle.dumps(form())
             if isinstance(pickle.loads(pickled), BaseException):
                 return pickled
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it

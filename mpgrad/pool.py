@@ -11,6 +11,7 @@ and captures it came from, and its backward runs in the worker that made it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import math
@@ -814,7 +815,7 @@ class Pool:
         total: int | None = None,
     ) -> AsyncResult:
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self._uncollected)
-        with collector_held():
+        with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
             self._add_all(operation, calls, borrow=False, total=total)
         return result
 

@@ -49,6 +49,7 @@ from mpgrad.messages import (
     Printed,
     Progress,
     Ready,
+    Result,
     Results,
     Returned,
     SlabsGone,
@@ -907,8 +908,9 @@ class Scheduler(ABC):
         if done:
             items = sum([call.items for _, call in chunk.calls[:done]])
             worker.calls_done += items
-            ran = Ran(message.own_seconds / items, message.ahead_seconds / items)
-            self._codes.note_seconds(operation.function, message.seconds / items, ran)
+            outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
+            with_graphs = sum([call.items for (_, call), each in outcomes if isinstance(each, Result) and each.has_graph])
+            self._codes.note_results(operation.function, message, items, with_graphs)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
         self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import torch
 
 import mpgrad
 from mpgrad.adaptive import CALLS_AT_ONCE
-from mpgrad.codes import Ran
+from mpgrad.codes import Codes, Ran
 from mpgrad.costs import Costs
+from mpgrad.messages import Results
 from mpgrad.testing import assert_same_as_serial
 
 Tensor = torch.Tensor
@@ -357,6 +360,58 @@ def test_what_the_backward_takes_counts(nursery: mpgrad.Pool) -> None:
             assert within_some_attempts(lambda: runs_here(backward=False))
 
 
+def test_backwards_count_where_there_will_be_some(nursery: mpgrad.Pool) -> None:
+    def function(x: Tensor) -> Tensor:
+        result: Tensor = SlowBackward.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+    plain = [torch.ones(3) for _ in range(40)]
+    leaves = [torch.ones(3, requires_grad=True) for _ in range(40)]
+    with mpgrad.Pool(2) as pool:
+
+        def runs_here(xs: list[Tensor]) -> bool:
+            before = here(pool)
+            results = pool.map(function, xs)
+            if xs is leaves:
+                torch.stack(results).sum().backward()
+            return here(pool) - before == len(xs)
+
+        assert within_some_attempts(lambda: runs_here(plain))
+        assert within_some_attempts(lambda: not runs_here(leaves))  # nobody knew; it was tried
+        assert within_some_attempts(lambda: not runs_here(leaves) and not runs_here(leaves))
+        assert within_some_attempts(lambda: runs_here(plain))
+
+
+def test_backwards_that_come_for_some_calls_only() -> None:
+    codes = Codes({})
+    function: Any = SimpleNamespace(pickled=b"f", code=0)
+    codes.number(function)
+    graph = SimpleNamespace(home=SimpleNamespace(code=function.code))
+    other = SimpleNamespace(home=SimpleNamespace(code=function.code + 1))
+
+    def results(items: int, with_graphs: int) -> Ran:
+        message = Results(1, [], 2e-3 * items, 1e-3 * items, 3e-3 * with_graphs, False, [], [], 0)
+        codes.note_results(function, message, items, with_graphs)
+        ran = codes.ran(b"f")
+        assert ran is not None
+        return ran
+
+    def backwards(*graphs: Any) -> float:
+        codes.note_backwards([SimpleNamespace(what=SimpleNamespace(graph=each)) for each in graphs], 8e-3)  # type: ignore[misc]
+        ran = codes.ran(b"f")
+        assert ran is not None
+        return ran.behind
+
+    assert results(10, 0) == Ran(1e-3)
+    assert results(10, 8) == pytest.approx(Ran(1e-3, 3e-3, 0.0, gave_graphs=True))
+    assert backwards(graph, graph) == pytest.approx(1e-3)  # of two of eight
+    assert backwards(graph, other) == pytest.approx(1e-3)  # whose it was nobody knows
+    assert results(10, 0) == pytest.approx(Ran(1e-3, 3e-3, 1e-3, gave_graphs=True))  # without gradients
+    for _ in range(100):
+        ran = results(100, 100)
+    assert ran.behind < 1e-6  # none came for long
+
+
 def test_items_of_another_size(nursery: mpgrad.Pool) -> None:
     """What was measured last counts, though it was not where the calls run that are thought of."""
 
@@ -381,10 +436,43 @@ def test_sending_is_tried_now_and_then() -> None:
     costs = Costs(times.get)
     for function in times:
         costs.note_here(function, times[function].forward, 1)
-    tried = [costs.tries_sending(b"close", 2, 1000) for _ in range(4 + 1 + 8 + 1 + 16 + 1)]
-    assert [number for number, sent in enumerate(tried) if sent] == [4, 13, 30]
-    assert not any(costs.tries_sending(b"cheap", 2, 1000) for _ in range(50))  # it would take far longer
-    assert not any(costs.tries_sending(b"dear", 2, 1000) for _ in range(50))  # it is sent anyway
+
+    def trials(function: bytes, maps: int, grads: bool = False) -> list[int]:
+        return [number for number in range(maps) if costs.next_is_trial(function, 2, 1000, grads)]
+
+    assert trials(b"close", 200) == [4, 13, 30, 63, 128, 193]
+    assert not any(costs.next_is_trial(b"close", 2, 5, grads=False) for _ in range(50))  # too few to say anything
+    assert trials(b"cheap", 50) == []  # it would take far longer
+    assert trials(b"dear", 50) == []  # it is sent anyway
+    assert trials(b"cheap", 10, grads=True) == [4]  # nobody knows what its backward takes
+    times[b"cheap"] = Ran(1e-6, gave_graphs=True)
+    assert trials(b"cheap", 50, grads=True) == []
+
+
+def test_functions_are_forgotten_by_several_threads_at_once() -> None:
+    costs, errors = Costs(lambda function: Ran(60e-6)), []
+
+    def use(thread: int) -> None:
+        try:
+            for k in range(3000):
+                function = f"{thread}, {k}".encode()
+                costs.note_here(function, 60e-6, 1)
+                costs.next_is_trial(function, 2, 1000, grads=False)
+                costs.send_ever_after(function)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
 
 
 def test_what_pays() -> None:
@@ -409,11 +497,10 @@ def test_what_pays() -> None:
         costs.note_here(b"medium", 110e-6, 1)  # alone it takes about as long as two workers take, side by side
     assert costs.pays(b"medium", 2, 1000)
     times[b"medium"] = Ran(200e-6, ahead=400e-6)  # the backward too
-    assert not costs.pays(b"medium", 2, 1000)
+    assert not costs.pays(b"medium", 2, 1000, grads=True)
     times[b"medium"] = Ran(200e-6, behind=400e-6)
-    assert not costs.pays(b"medium", 2, 1000)
-    with torch.no_grad():  # then there will be none
-        assert costs.pays(b"medium", 2, 1000)
+    assert not costs.pays(b"medium", 2, 1000, grads=True)
+    assert costs.pays(b"medium", 2, 1000, grads=False)  # then there will be none
     costs.note_here(b"cheap", 0.1, 1)  # a hiccup
     assert not costs.pays(b"cheap", 2, 1000)
     for _ in range(9):

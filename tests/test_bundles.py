@@ -140,6 +140,17 @@ def test_a_map_in_the_background_goes_in_bundles(pool2: mpgrad.Pool, monkeypatch
     assert len(packed) == 3
 
 
+def test_a_generator_may_take_long_in_the_background(pool: mpgrad.Pool) -> None:
+    """Python's collector, which is held off while many objects are made, is not held off by it."""
+
+    def source() -> Iterator[Tensor]:
+        for x in leaves():
+            assert gc.isenabled()
+            yield x
+
+    assert len(pool.map_async(loss, source()).get()) == 22
+
+
 def test_a_failure_in_the_background(pool: mpgrad.Pool) -> None:
     def fails(x: Tensor) -> Tensor:
         if x[-1] > 10:
@@ -150,7 +161,11 @@ def test_a_failure_in_the_background(pool: mpgrad.Pool) -> None:
     result = pool.map_async(fails, leaves(), error_callback=told.append)
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         result.get()
-    assert caught.value.__notes__[0].startswith("raised in item 10, ") and told == [caught.value]
+    assert caught.value.__notes__[0].startswith("raised in item 10, ")
+    deadline = time.monotonic() + 20
+    while not told and time.monotonic() < deadline:  # the callback has a thread of its own
+        time.sleep(0.001)
+    assert told == [caught.value]
     assert torch.equal(pool.map_async(loss, leaves()).get()[-1], loss(leaves()[-1]))
 
 

@@ -66,6 +66,32 @@ def test_an_exception_defined_in_a_function(pool: mpgrad.Pool) -> None:
     works(pool)
 
 
+class Speechless(Exception):
+    """Neither pickle nor whoever wants to print it get anything from it."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class SpeechlessFailure(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("kind", [Speechless, SpeechlessFailure])
+def test_an_exception_that_cannot_be_printed(pool: mpgrad.Pool, kind: type[Exception]) -> None:
+    def fn(k: int) -> int:
+        raise kind
+
+    with pytest.raises((kind, mpgrad.RemoteError)) as caught:
+        pool.map(fn, [1])
+    assert caught.value.__notes__[0].startswith("raised in item 0, ") and pool.stats().deaths == 0
+    works(pool)
+
+
 def test_an_exception_whose_arguments_do_not_fit_its_init(pool: mpgrad.Pool) -> None:
     def fn(k: int) -> int:
         error = Unloadable(1, 2)

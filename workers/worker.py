@@ -445,8 +445,10 @@ class Worker:
         rest = iter(incoming)
         grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
         started = time.perf_counter()
-        gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
-        self._engine_seconds += time.perf_counter() - started
+        try:
+            gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
+        finally:
+            self._engine_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
             sums = self._sums.setdefault(graph.function, {})
