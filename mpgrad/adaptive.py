@@ -64,6 +64,7 @@ class AdaptiveMap:
         self._add = add
         self._sender = sender
         self._sent: list[Operation] = []
+        self._grads = False  # calls are given something that needs gradients
 
     def run(self, calls: Iterable[Arguments], total: int | None) -> list[Any]:
         started = time.perf_counter()
@@ -83,7 +84,8 @@ class AdaptiveMap:
         with collector_held():
             results = [each for operation in self._sent for each in operation.values()]
         if not here:
-            self._costs.note_sent(self._function.pickled, time.perf_counter() - started, len(results), self._workers)
+            seconds = time.perf_counter() - started
+            self._costs.note_sent(self._function.pickled, seconds, len(results), self._workers, self._grads)
         results[first:first] = here
         return results
 
@@ -104,13 +106,14 @@ class AdaptiveMap:
         """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
         pickled, captures, sharing = self._function
         left = list(itertools.islice(calls, 1))
-        grads = torch.is_grad_enabled() and (any(each.requires_grad for each in captures) or may_need_gradients(left))
-        if sharing or self._costs.next_is_trial(pickled, self._workers, count, grads):
+        if torch.is_grad_enabled():
+            self._grads = any(each.requires_grad for each in captures) or may_need_gradients(left)
+        if sharing or self._costs.next_is_trial(pickled, self._workers, count, self._grads):
             return [], itertools.chain(left, calls)
         results: list[Any] = []
         run = list[Arguments]()
         local: LocalFunction | None = None
-        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results), grads):
+        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results), self._grads):
             left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
             if not left:
                 break

@@ -109,14 +109,15 @@ class Costs:
         self._here[function] = Here(mean, 0.0 if ran is None else ran.forward)
         forget_first(self._here)
 
-    def note_sent(self, function: bytes, seconds: float, calls: int, workers: int) -> None:
-        """A whole map took so long."""
+    def note_sent(self, function: bytes, seconds: float, calls: int, workers: int, grads: bool = False) -> None:
+        """A whole map took so long; `grads` as above."""
         ran, here = self._in_workers(function), self._here.get(function)
         if ran is not None and here is not None:
             # it may have taken long only once, when the machine was busy
             self._here[function] = Here((here.seconds + min(here.seconds, ran.forward)) / 2, None)
-        if calls >= MANY and ran is not None and ran.total < DEAR:
-            beyond = max(0.0, seconds / calls - ran.total / workers)
+        own = 0.0 if ran is None else ran.total if grads else ran.forward
+        if calls >= MANY and ran is not None and own < DEAR:
+            beyond = max(0.0, seconds / calls - own / workers)
             # up slowly: workers that are still being started, or other programs, are no reason to keep all calls here
             self._sending += (beyond - self._sending) / 2 if beyond < self._sending else self._sending / 8
 

@@ -501,6 +501,10 @@ def test_what_pays() -> None:
     times[b"medium"] = Ran(200e-6, behind=400e-6)
     assert not costs.pays(b"medium", 2, 1000, grads=True)
     assert costs.pays(b"medium", 2, 1000, grads=False)  # then there will be none
+    times[b"medium"] = Ran(40e-6, ahead=400e-6)
+    for _ in range(9):  # without gradients: sending took 60 us a call, not less than nothing
+        costs.note_sent(b"medium", 1000 * 80e-6, 1000, 2, grads=False)
+    assert costs.pays(b"medium", 2, 1000)
     costs.note_here(b"cheap", 0.1, 1)  # a hiccup
     assert not costs.pays(b"cheap", 2, 1000)
     for _ in range(9):
