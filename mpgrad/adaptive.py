@@ -71,6 +71,7 @@ class AdaptiveMap:
         calls = iter(calls)
         try:
             with collector_held():
+                calls = self._look_at_first(calls)
                 first = self._send_first(calls) if self._costs.are_unknown(self._function.pickled) else 0
                 here, calls = self._run_here(calls, None if total is None else total - first)
                 self._send_rest(calls, first + len(here), bool(here))
@@ -89,6 +90,12 @@ class AdaptiveMap:
         results[first:first] = here
         return results
 
+    def _look_at_first(self, calls: Iterator[Arguments]) -> Iterator[Arguments]:
+        head = list(itertools.islice(calls, 1))
+        if torch.is_grad_enabled():
+            self._grads = any(each.requires_grad for each in self._function.captures) or may_need_gradients(head)
+        return itertools.chain(head, calls)
+
     def _all_finished(self) -> bool:
         return all(operation.finished for operation in self._sent)
 
@@ -105,13 +112,10 @@ class AdaptiveMap:
     def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
         """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
         pickled, captures, sharing = self._function
-        left = list(itertools.islice(calls, 1))
-        if torch.is_grad_enabled():
-            self._grads = any(each.requires_grad for each in captures) or may_need_gradients(left)
         if sharing or self._costs.next_is_trial(pickled, self._workers, count, self._grads):
-            return [], itertools.chain(left, calls)
+            return [], calls
         results: list[Any] = []
-        run = list[Arguments]()
+        run, left = list[Arguments](), list[Arguments]()
         local: LocalFunction | None = None
         while self._costs.pays(pickled, self._workers, None if count is None else count - len(results), self._grads):
             left += itertools.islice(calls, CALLS_AT_ONCE - len(left))

@@ -67,15 +67,14 @@ class Codes:
         """
         code = function.code
         times = self._measured[code] = self._measured.get(code, 0) + 1
-        before, mean = self._ran.get(code), message.seconds / items
-        ahead = message.ahead_seconds / with_graphs if with_graphs else before.ahead if before else 0.0
-        ran = Ran(message.own_seconds / items, ahead)
-        if before is not None and times > len(self._workers) + 1:
-            mean = (self.seconds[code] + mean) / 2
-            ahead = (before.ahead + ran.ahead) / 2 if before.gave_graphs else ran.ahead
-            ran = Ran((before.forward + ran.forward) / 2, ahead)
-        self.seconds[code] = mean
-        self._note_behind(code, ran, with_graphs, 0.0)
+        weight = 0.5 if times > len(self._workers) + 1 else 1.0
+        before = self._ran.get(code, Ran(0.0))
+        forward = mixed(before.forward, message.own_seconds / items, weight)
+        ahead = before.ahead
+        if with_graphs:
+            ahead = mixed(ahead, message.ahead_seconds / with_graphs, weight if before.gave_graphs else 1.0)
+        self.seconds[code] = mixed(self.seconds.get(code, 0.0), message.seconds / items, weight)
+        self._note_behind(code, Ran(forward, ahead), with_graphs, 0.0)
 
     def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:
         """What they took together; several functions' together say nothing of one."""
@@ -92,3 +91,8 @@ class Codes:
             calls, seconds = calls / 2, seconds / 2
         self._behind[code] = calls, seconds
         self._ran[code] = ran._replace(behind=seconds / calls, gave_graphs=True) if calls else ran
+
+
+def mixed(old: float, new: float, weight: float) -> float:
+    """`weight` is that of the new one."""
+    return (1 - weight) * old + weight * new

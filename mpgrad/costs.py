@@ -45,6 +45,12 @@ class Estimate(NamedTuple):
     here: float
     sent: float
     longest: float  # that it occupies whoever runs it
+    knows_backward: bool
+
+    @property
+    def pays(self) -> bool:
+        """To run it here."""
+        return self.longest <= DEAR and self.here < self.sent
 
 
 class Costs:
@@ -68,18 +74,15 @@ class Costs:
 
         `grads`: they are given something that needs gradients.
         """
-        if function in self._sent_ever or (estimate := self._estimate(function, workers, count, grads)) is None:
-            return False
-        return estimate.longest <= DEAR and estimate.here < estimate.sent
+        estimate = self._estimate(function, workers, count, grads)
+        return estimate is not None and estimate.pays
 
     def next_is_trial(self, function: bytes, workers: int, count: int | None, grads: bool) -> bool:
         """Counts maps that it pays to run here; whether this one is sent nevertheless, to see what that takes now."""
         estimate = self._estimate(function, workers, count, grads)
-        if estimate is None or not self.pays(function, workers, count, grads) or (count is not None and count < LEAST_TRIED):
+        if estimate is None or not estimate.pays or (count is not None and count < LEAST_TRIED):
             return False
-        ran = self._in_workers(function)
-        knows_backward = not grads or (ran is not None and ran.gave_graphs)
-        if knows_backward and estimate.sent > WORTH_TRYING * estimate.here:
+        if estimate.knows_backward and estimate.sent > WORTH_TRYING * estimate.here:
             return False
         left, interval = self._trials.pop(function, (FIRST_TRIAL, FIRST_TRIAL))
         if left == 0:
@@ -89,8 +92,9 @@ class Costs:
         return left == 0
 
     def _estimate(self, function: bytes, workers: int, count: int | None, grads: bool) -> Estimate | None:
+        """None where nothing is known, or where it does not matter."""
         measured, ran = self._here.get(function), self._in_workers(function)
-        if measured is None and ran is None:
+        if function in self._sent_ever or (measured is None and ran is None):
             return None
         here, ran = in_agreement(measured, ran)
         ahead, behind = (ran.ahead, ran.behind) if grads else (0.0, 0.0)
@@ -100,13 +104,13 @@ class Costs:
         at_once = workers if count is None else max(1, min(workers, count))
         backward = (ahead * ALL_FIRST + behind) * alone
         sent = (ran.forward + ahead + behind) / at_once + sending
-        return Estimate(here + backward, sent, max(here, ran.forward + ahead))
+        return Estimate(here + backward, sent, max(here, ran.forward + ahead), ran.gave_graphs or not grads)
 
     def note_here(self, function: bytes, seconds: float, calls: int) -> None:
         self.calls_here += calls
         before, ran = self._here.pop(function, None), self._in_workers(function)
         mean = seconds / calls if before is None else (before.seconds + seconds / calls) / 2
-        self._here[function] = Here(mean, 0.0 if ran is None else ran.forward)
+        self._here[function] = Here(mean, None if ran is None else ran.forward)
         forget_first(self._here)
 
     def note_sent(self, function: bytes, seconds: float, calls: int, workers: int, grads: bool = False) -> None:

@@ -280,9 +280,8 @@ class Pool:
         device: Device | None = None,
     ) -> AsyncResult:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
-        total = length(iterable) if self._goes_in_bundles(iterable, chunksize, timeout, on_error) else None
-        return self._run_async(operation, (((item,), {}) for item in iterable), callback, error_callback, total=total)
+        calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
+        return self._map_async(func, calls, iterable, chunksize, callback, error_callback, timeout, on_error, device)
 
     @not_compiled
     def starmap_async(
@@ -298,9 +297,8 @@ class Pool:
         device: Device | None = None,
     ) -> AsyncResult:
         """`starmap` that returns at once."""
-        operation = self._begin(func, chunksize, timeout=timeout, on_error=on_error, device=device)
-        total = length(iterable) if self._goes_in_bundles(iterable, chunksize, timeout, on_error) else None
-        return self._run_async(operation, ((tuple(args), {}) for args in iterable), callback, error_callback, total=total)
+        calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
+        return self._map_async(func, calls, iterable, chunksize, callback, error_callback, timeout, on_error, device)
 
     @not_compiled
     def apply_async(
@@ -718,6 +716,22 @@ class Pool:
             at_rest=is_at_rest(source),
             bundles=bundles,
         )
+
+    def _map_async(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        source: Iterable[Any],
+        chunksize: int | None,
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+        timeout: float | None,
+        on_error: str,
+        device: Device | None,
+    ) -> AsyncResult:
+        operation = self._begin(function, chunksize, timeout=timeout, on_error=on_error, device=device)
+        total = length(source) if self._goes_in_bundles(source, chunksize, timeout, on_error) else None
+        return self._run_async(operation, calls, callback, error_callback, total=total)
 
     def _goes_in_bundles(self, source: Iterable[Any], chunksize: int | None, timeout: float | None, on_error: str) -> bool:
         """Whether several items of a map over `source` may go as one call: nothing is asked of each of them."""

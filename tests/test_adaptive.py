@@ -333,48 +333,37 @@ class SlowBackward(torch.autograd.Function):
         return grad * 2
 
 
+def run_here(pool: mpgrad.Pool, function: Any, xs: list[Tensor]) -> int:
+    """How many calls of a map ran here; its results are differentiated, where they can be."""
+    before = here(pool)
+    results = pool.map(function, xs)
+    if results[0].requires_grad:
+        torch.stack(results).sum().backward()
+    return here(pool) - before
+
+
 def within_some_attempts(attempt: Callable[[], bool], attempts: int = 20) -> bool:
     """The machine may be busy with something else."""
     return any(attempt() for _ in range(attempts))
 
 
 def test_what_the_backward_takes_counts(nursery: mpgrad.Pool) -> None:
-    def function(x: Tensor) -> Tensor:
-        result: Tensor = SlowBackward.apply(x)  # type: ignore[no-untyped-call]
-        return result
-
     xs = [torch.ones(3, requires_grad=True) for _ in range(40)]
     with mpgrad.Pool(2) as pool:
-
-        def runs_here(backward: bool) -> bool:
-            before = here(pool)
-            results = pool.map(function, xs)
-            if backward:
-                torch.stack(results).sum().backward()
-            return here(pool) - before == len(xs)
-
         for _ in range(3):
-            runs_here(backward=True)
-        assert within_some_attempts(lambda: not runs_here(backward=True))
+            run_here(pool, SlowBackward, xs)
+        assert within_some_attempts(lambda: run_here(pool, SlowBackward, xs) < len(xs))
         with torch.no_grad():
-            assert within_some_attempts(lambda: runs_here(backward=False))
+            assert within_some_attempts(lambda: run_here(pool, SlowBackward, xs) == len(xs))
 
 
 def test_backwards_count_where_there_will_be_some(nursery: mpgrad.Pool) -> None:
-    def function(x: Tensor) -> Tensor:
-        result: Tensor = SlowBackward.apply(x)  # type: ignore[no-untyped-call]
-        return result
-
     plain = [torch.ones(3) for _ in range(40)]
     leaves = [torch.ones(3, requires_grad=True) for _ in range(40)]
     with mpgrad.Pool(2) as pool:
 
         def runs_here(xs: list[Tensor]) -> bool:
-            before = here(pool)
-            results = pool.map(function, xs)
-            if xs is leaves:
-                torch.stack(results).sum().backward()
-            return here(pool) - before == len(xs)
+            return run_here(pool, SlowBackward, xs) == len(xs)
 
         assert within_some_attempts(lambda: runs_here(plain))
         assert within_some_attempts(lambda: not runs_here(leaves))  # nobody knew; it was tried
@@ -419,16 +408,14 @@ def test_items_of_another_size(nursery: mpgrad.Pool) -> None:
         spin(1e-6 * x.numel())
         return x.sum()
 
-    def run_here(count: int, size: int) -> int:
-        before = here(pool)
-        pool.map(function, [torch.ones(size) for _ in range(count)])
-        return here(pool) - before
+    def of_size(count: int, size: int) -> int:
+        return run_here(pool, function, [torch.ones(size) for _ in range(count)])
 
     with mpgrad.Pool(2) as pool:
-        assert within_some_attempts(lambda: run_here(100, 10) == 100)
-        assert run_here(400, 500) < 200  # some, until it is known
-        assert within_some_attempts(lambda: run_here(400, 500) == 0)
-        assert within_some_attempts(lambda: run_here(100, 10) == 100)
+        assert within_some_attempts(lambda: of_size(100, 10) == 100)
+        assert of_size(400, 500) < 200  # some, until it is known
+        assert within_some_attempts(lambda: of_size(400, 500) == 0)
+        assert within_some_attempts(lambda: of_size(100, 10) == 100)
 
 
 def test_sending_is_tried_now_and_then() -> None:

@@ -63,7 +63,12 @@ def test_says_what_it_held_and_where_it_ran(quick: tuple[str, dict[str, Any]]) -
     assert record["plan"]["kills"] == 20 and around["processes"] == record["plan"]["processes"]
 
 
-def test_the_smallest_difference_is_found(nursery: mpgrad.Pool, script: Any, tmp_path: Path) -> None:
+def test_the_smallest_difference_is_found(
+    nursery: mpgrad.Pool, script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared: list[list[str]] = []
+    compare = script.first_difference
+    monkeypatch.setattr(script, "first_difference", lambda *marks: compared.extend(marks) or compare(*marks))
     out = tmp_path / "other.json"
     threads = torch.get_num_threads()
     try:
@@ -74,7 +79,11 @@ def test_the_smallest_difference_is_found(nursery: mpgrad.Pool, script: Any, tmp
     record = json.loads(out.read_text())
     assert not record["equal"] and record["first_difference"] == 3 and record["hangs"] == 0
     assert record["injured"]["error"] is None and record["undisturbed"]["error"] is None
-    # not so for the parameters at the end: how many steps there are is the machine's to say, and they may round it away
+    # the parameters at the end need not differ: how many steps there are is the machine's to say, and they may round it away
+    injured, undisturbed = compared
+    assert len(injured) == len(undisturbed) and injured[:3] == undisturbed[:3] and injured[3] != undisturbed[3]
+    assert record["injured"]["sha256_of_parameters"] == injured[-1]
+    assert record["undisturbed"]["sha256_of_parameters"] == undisturbed[-1]
 
 
 def test_a_hang_ends_the_run(
