@@ -31,15 +31,48 @@ class Ran(NamedTuple):
         return self.forward + self.ahead
 
 
+class Measured:
+    """Of one function: what its calls took, as the workers measured it."""
+
+    __slots__ = ("_answers", "_behind", "_with_graphs", "ran", "seconds")
+
+    def __init__(self) -> None:
+        self.ran = Ran(0.0)
+        self.seconds = 0.0  # of a call, with our care for it
+        self._answers = 0
+        self._with_graphs = 0.0  # calls that gave graphs
+        self._behind = 0.0  # seconds of their backwards
+
+    def note_results(self, message: Results, items: int, with_graphs: int, workers: int) -> None:
+        """The first answer of each worker does not count for long: caches are cold, and modules are imported."""
+        self._answers += 1
+        weight = 0.5 if self._answers > workers + 1 else 1.0
+        before = self.ran
+        forward = mixed(before.forward, message.own_seconds / items, weight)
+        ahead = before.ahead
+        if with_graphs:
+            ahead = mixed(ahead, message.ahead_seconds / with_graphs, weight if before.gave_graphs else 1.0)
+        self.seconds = mixed(self.seconds, message.seconds / items, weight)
+        self._with_graphs += with_graphs
+        self._renew(forward, ahead)
+
+    def note_backwards(self, seconds: float) -> None:
+        self._behind += seconds
+        self._renew(self.ran.forward, self.ran.ahead)
+
+    def _renew(self, forward: float, ahead: float) -> None:
+        if self._with_graphs > MOST_REMEMBERED:
+            self._with_graphs, self._behind = self._with_graphs / 2, self._behind / 2
+        gave_graphs = self._with_graphs > 0
+        self.ran = Ran(forward, ahead, self._behind / self._with_graphs if gave_graphs else 0.0, gave_graphs)
+
+
 class Codes:
     def __init__(self, workers: Mapping[int, Worker]) -> None:
         self._workers = workers
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
-        self.seconds: dict[int, float] = {}  # code -> mean seconds of a call, as the workers measured it
-        self._ran: dict[int, Ran] = {}  # of these, in the function
-        self._measured: dict[int, int] = {}  # how often
-        self._behind: dict[int, tuple[float, float]] = {}  # calls that gave graphs, and seconds of their backwards
+        self._measured: dict[int, Measured] = {}  # by number
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
@@ -47,10 +80,7 @@ class Codes:
         self._numbers[function.pickled] = function.code = code
         while len(self._numbers) > 1 and (len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES):
             oldest = self._numbers.pop(next(iter(self._numbers)))
-            self.seconds.pop(oldest, None)
             self._measured.pop(oldest, None)
-            self._ran.pop(oldest, None)
-            self._behind.pop(oldest, None)
             for worker in self._workers.values():
                 if oldest in worker.codes:
                     worker.codes.discard(oldest)
@@ -58,39 +88,28 @@ class Codes:
 
     def ran(self, pickled: bytes) -> Ran | None:
         """What a call of the function takes a worker; None before the first. Any thread may ask."""
-        return self._ran.get(self._numbers.get(pickled, 0))
+        measured = self._measured.get(self._numbers.get(pickled, 0))
+        return None if measured is None else measured.ran
+
+    def seconds(self, function: SharedFunction, unknown: float) -> float:
+        """Of one of its calls, with our care for it; `unknown` before the first."""
+        measured = self._measured.get(function.code)
+        return unknown if measured is None else measured.seconds
 
     def note_results(self, function: SharedFunction, message: Results, items: int, with_graphs: int) -> None:
-        """What `items` calls took, of which so many gave graphs.
-
-        The first time in each worker does not count for long: caches are cold, and modules are imported.
-        """
-        code = function.code
-        times = self._measured[code] = self._measured.get(code, 0) + 1
-        weight = 0.5 if times > len(self._workers) + 1 else 1.0
-        before = self._ran.get(code, Ran(0.0))
-        forward = mixed(before.forward, message.own_seconds / items, weight)
-        ahead = before.ahead
-        if with_graphs:
-            ahead = mixed(ahead, message.ahead_seconds / with_graphs, weight if before.gave_graphs else 1.0)
-        self.seconds[code] = mixed(self.seconds.get(code, 0.0), message.seconds / items, weight)
-        self._note_behind(code, Ran(forward, ahead), with_graphs, 0.0)
+        """What `items` calls took, of which so many gave graphs."""
+        if function.pickled not in self._numbers:  # forgotten meanwhile
+            return
+        measured = self._measured.get(function.code) or Measured()
+        measured.note_results(message, items, with_graphs, len(self._workers))
+        self._measured[function.code] = measured  # only now may others look at it
 
     def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:
         """What they took together; several functions' together say nothing of one."""
         codes = {each.what.graph.home.code for each in sent}
-        code = codes.pop()
-        if not codes and code in self._ran:
-            self._note_behind(code, self._ran[code], 0, seconds)
-
-    def _note_behind(self, code: int, ran: Ran, calls: float, seconds: float) -> None:
-        """Of so many further calls with graphs, and backwards of so many seconds."""
-        calls_before, seconds_before = self._behind.get(code, (0.0, 0.0))
-        calls, seconds = calls + calls_before, seconds + seconds_before
-        if calls > MOST_REMEMBERED:
-            calls, seconds = calls / 2, seconds / 2
-        self._behind[code] = calls, seconds
-        self._ran[code] = ran._replace(behind=seconds / calls, gave_graphs=True) if calls else ran
+        measured = self._measured.get(codes.pop())
+        if not codes and measured is not None:
+            measured.note_backwards(seconds)
 
 
 def mixed(old: float, new: float, weight: float) -> float:

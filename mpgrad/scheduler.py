@@ -726,9 +726,8 @@ class Scheduler(ABC):
             self._give(worker)
 
     def _unbegun_seconds(self, worker: Worker) -> float:
-        seconds = self._codes.seconds
         return sum(
-            seconds.get(operation.function.code, 0.0) * sum(call.items for _, call in calls[len(calls) - count :])
+            self._codes.seconds(operation.function, unknown=0.0) * sum(call.items for _, call in calls[len(calls) - count :])
             for operation, calls, count in worker.unbegun()
         )
 
@@ -771,7 +770,7 @@ class Scheduler(ABC):
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""
-        seconds = self._codes.seconds.get(operation.function.code, math.inf)
+        seconds = self._codes.seconds(operation.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
     def _room(self, worker: Worker) -> float:
