@@ -10,6 +10,7 @@ that was started is ended, after --limit seconds at the latest.
 What is fair and what is not: a figure holds everything between tensors in the caller and gradients in the caller. By-hand
 ways get to know that the loss is a sum; "mpgrad, keep" and torch.distributed.rpc do not. Peers without chunks of their own
 get multiprocessing.Pool's, four a worker. "the best serial" is the fastest serial loop of the case, whatever its threads.
+Beside the clock, the CPU time of the caller's thread, of the other threads of its process, and of all other processes.
 
     pip install mpgrad[bench]
     python scripts/bench_peers.py --json peers.json --picture peers.png      # about half an hour
@@ -33,7 +34,7 @@ from bench_overhead import at_least_1, calibrated, limited, surroundings
 from figures import Figure, add_options, fail, interleaved, median_figure, picture_to_write, print_figures, ratios, report
 from jobs import OP, PYTHON, backward_at_once
 from peers.case import Case, WrongResultError
-from peers.host import Host, HostError
+from peers.host import Host, HostError, Run
 from peers.systems import IN_ONE_PROCESS, OURS, SERIAL, SYSTEMS, version_of
 
 EPILOG = "exit status: 0 if everything was measured, 1 if a system is wrong or the time is up, 2 for wrong arguments"
@@ -41,7 +42,9 @@ EPILOG = "exit status: 0 if everything was measured, 1 if a system is wrong or t
 KINDS = {"Python-bound": PYTHON, "op-bound": OP}
 WARM_UPS = 4  # torch.jit compiles for its backward at the third run
 AHEAD = (">=", 1.0)
-Seconds = Mapping[str, Sequence[float]]  # of a run, by system
+CPU = {"caller": "the caller's thread", "beside": "other threads of its process", "workers": "other processes"}
+Runs = Mapping[str, Sequence[Run]]  # by system
+Seconds = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -86,37 +89,50 @@ def first_results(hosts: Mapping[str, Host], processes: int, folder: Path, start
         yield median_figure("start-up: from a Python with torch to the first gradient", name, seconds, "s")
 
 
-def timed_case(case: Case, hosts: Mapping[str, Host], repeats: int) -> Seconds:
+def timed_case(case: Case, hosts: Mapping[str, Host], repeats: int) -> Runs:
     for host in hosts.values():
         host.load(case)
-    return interleaved({name: host.seconds for name, host in hosts.items()}, repeats, WARM_UPS)
+    return interleaved({name: host.run for name, host in hosts.items()}, repeats, WARM_UPS)
 
 
-def case_figures(case: Case, seconds: Seconds) -> Iterator[Figure]:
+def case_figures(case: Case, runs: Runs) -> Iterator[Figure]:
     row = f"{case.title}: forward and backward"
-    for name, runs in seconds.items():
-        yield median_figure(row, name, [1e3 * run / case.count for run in runs], "ms/item")
+    seconds = {name: [run.wall for run in own] for name, own in runs.items()}
+    for name, walls in seconds.items():
+        yield median_figure(row, name, [1e3 * wall / case.count for wall in walls], "ms/item")
     best = fastest(seconds, SERIAL)
     if best is not None:
-        for name, runs in seconds.items():
-            yield median_figure(row, f"{name}, over the best serial", ratios(seconds[best], runs), "x")
+        for name, walls in seconds.items():
+            yield median_figure(row, f"{name}, over the best serial", ratios(seconds[best], walls), "x")
     peer = fastest(seconds, [name for name in SYSTEMS if name not in (*OURS, *IN_ONE_PROCESS)])
     if peer is not None:
         for name in OURS:
             if name in seconds:
                 over = ratios(seconds[peer], seconds[name])
                 yield median_figure(row, f"{name}, over the best process-based peer", over, "x", AHEAD)
+    for name, own in runs.items():
+        for part, where in CPU.items():
+            spent = [1e3 * float(getattr(run, part)) / case.count for run in own]
+            yield median_figure(row, f"{name}, CPU of {where}", spent, "ms/item")
 
 
 def print_case(figures: Sequence[Figure]) -> None:
     """A line a system."""
     values = {figure.name: figure.value for figure in figures}
+    columns = ["over the best serial", "over the best process-based peer", *(f"CPU of {where}" for where in CPU.values())]
+    titles = ["ms/item", "over serial", "over peers", *(f"CPU: {part}" for part in CPU)]
     print(f"\n{figures[0].row}")
-    print(f"  {'':30}{'ms/item':>11}{'over the best serial':>24}{'over the best process-based peer':>36}")
-    for name in (figure.name for figure in figures if figure.unit == "ms/item"):
-        over = [values.get(f"{name}, over the best {what}") for what in ("serial", "process-based peer")]
-        cells = ["" if value is None else f"{value:.2f}" for value in over]
-        print(f"  {name:30}{values[name]:>11.4f}{cells[0]:>24}{cells[1]:>36}".rstrip(), flush=True)
+    print(f"  {'':30}{''.join(f'{title:>14}' for title in titles)}")
+    for name in SYSTEMS:
+        if name in values:
+            cells = [values.get(f"{name}, {column}") for column in columns]
+            ratios, spent = cells[: -len(CPU)], cells[-len(CPU) :]
+            texts = [f"{values[name]:.4f}", *map(as_text(2), ratios), *map(as_text(4), spent)]
+            print(f"  {name:30}{''.join(f'{text:>14}' for text in texts)}", flush=True)
+
+
+def as_text(digits: int) -> Callable[[float | None], str]:
+    return lambda value: "" if value is None else f"{value:.{digits}f}"
 
 
 def fastest(seconds: Seconds, names: Sequence[str]) -> str | None:

@@ -15,6 +15,7 @@ import torch
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_peers.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 SYSTEMS = ["serial", "mpgrad, eager"]
+CPU = ["the caller's thread", "other threads of its process", "other processes"]
 
 
 def test_systems_side_by_side(tmp_path: Path) -> None:
@@ -31,7 +32,13 @@ def test_systems_side_by_side(tmp_path: Path) -> None:
     start, python_bound, op_bound, large, idle = rows.values()
     assert start == idle == set(SYSTEMS)
     over = {f"{name}, over the best serial" for name in SYSTEMS}
-    assert python_bound == op_bound == large == {*SYSTEMS, *over}
+    cpu = {f"{name}, CPU of {where}" for name in SYSTEMS for where in CPU}
+    assert python_bound == op_bound == large == {*SYSTEMS, *over, *cpu}
+    spent = {(figure["row"], figure["name"]): figure["value"] for figure in figures}
+    for row in list(rows)[1:-1]:
+        caller, _, workers = (spent[row, f"serial, CPU of {where}"] for where in CPU)
+        assert caller > 0 == workers  # it has none
+        assert spent[row, f"mpgrad, eager, CPU of {CPU[-1]}"] > 0
     assert (tmp_path / "quick.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -122,10 +129,13 @@ def test_a_host_that_fails_says_why(peers: Any, small: Any) -> None:
 
 def test_ratios_are_taken_within_a_round(script: Any, peers: Any, small: Any) -> None:
     seconds = {"serial": [2.0, 4.0], "serial, at once": [1.0, 2.0], "joblib": [1.0, 1.0], "mpgrad, keep": [0.5, 1.0]}
-    values = {figure.name: figure.value for figure in script.case_figures(small, seconds)}
+    runs = {name: [peers.Run(wall, 0.5 * wall, 0.0, 0.25) for wall in walls] for name, walls in seconds.items()}
+    values = {figure.name: figure.value for figure in script.case_figures(small, runs)}
     assert values["mpgrad, keep, over the best serial"] == 2.0
     assert values["mpgrad, keep, over the best process-based peer"] == 1.5
     assert values["serial"] == 1e3 * 3.0 / small.count
+    assert values["joblib, CPU of the caller's thread"] == 1e3 * 0.5 / small.count
+    assert values["joblib, CPU of other processes"] == 1e3 * 0.25 / small.count
 
 
 def test_items_are_the_same_in_every_process(peers: Any) -> None:

@@ -7,7 +7,7 @@ anything; except for those whose servers take each other for dead when stopped, 
     bench_peers.py                                            host
     check(case)   ──► one line of JSON ──►  the system's losses and gradients against the serial loop's
     load(case)    ──►                       items, kept until the next one
-    seconds()     ──►                       fresh leaves | clock on | run, drop | clock off |
+    run()         ──►                       fresh leaves | clocks on | run, drop | clocks off |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import traceback
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from descendants import MARK, Descendants, cpu_seconds, end_with_parent
@@ -40,6 +40,15 @@ END_LIMIT = 20.0  # seconds for a system to close
 
 class HostError(Exception):
     """A system failed: what it said."""
+
+
+class Run(NamedTuple):
+    """Seconds that one run took: by the clock, and of CPU."""
+
+    wall: float
+    caller: float  # the thread that asks for it
+    beside: float  # the other threads of its process
+    workers: float  # all other processes of the system
 
 
 class Host:
@@ -77,9 +86,12 @@ class Host:
     def load(self, case: Case) -> None:
         self._ask("load", case)
 
-    def seconds(self) -> float:
-        """Of the case that was loaded last: one run."""
-        return float(self._ask("run")["seconds"])
+    def run(self) -> Run:
+        """The case that was loaded last, once."""
+        workers = {each for each in self._descendants.living if each.pid != self._process.pid}
+        before = cpu_seconds(workers)
+        spent = self._ask("run")
+        return Run(**spent, workers=cpu_seconds(workers) - before)
 
     def idle_cpu(self, seconds: float) -> float:
         """CPU seconds a second of everything that the system has running, while it has nothing to do."""
@@ -165,19 +177,21 @@ class Turns:
             if what == "check":
                 check(self._system, self._function, self._items)
             if what == "run":
-                return {"seconds": self._run(self._function)}
+                return self._run(self._function)
         except WrongResultError as error:
             return {"wrong": str(error)}
         except Exception as error:  # for the other side to raise
             return {"error": "".join(traceback.format_exception(error))[-2000:]}
         return {}
 
-    def _run(self, function: Function) -> float:
+    def _run(self, function: Function) -> dict[str, float]:
         items = leaves(self._items)
-        began = time.perf_counter()
+        clocks = time.perf_counter, time.thread_time, time.process_time
+        began = [clock() for clock in clocks]
         outcome = self._system.run(function, items)
         del outcome  # the graphs, which a training loop drops too
-        return time.perf_counter() - began
+        wall, caller, all_threads = (clock() - then for clock, then in zip(clocks, began, strict=True))
+        return {"wall": wall, "caller": caller, "beside": max(0.0, all_threads - caller)}
 
 
 def serve(name: str, processes: int, commands: IO[str], answers: IO[str]) -> None:
