@@ -56,7 +56,7 @@ from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.routing import Device, requested, worker_devices
-from mpgrad.scheduler import Scheduler, Settings, guided_size
+from mpgrad.scheduler import Scheduler, Settings, fed, guided_size
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
 
@@ -885,7 +885,7 @@ def start_scheduler(engine: str, settings: Settings, context: BaseContext | str 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
     """How many of the `left` ones of `total` items, of so many seconds each, go together: so few that no worker has none."""
-    most = min(MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers))
+    most = min(MOST_BUNDLED, total // (BUNDLES_PER_WORKER * fed(workers, total, seconds)))
     return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
 
 

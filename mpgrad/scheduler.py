@@ -66,10 +66,12 @@ from mpgrad.recovery import Recovery
 from mpgrad.routing import missing_device, next_for
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
-__all__ = ["Scheduler", "Settings", "guided_size"]
+__all__ = ["Scheduler", "Settings", "fed", "guided_size"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work: a chunk costs the parent about 100 us
+CHUNKS_PER_WORKER = 2 * CHUNKS_UNDER_WAY  # of what is left, at least
+SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
+CHUNK_CARE = 100e-6  # seconds that a chunk, sent and answered, takes the parent
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
@@ -935,9 +937,20 @@ def guided_size(seconds: float, left: int, workers: int, shortest: float, longes
     At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C. Polychronopoulos and
     D. Kuck, IEEE Transactions on Computers, 1987.
     """
-    share = left // (2 * CHUNKS_UNDER_WAY * workers)
+    share = left // (CHUNKS_PER_WORKER * fed(workers, left, seconds))
     least, most = (limit / max(seconds, 1e-9) for limit in (shortest, longest))
     return max(1, min(max(share, math.ceil(least)), int(most)))
+
+
+def fed(workers: int, calls: int, seconds: float) -> int:
+    """To how many of the workers it is worth handing out the calls, of so many seconds each.
+
+    With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k, the parent
+    CHUNK_CARE * CHUNKS_PER_WORKER * k, and the sum is least where both are the same.
+    """
+    if not calls:
+        return workers
+    return min(workers, max(1, math.ceil(math.sqrt(calls * min(seconds, 1.0) / (CHUNK_CARE * CHUNKS_PER_WORKER)))))
 
 
 def working_directory() -> str | None:

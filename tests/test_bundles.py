@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ from mpgrad import packing
 from mpgrad.autograd import result_edge
 from mpgrad.operations import Operation
 from mpgrad.pool import bundle_size
+from mpgrad.scheduler import fed, guided_size
 
 Tensor = torch.Tensor
 
@@ -350,7 +352,7 @@ def test_an_interrupt_in_an_eager_backward_is_the_callers(interruptible: None) -
         (1e-3, 60, [7, 6, 5, 5, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]),
         (9e-3, 18, [2, 2] + [1] * 14),
         (300e-6, 256, [32, 28, 24, 21, 18, 16, *[14] * 9]),
-        (1e-6, 64, [8] * 8),
+        (1e-6, 64, [16] * 4),  # for one worker
         (30e-3, 4, [1] * 4),
         (1e-6, 3, [1] * 3),
     ],
@@ -361,6 +363,18 @@ def test_sizes_of_bundles(seconds: float, total: int, sizes: list[int]) -> None:
         found.append(bundle_size(seconds, total, left, workers=2))
         left -= found[-1]
     assert found == sizes
+
+
+def test_workers_that_a_parent_cannot_feed() -> None:
+    """It takes 0.1 ms for each chunk. Where there is little work for many workers, some get none."""
+    assert fed(2, calls=64, seconds=20e-6) == 2
+    for seconds, workers in ((0.0, 1), (1e-9, 1), (20e-6, 16), (1e-3, 64), (1.0, 64), (math.inf, 64)):
+        assert fed(64, 5000, seconds) == workers
+    assert fed(64, calls=0, seconds=math.inf) == 64
+    assert bundle_size(20e-6, 5000, 5000, workers=64) == 32 > 5000 // (4 * 64)
+    assert guided_size(1e-3, 1000, 64, shortest=1e-3, longest=20e-3) == 1000 // (4 * 50)
+    assert guided_size(1e-3, 1000, 8, shortest=1e-3, longest=20e-3) == 20  # ms of work
+    assert guided_size(math.inf, 1000, 64, shortest=1e-3, longest=20e-3) == 1
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])
