@@ -26,7 +26,7 @@ __all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
 
 
@@ -67,7 +67,9 @@ class Channel:
         self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
         self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._incoming = bytearray()
+        self._is_dry = False  # nothing more was there at the last look
         self._body: bytearray | None = None  # of a frame whose header has come; filled up to _filled
         self._filled = 0
         self._header = (0, 0, 0)
@@ -119,14 +121,15 @@ class Channel:
     def _send_some(self, data: memoryview, descriptors: Sequence[int]) -> int:
         """The number of bytes that the pipe took; with the first of them it takes the descriptors."""
         self._traffic.system_calls += 1
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
-            return self._socket.sendmsg([data], ancillary)
+            if descriptors:
+                return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+            return self._socket.send(data)
         except BlockingIOError:
             return 0
 
     def receive(self) -> Frame | None:
-        """The next frame; None where the parent's end has no whole frame yet.
+        """The next frame; None where the parent's end has no whole frame yet, and should wait until there is more to read.
 
         Raises:
             EOFError: the other end is gone.
@@ -135,6 +138,9 @@ class Channel:
             frame = self._next_frame()
             if frame is not None:
                 return frame
+            if self._is_dry and not self._blocking:
+                self._is_dry = False
+                return None
             try:
                 self._read()
             except BlockingIOError:
@@ -145,12 +151,14 @@ class Channel:
     def _read(self) -> None:
         self._traffic.system_calls += 1
         if self._body is not None:  # a large frame is read straight into its own memory
-            count = self._socket.recv_into(memoryview(self._body)[self._filled :])
+            rest = memoryview(self._body)[self._filled :]
+            count = self._socket.recv_into(rest)
+            self._is_dry = count < len(rest)
             self._filled += count
         else:
-            data, ancillary, flags, _ = self._socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS))
-            count = len(data)
-            self._incoming += data
+            count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4 * MAX_DESCRIPTORS))
+            self._is_dry = count < READ_BYTES
+            self._incoming += self._buffer[:count]
             received = array.array("i")
             for _, kind, content in ancillary:
                 if kind == socket.SCM_RIGHTS:

@@ -183,7 +183,8 @@ class Dispatcher(Scheduler):
         return self._launcher.can_kill
 
     def drain_pipe(self, worker: Worker) -> None:
-        self._serve(worker, selectors.EVENT_READ)
+        while any(key.data is worker and mask & selectors.EVENT_READ for key, mask in self._selector.select(0)):
+            self._serve(worker, selectors.EVENT_READ)
         self._woken = True  # what came may be followed by more work: look again before going to sleep
 
     def watch(self, worker: Worker) -> None:

@@ -301,6 +301,8 @@ def test_descriptors_arrive_with_their_frames() -> None:
         os.close(file)
     for number in range(3):
         frame = theirs.receive()
+        if frame is None:  # one read takes the descriptors of one frame; the pipe is still readable
+            frame = theirs.receive()
         assert frame is not None and frame.messages == [NewSlab(number, 1)]
         descriptor = theirs.take_descriptor()
         assert f"file{number}" in os.readlink(f"/proc/self/fd/{descriptor}")
