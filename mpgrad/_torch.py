@@ -124,6 +124,14 @@ def leaf_will_run(node: Any) -> bool:
         return True
 
 
+def is_alive(node: Any) -> bool:
+    """Whether the engine can still find `node`: one that is written in Python may outlive what it stands for."""
+    try:
+        return node.next_functions is not None
+    except RuntimeError:
+        return False
+
+
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):

@@ -33,6 +33,8 @@ class Answers:
         assert operation is not None
         operation.mutated = operation.mutated or message.mutated
         operation.warned.extend(message.warned)
+        if message.reached and operation.captures is not None:
+            operation.captures.reached.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
@@ -45,7 +47,7 @@ class Answers:
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
                 refs += lent(outcome.gradients)
-                if operation.eager == Eager.SUMS and operation.function.differentiable:
+                if operation.eager == Eager.SUMS and operation.function.is_differentiable:
                     worker.summed.add(operation.function.number)
                     summed = operation.function.summed
                     summed[worker] = summed.get(worker, 0) + 1

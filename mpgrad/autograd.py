@@ -47,6 +47,7 @@ from mpgrad._torch import (
 from mpgrad.batching import Level, levels_of, within, without
 
 __all__ = [
+    "Captures",
     "Derivative",
     "Grads",
     "Home",
@@ -58,10 +59,9 @@ __all__ = [
     "Reply",
     "alone",
     "attach",
-    "capture_gate",
     "differentiate",
     "edges_behind_gates",
-    "edges_of",
+    "edges_to_captures",
     "forget_oldest",
     "gate",
     "gate_behind",
@@ -91,6 +91,9 @@ class Promise(NamedTuple):
 
 
 Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call: the parts of each sum; none: no gradient
+
+
+Left = dict[int, list[torch.Tensor | None]]  # by backward: gradients of captures that other tokens lead to
 
 
 class Order(NamedTuple):
@@ -480,11 +483,18 @@ def item_of(node: Any, output: int) -> Member:
 
 
 def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
-    """Of a `Call`, for each input: the edge to what it is made of in the caller."""
+    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its results do not depend on."""
     gates, _ = edges_of(node)
     if node.graph.members is not None:
         return edges_of_leaves(gates[0][0]) if gates else ()
     return [(None, 0) if gate_node is None else gate_node.next_functions[0] for gate_node, _ in gates]
+
+
+def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
+    """Likewise for each capture."""
+    capture_node = edges_of(node)[1]
+    edges: Sequence[tuple[Any, int]] = () if capture_node is None else capture_node.next_functions
+    return [edge[0].next_functions[0] if isinstance(edge[0], ALONE_NODE) else edge for edge in edges]
 
 
 def differentiate(
@@ -576,10 +586,11 @@ class Alone(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
 
 
@@ -678,7 +689,7 @@ def attach(
         node.graph, node.number = graph, number
         waits = node.source is None or not node.source.hidden
         set_priority(node, (WAIT if waits else SEND) + graph.number)
-    if token is None and not gated:
+    if token is None and not any(tensor.requires_grad for tensor in gated):
         token = ROOT
     if torch.is_grad_enabled():
         attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, token, *gated)
@@ -693,17 +704,21 @@ def attach(
 
 
 class CaptureGate(torch.autograd.Function):
-    """All captures of an operation enter here; each call gets one token instead of an edge per capture."""
+    """All captures of an operation enter here; each call gets one token instead of an edge per capture.
+
+    Of several of one operation in a backward, the first to run gets all gradients, and leaves what it does not lead to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, home: Home, *captures: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, home: Home, left: Left, *captures: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
+        ctx.left = left
         ctx.apart = {}  # by backward: derivatives whose captures' gradients come one call at a time
         return torch.zeros((), device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         task = graph_task()
         total: list[torch.Tensor | None] = [None] * len(ctx.next_functions)
         # the last first: the order in which the engine adds up what the serial loop's items contribute
@@ -712,8 +727,14 @@ class CaptureGate(torch.autograd.Function):
             total = added(total, derivative.take_captures())
         for levels, grads in ctx.home.capture_gradients(task):
             total = added(total, [None if each is None else within(each, levels) for each in grads])
+        if task in ctx.left:
+            total = added(total, ctx.left.pop(task))
+        elsewhere = [grad if edge[0] is None else None for grad, edge in zip(total, ctx.next_functions, strict=True)]
+        if any(grad is not None for grad in elsewhere):
+            ctx.left[task] = elsewhere
+            forget_oldest(ctx.left)
         wait_for_devices(total)
-        return None, *total
+        return None, None, *total
 
 
 def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -721,14 +742,42 @@ def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | N
     return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
 
 
-def capture_gate(home: Home, captures: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The token of an operation whose function reaches `captures`, all of which need gradients."""
-    token = apply(CaptureGate, home, *captures)
-    assert isinstance(token, torch.Tensor)
-    set_priority(token.grad_fn, WAIT_LAST)
-    return token
+class Captures:
+    """The captures of one operation that need gradients, and the token that leads a call's results to them.
+
+    To those that a result was made from, and no other: what the caller has behind it would be run by the result's backward,
+    and freed. Behind leaves there is nothing. Which of the others are `reached` workers say, by number, before results are
+    here.
+    """
+
+    @torch.enable_grad()
+    def __init__(self, home: Home, captures: Sequence[torch.Tensor]) -> None:
+        self._home = home
+        # of what is no leaf as it is now: it may be written to before the token is made
+        self._captures = [each if each.is_leaf else apply(Alone, each) for each in captures]
+        self._inner = {number for number, each in enumerate(captures) if not each.is_leaf}
+        self.reached: set[int] = set()
+        self._led_to: set[int] | None = None
+        self._token: torch.Tensor | None = None
+        self._left: Left = {}
+        self._making = threading.Lock()
+
+    @torch.enable_grad()
+    def token(self) -> torch.Tensor | None:
+        """None where there is nothing to lead to. A new one, where more is reached than by the last."""
+        with self._making:
+            if self._led_to is None or not self.reached <= self._led_to:
+                self._led_to = set(self.reached)
+                left_out = self._inner - self._led_to
+                seen = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
+                self._token = None
+                if len(left_out) < len(seen):
+                    self._token = token = apply(CaptureGate, self._home, self._left, *seen)
+                    set_priority(token.grad_fn, WAIT_LAST)
+            return self._token
 
 
+ALONE_NODE: Any = Alone._backward_cls
 CAPTURE_GATE_NODE = CaptureGate._backward_cls
 NAMES_ALONE = "CloneBackward0", "AloneBackward"
 

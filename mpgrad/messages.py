@@ -274,7 +274,8 @@ class StartFailed(NamedTuple):
 class Result(NamedTuple):
     """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
 
-    `bundle`: the structure and number of tensors of each item's result.
+    `bundle`: the structure and number of tensors of each item's result. `unused`: inputs that it does not depend on, by number
+    among those that need gradients, unless they are leaves; what the caller has behind those is no history of this result.
     """
 
     structure: Structure
@@ -282,6 +283,7 @@ class Result(NamedTuple):
     has_graph: bool
     gradients: Sequence[TensorRef | None] | None
     bundle: Sequence[tuple[Structure, int]] = ()
+    unused: Sequence[int] = ()
 
 
 class Warned(NamedTuple):
@@ -302,7 +304,8 @@ class Results(NamedTuple):
     Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards that were run ahead; the rest is our
     work.
 
-    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take.
+    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
+    depend on, by number among those that need gradients, each once and unless they are leaves.
     """
 
     chunk: int
@@ -314,6 +317,7 @@ class Results(NamedTuple):
     warned: list[Warned]
     dropped: list[int]
     graph_bytes: int
+    reached: Sequence[int] = ()
 
 
 class Gradients(NamedTuple):

@@ -24,12 +24,12 @@ from mpgrad import structure
 from mpgrad._torch import outside_transforms
 from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import (
+    Captures,
     Home,
     Members,
     RemoteGraph,
     alone,
     attach,
-    capture_gate,
     gate,
     gate_behind,
     leaf_gate,
@@ -105,7 +105,7 @@ class Operation:
         self,
         function: SharedFunction,
         home: Home,
-        token: torch.Tensor | None,
+        captures: Captures | None,
         seed: int | None,
         modes: Modes,
         *,
@@ -124,7 +124,7 @@ class Operation:
         self.conditions = Conditions(function, modes, seed, first)
         self.function = function
         self.home = home
-        self.token = token
+        self.captures = captures  # that need gradients
         self.modes = modes
         self.timeout = timeout  # seconds for each call
         self.chunksize = chunksize
@@ -254,9 +254,12 @@ class Operation:
             if not self.modes.grad:
                 self._let_in(call)
             gated = [*call.gated, *gates_to(call.claims)]
+            for number in outcome.result.unused:
+                gated[number] = gated[number].detach()
             if call.bundle:
                 graph.members = members_of(outcome.result.bundle, call.leaves, inner)
-            outputs = attach(graph, [tensors[number] for number in inner], self.token, gated, call.leaves)
+            token = None if self.captures is None else self.captures.token()
+            outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
             call.leaves = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, alone(outputs) if call.bundle else outputs, strict=True):
@@ -265,8 +268,6 @@ class Operation:
     @torch.enable_grad()
     def _let_in(self, call: PackedCall) -> None:
         """Gates for a call that was made without gradients, whose function turned them on by itself."""
-        if self.token is None and self.function.differentiable:
-            self.token = capture_gate(self.home, self.function.differentiable)
         for tensor, version in call.ungated:
             if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))

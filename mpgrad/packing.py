@@ -77,7 +77,7 @@ class SharedFunction:
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
-        self.differentiable = [tensor for tensor in captures if tensor.requires_grad]
+        self.is_differentiable = any(tensor.requires_grad for tensor in captures)
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
         if request is not None:

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad._torch import plus
-from mpgrad.autograd import Derivative, differentiate, edges_behind_gates, edges_of, gate, is_call, item_of, result_edge
+from mpgrad.autograd import (
+    Derivative,
+    differentiate,
+    edges_behind_gates,
+    edges_to_captures,
+    gate,
+    is_call,
+    item_of,
+    result_edge,
+)
 
 __all__ = ["per_item_grad"]
 
@@ -146,17 +155,19 @@ def check_tensors(index: int, inputs: object) -> None:
 
 
 def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
-    _, capture_node = edges_of(node)
     behind = edges_behind_gates(node)
     known: dict[Any, list[Place]] = {}
     for number in item_of(node, output).inputs:
         known.setdefault(behind[number], []).append((False, number))
-    for number, edge in enumerate(capture_node.next_functions if capture_node is not None else ()):
-        known.setdefault(edge, []).append((True, number))
+    for number, captured in enumerate(edges_to_captures(node)):
+        known.setdefault(captured, []).append((True, number))
+    unused = known.pop((None, 0), None)  # of these is not known which they are
     found = []
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
         with torch.enable_grad():
-            edge = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
+            edge: Any = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
+        if edge is not None and unused:
+            known.setdefault(edge, [])
         if edge not in known:
             raise ValueError(
                 f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "

@@ -27,7 +27,7 @@ import torch
 
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
-from mpgrad.autograd import capture_gate
+from mpgrad.autograd import Captures
 from mpgrad.carrier import Packer
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.costs import Costs
@@ -591,12 +591,12 @@ class Pool:
             pickled = pickled or pickled_function(function, scheduler.packer.kind)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
-            reaches_gradients = torch.is_grad_enabled() and bool(shared.differentiable)
-            token = capture_gate(home, shared.differentiable) if reaches_gradients else None
+            needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
+            captures = Captures(home, needing) if needing else None
         return kind(
             shared,
             home,
-            token,
+            captures,
             drawn if drawn is not None else self._draw_seed() if modes is None else None,
             modes or current_modes(scheduler.packer.kind),
             chunksize=chunksize,

@@ -349,7 +349,7 @@ def test_everything_is_sent_before_anything_is_waited_for() -> None:
     home = FakeHome()
     xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
     capture = torch.ones(2, requires_grad=True)
-    token = autograd.capture_gate(home, [capture])
+    token = autograd.Captures(home, [capture]).token()
     results = [
         autograd.attach(autograd.RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [autograd.gate(x * 2)])[0]
         for index, x in enumerate(xs)

@@ -34,6 +34,7 @@ class Made:
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         self.graph: Graph | None = None
+        self.unused: list[int] = []  # inputs that the graph does not lead to
 
     def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
         self.shapes.append((shape, len(tensors)))

@@ -13,7 +13,8 @@ import ctypes
 import functools
 import heapq
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -22,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad._torch import gradients, plus
+from mpgrad._torch import apply, gradients, is_alive, plus
 from mpgrad.batching import Level, over
 
 __all__ = [
@@ -31,16 +32,20 @@ __all__ = [
     "HOOKS",
     "CaptureSums",
     "Edge",
+    "Entrance",
     "Graph",
     "GraphTable",
     "Names",
     "dress",
     "edge_of",
+    "edges_at",
     "is_linear",
+    "leaves_behind",
     "run_backward",
 ]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+Entrance = weakref.ref[Any] | torch.Tensor  # of an input: the node where its gradient leaves, or the leaf that it is
 
 
 class Names(NamedTuple):
@@ -54,7 +59,7 @@ class Names(NamedTuple):
 class Graph(NamedTuple):
     function: int
     outputs: list[Edge]  # of the outputs that need gradients, in order
-    inputs: list[Edge]  # of the inputs that need gradients, in order
+    inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
     captures: list[Edge]
     whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
     names: Names | None = None
@@ -158,15 +163,15 @@ def behind_own_node(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Entry(torch.autograd.Function):
-    """Where gradients of non-leaf inputs leave: the caller's tensor has a history, so in-place writes to it are legal."""
+    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place writes to it are legal."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensors)  # hidden in a list: as arguments they would come back as views, which forbid in-place writes
+    def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
+        return alone[0]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
-        ctx.received = grads  # for `run_whole`; otherwise the engine takes them off before they come here
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
+        ctx.received = grad  # for `run_whole`; otherwise the engine takes it off before it comes here
         return None, None
 
 
@@ -175,25 +180,51 @@ ROOT = torch.zeros((), requires_grad=True)
 # Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
 # which waits for that lock, holding the interpreter's, would wait for ever.
 ROOT_EDGE = get_gradient_edge(ROOT)
+LEAF_NODE: Any = type(ROOT_EDGE.node)
 
 
 def dress(
     tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool], leaf: Sequence[bool]
-) -> tuple[list[torch.Tensor], list[Edge]]:
-    """`tensors` as `fn` would see them in the caller, and an edge for each one that needs a gradient."""
-    dressed = list(tensors)
-    edges: dict[int, Edge] = {}
-    inner = [k for k, tensor in enumerate(tensors) if needs_grad[k] and not leaf[k]]
-    if inner:
-        with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
-            entered = Entry.apply(ROOT, [tensors[k] for k in inner])  # type: ignore[no-untyped-call]
-        for k, tensor in zip(inner, entered, strict=True):
-            dressed[k] = behind_own_node(tensor)
-            edges[k] = get_gradient_edge(dressed[k])  # taken now: an in-place write moves the tensor away from it
-    for k, tensor in enumerate(dressed):
-        if needs_grad[k] and k not in edges:
-            edges[k] = tensor.requires_grad_()
-    return dressed, [edges[k] for k in sorted(edges)]
+) -> tuple[list[torch.Tensor], list[Entrance]]:
+    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
+    dressed, entrances = list(tensors), list[Entrance]()
+    for k, tensor in enumerate(tensors):
+        if needs_grad[k] and leaf[k]:
+            entrances.append(tensor.requires_grad_())
+        elif needs_grad[k]:
+            with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
+                dressed[k] = apply(Entry, ROOT, [tensor])
+            entrances.append(weakref.ref(dressed[k].grad_fn))  # taken now: an in-place write moves the tensor away from it
+    return dressed, entrances
+
+
+def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
+    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend on has been kept by them.
+
+    None where they do not. The caller has a history behind it then which is not theirs, and no backward of theirs may run it.
+    """
+    return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
+
+
+def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
+    node = entrance()
+    return None if node is None else GradientEdge(node, 0)
+
+
+def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> set[int]:
+    """Those leaves, of the `wanted` ones by id, that the outputs depend on."""
+    found = {id(output) for output in outputs if id(output) in wanted}
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes and len(found) < len(wanted):
+        for node, _ in nodes.pop().next_functions:
+            if type(node) is LEAF_NODE:
+                if id(node.variable) in wanted:
+                    found.add(id(node.variable))
+            elif node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return found
 
 
 def run_backward(
@@ -206,16 +237,27 @@ def run_backward(
     levels: tuple[Level, ...],
 ) -> list[torch.Tensor | None]:
     """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
-    edges = [graph.inputs[k] for k in wanted]
+    asked = [graph.inputs[k] for k in wanted]
+    used = [edge is not None and is_there(edge) for edge in asked]
+    edges = [edge for edge, there in zip(asked, used, strict=True) if edge is not None and there]
     if captures:
         edges += graph.captures
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
     if not edges or not given:
-        return [None] * len(edges)
+        return [None] * (len(asked) + len(graph.captures) * captures)
     outputs, incoming = zip(*given, strict=True)
     if graph.whole:
-        return run_whole(outputs, edges, incoming, keep, create)
-    return over(levels, lambda incoming: gradients(outputs, edges, incoming, keep, create), incoming)
+        found = run_whole(outputs, edges, incoming, keep, create)
+    else:
+        found = over(levels, lambda incoming: gradients(outputs, edges, incoming, keep, create), incoming)
+    if all(used):
+        return found
+    rest = iter(found)
+    return [next(rest) if there else None for there in used] + list(rest)
+
+
+def is_there(edge: Edge) -> bool:
+    return isinstance(edge, torch.Tensor) or is_alive(edge.node)
 
 
 def run_whole(
@@ -226,24 +268,14 @@ def run_whole(
     for leaf in leaves:
         leaf.grad = None
     torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
-    places = [(edge, 0) if isinstance(edge, torch.Tensor) else entry_of(edge) for edge in edges]
-    found = [
-        place.grad if isinstance(place, torch.Tensor) else getattr(place, "received", {number: None})[number]
-        for place, number in places
-    ]
-    for place, _ in places:
-        if isinstance(place, torch.Tensor):
-            place.grad = None
-        else:
-            vars(place).pop("received", None)
-    return found
+    return [taken(edge) for edge in edges]
 
 
-def entry_of(edge: GradientEdge) -> tuple[Any, int]:
-    """The node of the `Entry` that an input's edge leads to, and which of its outputs; `behind_own_node` may lie between."""
-    node: Any = edge.node
-    place: tuple[Any, int] = (node, edge.output_nr) if isinstance(node, ENTRY_NODE) else node.next_functions[0]
-    return place
+def taken(edge: Edge) -> torch.Tensor | None:
+    if isinstance(edge, torch.Tensor):
+        grad, edge.grad = edge.grad, None
+        return grad
+    return vars(edge.node).pop("received", None)  # type: ignore[no-any-return]
 
 
 def is_linear(graph: Graph) -> bool:

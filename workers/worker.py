@@ -28,11 +28,14 @@ from mpgrad.workers.graphs import (
     CHECKPOINTS,
     CaptureSums,
     Edge,
+    Entrance,
     Graph,
     GraphTable,
     Names,
     dress,
     edge_of,
+    edges_at,
+    leaves_behind,
     run_backward,
 )
 
@@ -107,6 +110,13 @@ class Function(NamedTuple):
     gathers: bool  # the tensors of its calls come to our device
     names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
+    unseen: dict[int, int]  # numbers of those, by id, that no result depends on yet; where the caller has them as leaves: none
+    reached: list[int]  # those that one does, since the last answer
+
+    def look_for_captures(self, outputs: Sequence[torch.Tensor], all_of_them: bool) -> None:
+        if self.unseen:
+            for each in list(self.unseen) if all_of_them else leaves_behind(outputs, self.unseen):
+                self.reached.append(self.unseen.pop(each))
 
 
 class Worker:
@@ -215,7 +225,11 @@ class Worker:
         )
         dropped = self._graphs.take_dropped()
         own, ahead, nbytes = self._own_seconds, self._ahead_seconds, self._graphs.nbytes
-        return Results(message.chunk, outcomes, seconds, own, ahead, mutated, self._warnings(), dropped, nbytes)
+        reached: list[int] = []
+        if isinstance(function, Function):
+            reached += function.reached
+            function.reached.clear()
+        return Results(message.chunk, outcomes, seconds, own, ahead, mutated, self._warnings(), dropped, nbytes, reached)
 
     def _begin(self, chunk: int, position: int) -> None:
         self._progress[Progress.STARTED] = time.monotonic_ns()
@@ -245,7 +259,7 @@ class Worker:
                 gradients = self._lend_ahead(call.call, function.code, ahead, graph)
                 graph = None
             shape, bundle = (None, made.shapes) if call.bundle else (made.shapes[0][0], ())
-            result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle)
+            result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle, made.unused)
             del made, placed, ahead
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
@@ -296,7 +310,9 @@ class Worker:
         """Run a call, the items of a bundle one after another; notes in `stage` how far it came."""
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
-        tensors, edges = self._inputs(refs, payload)
+        tensors, entrances = self._inputs(refs, payload)
+        leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        edges = edges_at(entrances) if call.bundle else []  # of bundles all inputs are leaves
         made = Made()
         for stage.offset, own in enumerate(each_item(call, tensors)):
             stage.phase = "forward"
@@ -307,13 +323,19 @@ class Worker:
             checkpoints = CHECKPOINTS.count
             args, kwargs = arguments(call, stage.offset, own)
             shape, found = self._call(message.seed, call.item + stage.offset, function, args, kwargs, stage)
-            flags = [flags_in_graph(tensor, tensors, function.captures) for tensor in found]
+            del args, kwargs
+            if not call.bundle:
+                tensors.clear()  # and so `own`: what of them is left now is what the results depend on
+                edges = edges_at(entrances)
+                made.unused = [number for number, edge in enumerate(edges) if edge is None]
+            flags = [flags_in_graph(tensor, leaves, function.captures) for tensor in found]
             outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
             if outputs and not message.modes.inference:
                 names = None
                 if station is not None:
                     names = Names(list(map(code_of, outputs)), names_of(call.tensors), function.names)
                 whole = CHECKPOINTS.count != checkpoints
+                function.look_for_captures(outputs, all_of_them=whole)
                 graph = Graph(message.function, list(map(edge_of, outputs)), edges, function.edges, whole, names)
                 if ahead is not None and ahead.take(stage.offset, graph, found):
                     # nothing may hold the graph now: then the next one gets its memory, which is in the cache
@@ -349,7 +371,7 @@ class Worker:
             check_carriable(tensor, "the result", None, self._packer.kind)
         return shape, tensors
 
-    def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Edge]]:
+    def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Entrance]]:
         plain = self._views(refs, payload)
         flags = flags_in(refs)
         for k, own in enumerate(flags):
@@ -441,7 +463,7 @@ class Worker:
             given = names_of(refs)
             places = [code for count, code in zip(call.parts, graph.names.outputs, strict=True) for _ in range(count)]
             refs = [renamed(*each) for each in zip(refs, places, strict=True)]
-        incoming, edges = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
+        incoming, entrances = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
         rest = iter(incoming)
         grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
         started = time.perf_counter()
@@ -462,7 +484,8 @@ class Worker:
                 if names is not None:
                     names = Names(list(map(code_of, connected)), [*given, *names.inputs], names.captures)
                 outputs = list(map(edge_of, connected))
-                derived = Graph(graph.function, outputs, [*edges, *graph.inputs], graph.captures, names=names)
+                edges = [*edges_at(entrances), *graph.inputs]
+                derived = Graph(graph.function, outputs, edges, graph.captures, names=names)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif not call.keep:
             self._graphs.resize(call.call, 0)  # its buffers are gone; what is left says so to a second backward
@@ -507,13 +530,18 @@ class Worker:
             if message.block is not None:
                 block = self._lenders.borrow(*message.block, private=True)
             refs = message.captures if self._station is None else self._station.named(message.captures, message.gathers)
-            captures = [capture(ref, block, self._borrow) for ref in refs]
+            with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
+                captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
             target = structure.loads(self._codes[message.code], captures)
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
-            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise)
+            needing = [ref for ref in message.captures if ref.flags & REQUIRES_GRAD]
+            inner = {
+                id(edge): number for number, (edge, ref) in enumerate(zip(edges, needing, strict=True)) if not ref.flags & LEAF
+            }
+            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, inner, [])
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
