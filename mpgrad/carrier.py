@@ -34,6 +34,7 @@ __all__ = [
     "Placed",
     "Riders",
     "Row",
+    "Sparse",
     "TensorRef",
     "are_distinct_tensors",
     "check_carriable",
@@ -544,7 +545,7 @@ class Payload:
 
 
 def stand_in(ref: TensorRef) -> torch.Tensor:
-    """A tensor like the one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
+    """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
     device = device_of(ref.flags // DEVICE)
     return torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device)
 

@@ -35,7 +35,7 @@ from mpgrad.autograd import (
     leaf_gate,
     modified_in_place,
 )
-from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef, flags_in, rows_of, stand_in, view
+from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, rows_of, stand_in, view
 from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Eager, Result, Structure, Warned
 from mpgrad.modes import Modes
@@ -65,6 +65,14 @@ class Delivered(NamedTuple):
             return memories[ref.place]
 
         return [view(row, payload, borrow) for row in rows_of(self.result.tensors)]
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be given their memory later."""
+        refs = self.result.tensors
+        if not any(isinstance(ref.form, Sparse) for ref in refs):
+            return list(map(stand_in, refs))
+        views = self.views(private=True)
+        return [there if isinstance(ref.form, Sparse) else stand_in(ref) for ref, there in zip(refs, views, strict=True)]
 
 
 class Failed:
@@ -373,7 +381,8 @@ class Submitted(Operation):
                         self._tensors = tensors
                     else:
                         for tensor, memory in zip(self._tensors, tensors, strict=True):
-                            tensor.data = memory
+                            if memory.layout is torch.strided:
+                                tensor.data = memory
                     self._value = structure.loads_result(outcome.result.structure, self._tensors)
                 if outcome.graph is not None:
                     outcome.graph.reveal()
@@ -391,7 +400,7 @@ class Submitted(Operation):
             assert isinstance(outcome, Delivered)
             if self._tensors is None:
                 with self.modes_of_caller():
-                    tensors = list(map(stand_in, outcome.result.tensors))
+                    tensors = outcome.stand_ins()
                     self._give_history(outcome, tensors)
                 if outcome.graph is not None:
                     outcome.graph.hidden = True

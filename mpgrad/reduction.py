@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["Block", "Finish", "Reduction", "blocks_of", "reduction_named"]
 
@@ -152,6 +152,9 @@ class Fold:
         self.reduction = reduction
 
     def __call__(self, target: Any, items: Sequence[Any]) -> Any:
+        own = set(map(id, tree_leaves(target)))
+        if any(id(each) in own for each in tree_leaves(items)):  # what is written into the target is no item
+            items = tree_map_only(torch.Tensor, lambda each: connected_copy(each) if id(each) in own else each, items)
         return self.reduction.onto(target, items)
 
 

@@ -619,3 +619,37 @@ def test_a_dropped_graph_leaves_nothing(pool2: mpgrad.Pool) -> None:
         assert time.monotonic() < deadline, stats
         gc.collect()
         pool2.map(abs, range(4))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_results_passed_on(pool2: mpgrad.Pool, layout: torch.layout, late: bool) -> None:
+    """They have no stand-ins: whether the first value is asked for, and when, makes no difference."""
+
+    def gradients(submit: Any) -> list[Any]:
+        source = torch.eye(3, dtype=torch.float64).mul(2).to_sparse(layout=layout).requires_grad_()
+        first = submit(lambda x: (x * 2, x.to_dense().sum(), x.detach() * 3), source)
+        second = submit(lambda triple: triple[0] * 3, first)
+        if not late:
+            first.result()
+        loss = second.result().to_dense().pow(2).sum()
+        sparse, dense, plain = first.result()
+        assert sparse.layout is plain.layout is layout and sparse.requires_grad and not plain.requires_grad
+        total = loss + sparse.to_dense().pow(3).sum() * dense
+        (grad,) = torch.autograd.grad(total, source, create_graph=True)
+        (further,) = torch.autograd.grad(grad.to_dense().pow(2).sum(), source)
+        return [total.detach(), plain.to_dense(), grad.detach().to_dense(), further.to_dense()]
+
+    class Done:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        def result(self) -> Any:
+            return self.value
+
+    def at_once(fn: Any, x: Any) -> Done:
+        return Done(fn(x.value if isinstance(x, Done) else x))
+
+    for ours, theirs in zip(gradients(pool2.submit), gradients(at_once), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)

@@ -192,3 +192,30 @@ def test_bad_arguments(pool: mpgrad.Pool) -> None:
         pool.map_reduce(abs, [1], "median")
     with pytest.raises(TypeError, match="a reduction must be a function or one of"):
         pool.reduce(3, [1], 1)
+
+
+@pytest.mark.parametrize("fn", [torch.Tensor.add_, torch.Tensor.mul_, torch.add], ids=lambda fn: fn.__name__)
+def test_targets_that_are_items(pool: mpgrad.Pool, fn: Any) -> None:
+    """The items are what they were, whatever a fold has written into its target by then."""
+
+    def folded(reduce: Any) -> list[Any]:
+        source = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+        values = list((source * 1.5).unbind())
+        results = reduce(values, {"target": values[0]}, values[2])
+        loss = results[0]["target"] * results[1]
+        return [*results[0].values(), results[1], *torch.autograd.grad(loss, source)]
+
+    def by_pool(items: list[torch.Tensor], first: dict[str, torch.Tensor], second: torch.Tensor) -> Any:
+        def onto_structure(target: dict[str, torch.Tensor], item: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"target": fn(target["target"], item)}
+
+        return pool.reduce(onto_structure, items, [first])[0], pool.reduce(fn, items, second)
+
+    def on_copies(items: list[torch.Tensor], first: dict[str, torch.Tensor], second: torch.Tensor) -> Any:
+        one, other = first["target"].clone(), second.clone()
+        for item in items:
+            one, other = fn(one, item), fn(other, item)
+        return {"target": one}, other
+
+    for ours, theirs in zip(folded(by_pool), folded(on_copies), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
