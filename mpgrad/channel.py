@@ -26,6 +26,7 @@ __all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
+TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code to look at a bit
 READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
 
@@ -163,7 +164,7 @@ class Channel:
             for _, kind, content in ancillary:
                 if kind == socket.SCM_RIGHTS:
                     received.frombytes(content[: len(content) - len(content) % received.itemsize])
-            if flags & socket.MSG_CTRUNC:  # this process may not have that many open
+            if flags & TRUNCATED:  # this process may not have that many open
                 close_all(received)
                 self._received.append(None)
             elif received:

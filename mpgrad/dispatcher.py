@@ -49,6 +49,7 @@ class Dispatcher(Scheduler):
         super().__init__(settings)
         self._launcher = launcher
         self._waiters: list[Waiter] = []
+        self._watched: dict[int, int] = {}  # by worker: which events of its pipe
         self._woken = False
         self._sleeping = False
         self._sleeping_soundly = False  # without the timer that sends the news
@@ -191,9 +192,10 @@ class Dispatcher(Scheduler):
         channel = worker.channel
         assert isinstance(channel, Channel)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_outgoing else 0)
-        if channel.fileno() not in self._selector.get_map():
+        watched, self._watched[worker.number] = self._watched.get(worker.number), events
+        if watched is None:
             self._selector.register(channel, events, worker)
-        elif self._selector.get_key(channel).events != events:
+        elif watched != events:
             self._selector.modify(channel, events, worker)
 
     def tell_waiters(self) -> None:
@@ -212,6 +214,7 @@ class Dispatcher(Scheduler):
         channel = worker.channel
         assert isinstance(channel, Channel)
         self._selector.unregister(channel)
+        del self._watched[worker.number]
         channel.close()
         code = self._launcher.exit_code(worker.number, EXIT_PATIENCE)
         if code is None:

@@ -938,8 +938,8 @@ def guided_size(seconds: float, left: int, workers: int, shortest: float, longes
     D. Kuck, IEEE Transactions on Computers, 1987.
     """
     share = left // (CHUNKS_PER_WORKER * fed(workers, left, seconds))
-    least, most = (limit / max(seconds, 1e-9) for limit in (shortest, longest))
-    return max(1, min(max(share, math.ceil(least)), int(most)))
+    seconds = max(seconds, 1e-9)
+    return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
 
 
 def fed(workers: int, calls: int, seconds: float) -> int:
