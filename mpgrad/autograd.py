@@ -26,7 +26,7 @@ import itertools
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -745,17 +745,16 @@ def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | N
 class Captures:
     """The captures of one operation that need gradients, and the token that leads a call's results to them.
 
-    To those that a result was made from, and no other: what the caller has behind it would be run by the result's backward,
-    and freed. Behind leaves there is nothing. Which of the others are `reached` workers say, by number, before results are
-    here.
+    To those that a result was made from, and no other: its backward would run, and free, what the caller has behind that, a
+    history or hooks. Which of those that have `more_behind` are `reached` workers say, by number, before results are here.
     """
 
     @torch.enable_grad()
-    def __init__(self, home: Home, captures: Sequence[torch.Tensor]) -> None:
+    def __init__(self, home: Home, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
         self._home = home
         # of what is no leaf as it is now: it may be written to before the token is made
         self._captures = [each if each.is_leaf else apply(Alone, each) for each in captures]
-        self._inner = {number for number, each in enumerate(captures) if not each.is_leaf}
+        self._more_behind = more_behind
         self.reached: set[int] = set()
         self._led_to: set[int] | None = None
         self._token: torch.Tensor | None = None
@@ -768,7 +767,7 @@ class Captures:
         with self._making:
             if self._led_to is None or not self.reached <= self._led_to:
                 self._led_to = set(self.reached)
-                left_out = self._inner - self._led_to
+                left_out = self._more_behind - self._led_to
                 seen = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
                 self._token = None
                 if len(left_out) < len(seen):

@@ -27,6 +27,7 @@ from mpgrad.devices import Lane, Region, code_of, device_of
 __all__ = [
     "DEVICE",
     "DTYPES",
+    "HOOKED",
     "RIDE_BYTES",
     "Devices",
     "Packer",
@@ -47,6 +48,7 @@ __all__ = [
     "staged_again",
     "stand_in",
     "view",
+    "with_more_behind",
 ]
 
 RIDE_BYTES = 8192
@@ -146,6 +148,7 @@ LEAF = 2
 PARAMETER = 4
 SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
 SPREAD = 16  # travels dense, and is spread out to its strides by the receiver
+HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
 DEVICE = 256  # times the code of the device on which the receiver is to have it (see `devices.code_of`), wherever it lies now
 
 
@@ -154,9 +157,17 @@ def flags_of(tensor: torch.Tensor) -> int:
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
+        if flags & REQUIRES_GRAD and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            flags |= HOOKED
     if type(tensor) is torch.nn.Parameter:  # isinstance would ask torch's metaclass, in Python
         flags |= PARAMETER
     return flags
+
+
+def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
+    """Those, by number among the ones that need gradients, for which a backward does more in the caller than to add to them."""
+    needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
+    return {number for number, flags in enumerate(needing) if not flags & LEAF or flags & HOOKED}
 
 
 def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, kind: str = "") -> None:

@@ -275,7 +275,7 @@ class Result(NamedTuple):
     """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
 
     `bundle`: the structure and number of tensors of each item's result. `unused`: inputs that it does not depend on, by number
-    among those that need gradients, unless they are leaves; what the caller has behind those is no history of this result.
+    among those that need gradients, where they have a history or hooks in the caller.
     """
 
     structure: Structure
@@ -305,7 +305,7 @@ class Results(NamedTuple):
     work.
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
-    depend on, by number among those that need gradients, each once and unless they are leaves.
+    depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.
     """
 
     chunk: int

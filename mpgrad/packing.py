@@ -16,7 +16,17 @@ from mpgrad import structure
 from mpgrad._torch import outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
-from mpgrad.carrier import RIDE_BYTES, SHARED, Packer, Placed, Riders, are_distinct_tensors, check_carriable, flags_of
+from mpgrad.carrier import (
+    HOOKED,
+    RIDE_BYTES,
+    SHARED,
+    Packer,
+    Placed,
+    Riders,
+    are_distinct_tensors,
+    check_carriable,
+    flags_of,
+)
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.routing import Request
@@ -77,9 +87,9 @@ class SharedFunction:
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
-        self.is_differentiable = any(tensor.requires_grad for tensor in captures)
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
+        self.is_differentiable = any(tensor.requires_grad for tensor in captures)
         if request is not None:
             request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
@@ -240,7 +250,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
             if tensor.requires_grad:
-                if not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                if not tensor.is_leaf or flags_of(tensor) & HOOKED:
                     return None
                 needing.append(tensor)
             if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUNDLED_BYTES:

@@ -28,7 +28,7 @@ import torch
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
 from mpgrad.autograd import Captures
-from mpgrad.carrier import Packer
+from mpgrad.carrier import Packer, with_more_behind
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.costs import Costs
 from mpgrad.cpus import usable_cpus
@@ -592,7 +592,7 @@ class Pool:
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
-            captures = Captures(home, needing) if needing else None
+            captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
         return kind(
             shared,
             home,

@@ -379,3 +379,30 @@ def test_a_worker_dies(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, inline="never", deterministic=True) as pool:
         for number in (0, 1):
             same(gradients(pool.map, lambda number=number: os.kill(pool.stats().workers[number].pid, signal.SIGKILL)), expected)
+
+
+# --- hooks of leaves
+
+
+def hooked_leaves(loop: Loop) -> list[Any]:
+    """An item and a capture that one of two results depends on, and one of each that none does."""
+    leaves = {name: leaf(3, seed=seed) for seed, name in enumerate(("item", "capture", "unused item", "unused capture"))}
+    calls: list[Any] = []
+    for name, each in leaves.items():
+        each.register_hook(lambda grad, name=name: calls.append((name, grad.clone())))  # type: ignore[misc]
+        each.register_post_accumulate_grad_hook(lambda each, name=name: calls.append((f"{name}, after", each.grad.clone())))
+
+    def fn(given: tuple[int, Tensor, Tensor]) -> Tensor:
+        number, item, _ = given
+        assert leaves["unused capture"].requires_grad
+        return (item * leaves["capture"]).sum() if number else item.sum()
+
+    results = loop(fn, [(number, leaves["item"] * 1 if number else leaves["item"], leaves["unused item"]) for number in (0, 1)])
+    torch.stack(results).prod().backward()
+    return [value for _, value in sorted(calls, key=lambda call: call[0])] + [each.grad for each in leaves.values()]
+
+
+def test_hooks_of_leaves(loop: Loop) -> None:
+    ours, theirs = hooked_leaves(loop), hooked_leaves(serial)
+    assert len(theirs) == 4 + 4  # of those that are used, each hook once
+    same(ours, theirs)

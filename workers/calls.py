@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from mpgrad.workers.graphs import Graph
+from mpgrad.workers.graphs import Edge, Graph, leaves_behind
 
 from mpgrad import structure
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, are_distinct_tensors, flags_of
+from mpgrad.carrier import HOOKED, LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, flags_in, flags_of
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
 
-__all__ = ["Made", "Stage", "arguments", "each_item", "failure", "flags_in_graph", "result_structure"]
+__all__ = ["Made", "Stage", "arguments", "each_item", "failure", "flags_in_graph", "result_structure", "unused_inputs"]
 
 
 class Stage:
@@ -34,7 +34,7 @@ class Made:
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         self.graph: Graph | None = None
-        self.unused: list[int] = []  # inputs that the graph does not lead to
+        self.unused: list[int] = []  # inputs that the graph does not lead to, see `Result`
 
     def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
         self.shapes.append((shape, len(tensors)))
@@ -76,6 +76,16 @@ def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
     if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
         flags &= ~LEAF
     return flags
+
+
+def unused_inputs(
+    refs: Sequence[TensorRef], edges: Sequence[Edge | None], outputs: Sequence[torch.Tensor], whole: bool
+) -> list[int]:
+    """See `Result.unused`. A graph that is `whole` does not show which leaves it depends on."""
+    needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
+    hooked = {id(edge) for edge, flags in zip(edges, needing, strict=True) if flags & HOOKED}
+    found = leaves_behind(outputs, hooked) if hooked and not whole else hooked
+    return [number for number, edge in enumerate(edges) if edge is None or id(edge) in hooked - found]
 
 
 def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO, overload
 import cloudpickle
 import torch
 from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
-from mpgrad.workers.calls import Made, Stage, arguments, each_item, failure, flags_in_graph, result_structure
+from mpgrad.workers.calls import Made, Stage, arguments, each_item, failure, flags_in_graph, result_structure, unused_inputs
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
     APPLIED,
@@ -60,6 +60,7 @@ from mpgrad.carrier import (
     renamed,
     rows_of,
     view,
+    with_more_behind,
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
 from mpgrad.devices import code_of
@@ -110,7 +111,7 @@ class Function(NamedTuple):
     gathers: bool  # the tensors of its calls come to our device
     names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
-    unseen: dict[int, int]  # numbers of those, by id, that no result depends on yet; where the caller has them as leaves: none
+    unseen: dict[int, int]  # numbers of those, by id, that have more behind them, and no result depends on yet
     reached: list[int]  # those that one does, since the last answer
 
     def look_for_captures(self, outputs: Sequence[torch.Tensor], all_of_them: bool) -> None:
@@ -327,7 +328,6 @@ class Worker:
             if not call.bundle:
                 tensors.clear()  # and so `own`: what of them is left now is what the results depend on
                 edges = edges_at(entrances)
-                made.unused = [number for number, edge in enumerate(edges) if edge is None]
             flags = [flags_in_graph(tensor, leaves, function.captures) for tensor in found]
             outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
             if outputs and not message.modes.inference:
@@ -336,6 +336,8 @@ class Worker:
                     names = Names(list(map(code_of, outputs)), names_of(call.tensors), function.names)
                 whole = CHECKPOINTS.count != checkpoints
                 function.look_for_captures(outputs, all_of_them=whole)
+                if not call.bundle:
+                    made.unused = unused_inputs(refs, edges, outputs, whole)
                 graph = Graph(message.function, list(map(edge_of, outputs)), edges, function.edges, whole, names)
                 if ahead is not None and ahead.take(stage.offset, graph, found):
                     # nothing may hold the graph now: then the next one gets its memory, which is in the cache
@@ -537,11 +539,8 @@ class Worker:
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
-            needing = [ref for ref in message.captures if ref.flags & REQUIRES_GRAD]
-            inner = {
-                id(edge): number for number, (edge, ref) in enumerate(zip(edges, needing, strict=True)) if not ref.flags & LEAF
-            }
-            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, inner, [])
+            unseen = {id(edges[number]): number for number in with_more_behind(message.captures)}
+            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, unseen, [])
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
