@@ -33,8 +33,7 @@ class Answers:
         assert operation is not None
         operation.mutated = operation.mutated or message.mutated
         operation.warned.extend(message.warned)
-        if message.reached and operation.captures is not None:
-            operation.captures.reached.update(message.reached)
+        note_found(operation.home, message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
@@ -72,6 +71,8 @@ class Answers:
         first = chunk.gradients[0].reply
         first.warned = [*first.warned, *message.warned]
         note_graphs(worker, message)
+        for position, reached in message.reached:
+            note_found(chunk.gradients[position].what.graph.home, reached)
         for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
             graph, number = sent.what.graph, sent.what.number
             if isinstance(found, Missing):
@@ -128,6 +129,11 @@ class Answers:
 def note_graphs(worker: Worker, message: Results | Gradients) -> None:
     worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
     worker.graph_bytes = message.graph_bytes
+
+
+def note_found(home: Home, captures: Sequence[int]) -> None:
+    if captures and home.reach is not None:
+        home.reach.found.update(captures)
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

@@ -55,6 +55,7 @@ __all__ = [
     "Members",
     "Order",
     "Promise",
+    "Reach",
     "RemoteGraph",
     "Reply",
     "alone",
@@ -91,9 +92,6 @@ class Promise(NamedTuple):
 
 
 Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call: the parts of each sum; none: no gradient
-
-
-Left = dict[int, list[torch.Tensor | None]]  # by backward: gradients of captures that other tokens lead to
 
 
 class Order(NamedTuple):
@@ -133,6 +131,7 @@ class Home(Protocol):
 
     deterministic: bool  # captures' gradients are added in the order of the items
     timeout: float | None  # seconds for each call
+    reach: Reach | None  # of the captures that need gradients, if there are any
 
     @property
     def code(self) -> int:
@@ -374,7 +373,9 @@ def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Fur
     assert node is not None  # the engine holds it
     family = graph.family = node.graph.family
     graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
-    attached = attach(graph, outputs, node.token, [*further.grads, *gates_again(node, further.wanted)])
+    home = node.graph.home
+    token = node.token if home.reach is None else home.reach.further(home, node.token)
+    attached = attach(graph, outputs, token, [*further.grads, *gates_again(node, further.wanted)])
     family[:] = [ref for ref in family if ref() is not None]
     family.append(weakref.ref(attached[0].grad_fn))
     return attached
@@ -431,8 +432,9 @@ class Call(torch.autograd.Function):
             if wanted:
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
-                capture_node.apart.setdefault(derivative.order.task, []).append(derivative)
-                forget_oldest(capture_node.apart)
+                reach = ctx.graph.home.reach
+                reach.apart.setdefault(derivative.order.task, []).append(derivative)
+                forget_oldest(reach.apart)
         return None, None, None, *ctx.graph.placeholders
 
 
@@ -492,9 +494,17 @@ def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
 
 def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
     """Likewise for each capture."""
-    capture_node = edges_of(node)[1]
-    edges: Sequence[tuple[Any, int]] = () if capture_node is None else capture_node.next_functions
+    _, capture_node = edges_of(node)
+    edges = [] if capture_node is None else edges_behind_capture_gate(capture_node)
     return [edge[0].next_functions[0] if isinstance(edge[0], ALONE_NODE) else edge for edge in edges]
+
+
+def edges_behind_capture_gate(node: Any) -> list[tuple[Any, int]]:
+    own = list(node.next_functions)
+    if not node.has_before:
+        return own
+    before = edges_behind_capture_gate(own.pop(0)[0])
+    return [one if one[0] is not None else other for one, other in zip(own, before, strict=True)]
 
 
 def differentiate(
@@ -706,35 +716,37 @@ def attach(
 class CaptureGate(torch.autograd.Function):
     """All captures of an operation enter here; each call gets one token instead of an edge per capture.
 
-    Of several of one operation in a backward, the first to run gets all gradients, and leaves what it does not lead to.
+    An operation may have several, see `Captures`. In a backward the first to run gets all gradients, and puts aside for the
+    others what it does not lead to. `before` is the token of one that leads to further captures.
     """
 
     @staticmethod
-    def forward(ctx: Any, home: Home, left: Left, *captures: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, home: Home, led_to: Set[int], before: torch.Tensor | None, *captures: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
-        ctx.left = left
-        ctx.apart = {}  # by backward: derivatives whose captures' gradients come one call at a time
+        ctx.led_to = led_to  # of those that have more behind them
+        ctx.has_before = before is not None
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        reach: Reach = ctx.home.reach
         task = graph_task()
-        total: list[torch.Tensor | None] = [None] * len(ctx.next_functions)
+        edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
+        total: list[torch.Tensor | None] = [None] * len(edges)
         # the last first: the order in which the engine adds up what the serial loop's items contribute
-        derivatives: list[Derivative] = ctx.apart.pop(task, [])
-        for derivative in sorted(derivatives, key=lambda derivative: -derivative.number):
+        for derivative in sorted(reach.apart.pop(task, ()), key=lambda derivative: -derivative.number):
             total = added(total, derivative.take_captures())
         for levels, grads in ctx.home.capture_gradients(task):
             total = added(total, [None if each is None else within(each, levels) for each in grads])
-        if task in ctx.left:
-            total = added(total, ctx.left.pop(task))
-        elsewhere = [grad if edge[0] is None else None for grad, edge in zip(total, ctx.next_functions, strict=True)]
-        if any(grad is not None for grad in elsewhere):
-            ctx.left[task] = elsewhere
-            forget_oldest(ctx.left)
+        if task in reach.put_aside:
+            total = added(total, reach.put_aside.pop(task))
+        for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]
+        if any(grad is not None for grad in for_others):
+            reach.put_aside[task] = for_others
+            forget_oldest(reach.put_aside)
         wait_for_devices(total)
-        return None, None, *total
+        return None, None, None, *total
 
 
 def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -742,36 +754,73 @@ def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | N
     return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
 
 
+class Reach:
+    """What the tokens of an operation have in common, as long as there is a result. Of the captures it keeps none alive."""
+
+    def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
+        self.more_behind = more_behind  # captures, by number, behind which the caller has a history, or hooks
+        self.found: set[int] = set()  # of those, the ones that a result depends on, as the workers say
+        self.apart: dict[int, list[Derivative]] = {}  # by backward: whose captures' gradients come one call at a time
+        self.put_aside: dict[int, list[torch.Tensor | None]] = {}  # by backward: gradients that other tokens lead to
+        self._captures = [(weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures]
+
+    def further(self, home: Home, token: torch.Tensor | None) -> torch.Tensor | None:
+        """A token for derivatives: a backward may depend on captures, by way of hooks, that its result does not depend on.
+
+        Raises:
+            RuntimeError: such a capture is not what it was.
+        """
+        gate: Any = None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
+        led_to = frozenset() if gate is None else gate.led_to
+        missing = self.found - led_to
+        if not missing:
+            return token
+        nothing = torch.zeros((), device="cpu")
+        captures = [self._as_it_was(number) if number in missing else nothing for number in range(len(self._captures))]
+        further: torch.Tensor = apply(CaptureGate, home, led_to | missing, None if gate is None else token, *captures)
+        set_priority(further.grad_fn, WAIT_LAST)
+        return further
+
+    def _as_it_was(self, number: int) -> torch.Tensor:
+        ref, version = self._captures[number]
+        capture = ref()
+        if capture is None or not capture.requires_grad or capture._version != version:
+            raise RuntimeError(
+                "a derivative of higher order depends on a tensor that the function captures and only its backward uses, and "
+                "that the caller has dropped or changed since; keep it as it was, or use it in the function's result"
+            )
+        return capture
+
+
 class Captures:
     """The captures of one operation that need gradients, and the token that leads a call's results to them.
 
-    To those that a result was made from, and no other: its backward would run, and free, what the caller has behind that, a
-    history or hooks. Which of those that have `more_behind` are `reached` workers say, by number, before results are here.
+    To those that a result was made from, and no other: its backward would run, and free, what the caller has behind that. The
+    workers say, before a result is here, which ones it was made from of those that have `more_behind`.
     """
 
-    @torch.enable_grad()
     def __init__(self, home: Home, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
         self._home = home
-        # of what is no leaf as it is now: it may be written to before the token is made
-        self._captures = [each if each.is_leaf else apply(Alone, each) for each in captures]
-        self._more_behind = more_behind
-        self.reached: set[int] = set()
-        self._led_to: set[int] | None = None
+        self._reach = home.reach = Reach(captures, more_behind)
+        with torch.enable_grad():  # the function may turn them on
+            # as they are now: the caller may write to them, or freeze them, before the token is made
+            self._captures = [apply(Alone, each) if more_behind else each for each in captures]
+        self._led_to: set[int] | None = None  # by the token
         self._token: torch.Tensor | None = None
-        self._left: Left = {}
         self._making = threading.Lock()
+        if torch.is_grad_enabled() and not more_behind:
+            self.token()
 
-    @torch.enable_grad()
     def token(self) -> torch.Tensor | None:
-        """None where there is nothing to lead to. A new one, where more is reached than by the last."""
-        with self._making:
-            if self._led_to is None or not self.reached <= self._led_to:
-                self._led_to = set(self.reached)
-                left_out = self._more_behind - self._led_to
-                seen = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
+        """None where there is nothing to lead to. A new one, where more has been found than the last one leads to."""
+        with self._making, torch.enable_grad():
+            if self._led_to is None or not self._reach.found <= self._led_to:
+                self._led_to = set(self._reach.found)
+                left_out = self._reach.more_behind - self._led_to
+                captures = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
                 self._token = None
-                if len(left_out) < len(seen):
-                    self._token = token = apply(CaptureGate, self._home, self._left, *seen)
+                if len(left_out) < len(captures):
+                    self._token = token = apply(CaptureGate, self._home, frozenset(self._led_to), None, *captures)
                     set_priority(token.grad_fn, WAIT_LAST)
             return self._token
 

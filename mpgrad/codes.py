@@ -98,7 +98,7 @@ class Codes:
 
     def note_results(self, function: SharedFunction, message: Results, items: int, with_graphs: int) -> None:
         """What `items` calls took, of which so many gave graphs."""
-        if function.pickled not in self._numbers:  # forgotten meanwhile
+        if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return
         measured = self._measured.get(function.code) or Measured()
         measured.note_results(message, items, with_graphs, len(self._workers))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Grads, Members, Order, Promise, RemoteGraph, forget_oldest
+from mpgrad.autograd import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, Row, TensorRef, placed_again, rows_of, staged_again, view
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
@@ -277,6 +277,7 @@ class OperationHome:
         self._function = function
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
+        self.reach: Reach | None = None  # of its captures that need gradients
         self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
         self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
         self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward

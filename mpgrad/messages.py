@@ -321,12 +321,15 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
+    """`reached`: as that of `Results`, with the position of a backward of the function."""
+
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
     seconds: float  # of the engine
     warned: list[Warned]
     dropped: list[int]
     graph_bytes: int
+    reached: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 class Printed(NamedTuple):

@@ -389,6 +389,7 @@ class Submitted(Operation):
                 self._settle_claims(outcome, self._tensors)
                 self.outcomes.clear()
                 self._tensors, self._taken = None, True
+                self.captures = None  # a future that is kept need not keep what its result does not depend on
             return self._value
 
     def connect(self) -> None:

@@ -61,8 +61,9 @@ def per_item_grad(
 
     Raises:
         TypeError: `results` is no sequence, or an input or a gradient no tensor.
-        ValueError: a result has no graph; an input is none of its item's tensors nor a capture; lists of other
-            lengths; a `grad_outputs` of another shape, or none for a result of several elements. Names the item.
+        ValueError: a result has no graph; an input is none of its item's tensors nor a capture (zeros, where the
+            result does not depend on all of these); lists of other lengths; a `grad_outputs` of another shape, or none
+            for a result of several elements. Names the item.
 
     Example:
         >>> import torch, mpgrad

@@ -884,7 +884,7 @@ def start_scheduler(engine: str, settings: Settings, context: BaseContext | str 
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
-    """How many of the `left` ones of `total` items, of so many seconds each, go together: so few that no worker has none."""
+    """How many of the `left` ones of `total` items, of so many seconds each, go together: some for each worker that is fed."""
     most = min(MOST_BUNDLED, total // (BUNDLES_PER_WORKER * fed(workers, total, seconds)))
     return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
 

@@ -946,11 +946,11 @@ def fed(workers: int, calls: int, seconds: float) -> int:
     """To how many of the workers it is worth handing out the calls, of so many seconds each.
 
     With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k, the parent
-    CHUNK_CARE * CHUNKS_PER_WORKER * k, and the sum is least where both are the same.
+    CHUNK_CARE * CHUNKS_PER_WORKER * k, and such a sum is least where both are the same. Unknown seconds are infinite.
     """
-    if not calls:
+    if not calls or seconds == math.inf:
         return workers
-    return min(workers, max(1, math.ceil(math.sqrt(calls * min(seconds, 1.0) / (CHUNK_CARE * CHUNKS_PER_WORKER)))))
+    return min(workers, max(1, math.ceil(math.sqrt(calls * seconds / (CHUNK_CARE * CHUNKS_PER_WORKER)))))
 
 
 def working_directory() -> str | None:

@@ -126,8 +126,8 @@ def print_case(figures: Sequence[Figure]) -> None:
     for name in SYSTEMS:
         if name in values:
             cells = [values.get(f"{name}, {column}") for column in columns]
-            ratios, spent = cells[: -len(CPU)], cells[-len(CPU) :]
-            texts = [f"{values[name]:.4f}", *map(as_text(2), ratios), *map(as_text(4), spent)]
+            over, spent = cells[: -len(CPU)], cells[-len(CPU) :]
+            texts = [f"{values[name]:.4f}", *map(as_text(2), over), *map(as_text(4), spent)]
             print(f"  {name:30}{''.join(f'{text:>14}' for text in texts)}", flush=True)
 
 

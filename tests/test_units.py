@@ -319,6 +319,7 @@ class FakeHome:
 
     deterministic = False
     timeout = None
+    reach: Any = None
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -218,6 +219,104 @@ def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, nursery: mpgrad.
         same(inside_of_a_checkpoint(pool.map, True), inside_of_a_checkpoint(serial, False))
 
 
+class Scaled(torch.autograd.Function):
+    """Its backward uses a tensor that neither its forward nor its graph shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, holder: list[Tensor]) -> Tensor:
+        ctx.holder = holder
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.holder[0], None
+
+
+@pytest.mark.parametrize("how", ["hook", "Function", "both, and one in the forward"])
+def test_captures_that_only_a_backward_uses(loop: Loop, how: str) -> None:
+    """The first derivative depends on them, though the result does not; so do derivatives of higher order."""
+
+    def gradients(loop: Loop) -> list[Tensor | None]:
+        sources = [leaf(3, seed=n) for n in range(4)]
+        hooked, held, seen, stale = [source.exp() for source in sources]
+        stale.sum().backward()
+        sources[3].grad = None
+        fit = {"hooked": hooked, "held": [held], "seen": seen, "stale": stale}
+
+        def fn(x: Tensor) -> Tensor:
+            y: Tensor = x**2
+            if how != "Function":
+                y.register_hook(lambda grad: grad * fit["hooked"])
+            if how != "hook":
+                y = Scaled.apply(y, fit["held"])
+            return (y**2 * (fit["seen"] if how.startswith("both") else 1.0)).sum()
+
+        xs = [leaf(3, seed=n) for n in (5, 6, 7)]
+        total = sum(loop(fn, xs))
+        first = torch.autograd.grad(total, xs, create_graph=True)
+        second = torch.autograd.grad(sum(g.sum() for g in first), [*sources[:3], *xs], create_graph=True, allow_unused=True)
+        of_second = sum(g.pow(2).sum() for g in second if g is not None)
+        return [*first, *second, *torch.autograd.grad(of_second, [*sources, *xs], allow_unused=True)]
+
+    same(gradients(loop), gradients(serial))
+
+
+def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Pool) -> None:
+    source, x = leaf(3), leaf(3, seed=1)
+    inner = source.exp()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(lambda grad: grad * inner)
+        return (y**2).sum()
+
+    with mpgrad.Pool(1, inline="never") as pool:
+        result = pool.map(fn, [x])[0]
+        inner.mul_(2)
+        with pytest.raises(RuntimeError, match="dropped or changed since"):
+            torch.autograd.grad(result, x, create_graph=True)
+        (grad,) = torch.autograd.grad(result, x)  # which needs no history
+        same([grad], [8 * x.detach() * source.detach().exp()])
+
+
+def test_a_capture_that_is_frozen_before_the_result_is_fetched(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, inline="never") as pool:
+        for inner in (False, True):
+            weight, other, source = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
+            further = source.exp() if inner else torch.ones(3, dtype=torch.float64)
+            future = pool.submit(lambda x, w=weight, o=other, f=further: (w * o * f * x).sum(), torch.ones(3))
+            weight.requires_grad_(False)
+            result = future.result()
+            weight.requires_grad_(True)
+            result.backward()
+            same([weight.grad, other.grad], [(other * further).detach(), (weight * further).detach()])
+
+
+def test_the_order_of_sums_is_that_of_the_items_whenever_results_are_fetched(nursery: mpgrad.Pool) -> None:
+    """With one token for all, as in a map, and with another for results that came later."""
+
+    def gradients(loop: Loop) -> list[Tensor | None]:
+        source = torch.linspace(0.1, 1, 200).requires_grad_()
+        plain = torch.linspace(0.3, 2, 200).requires_grad_()
+        one, other = source.sin(), source.cos()
+
+        def fn(k: int) -> Tensor:
+            result = (one * plain / (k + 1.7)).sin().sum()
+            if k < 4:
+                return result
+            time.sleep(0.02)  # the caller has its first results by then
+            return result * other.sum()
+
+        torch.stack(loop(fn, range(8))).sum().backward()
+        return [source.grad, plain.grad]
+
+    with mpgrad.Pool(1, inline="never", deterministic=True) as pool:
+        expected = gradients(pool.map)
+        for loop in (pool.imap, lambda fn, xs: reversed(list(pool.imap(fn, xs)))):
+            for grad, other in zip(gradients(lambda fn, xs, loop=loop: list(loop(fn, xs))), expected, strict=True):
+                assert grad is not None and other is not None and torch.equal(grad, other)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_that_a_function_turns_on(any_pool: mpgrad.Pool, mode: Callable[[], Any]) -> None:
     source = leaf(3)
@@ -327,6 +426,38 @@ def test_inputs_written_to_returned_and_sparse(loop: Loop) -> None:
         return [source.grad]
 
     same(gradients(loop), gradients(serial))
+
+
+def test_an_input_written_into_a_buffer(loop: Loop) -> None:
+    def gradients(loop: Loop) -> list[Tensor | None]:
+        source = leaf(3)
+        freed = source.exp()
+        freed.sum().backward()
+        source.grad = None
+
+        def fn(given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            given[2].mul_(given[1])
+            return given[0].sum()
+
+        loop(fn, [(source * 2, freed, torch.ones(3, dtype=torch.float64))])[0].backward()
+        return [source.grad]
+
+    same(gradients(loop), gradients(serial))
+
+
+def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpgrad.Pool) -> None:
+    def gradients(loop: Loop) -> list[Tensor | None]:
+        source, x = leaf(3), leaf(3, seed=1)
+
+        def fn(given: tuple[Tensor, Tensor]) -> Any:
+            one, x = given
+            return (one * 2).sum() + checkpoint(lambda y: (y * one).sum(), x, use_reentrant=True)
+
+        loop(fn, [(source + 1, x)])[0].backward()
+        return [source.grad, x.grad]
+
+    with mpgrad.Pool(1, inline="never") as pool:
+        same(gradients(pool.map), gradients(serial))
 
 
 def test_what_a_call_does_not_use_of_another(any_pool: mpgrad.Pool) -> None:

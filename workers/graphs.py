@@ -36,6 +36,7 @@ __all__ = [
     "Graph",
     "GraphTable",
     "Names",
+    "Search",
     "dress",
     "edge_of",
     "edges_at",
@@ -171,7 +172,9 @@ class Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        ctx.received = grad  # for `run_whole`; otherwise the engine takes it off before it comes here
+        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before it comes here
+        held = vars(ctx).get("received")
+        ctx.received = grad if held is None else held if grad is None else plus(held, grad)
         return None, None
 
 
@@ -194,7 +197,7 @@ def dress(
         elif needs_grad[k]:
             with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
                 dressed[k] = apply(Entry, ROOT, [tensor])
-            entrances.append(weakref.ref(dressed[k].grad_fn))  # taken now: an in-place write moves the tensor away from it
+            entrances.append(weakref.ref(dressed[k].grad_fn))  # now: an in-place write moves the tensor away from that node
     return dressed, entrances
 
 
@@ -202,6 +205,7 @@ def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
     """After `fn` has run, and the tensors that it was given are forgotten: what its results depend on has been kept by them.
 
     None where they do not. The caller has a history behind it then which is not theirs, and no backward of theirs may run it.
+    Where the tensors are still held there is an edge to each.
     """
     return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
 
@@ -225,6 +229,29 @@ def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> s
                 seen.add(node)
                 nodes.append(node)
     return found
+
+
+class Search:
+    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on.
+
+    In the graphs of all calls and their derivatives, until each has been found once; so one that is never found costs a walk
+    through every graph.
+    """
+
+    def __init__(self, captures: dict[int, int]) -> None:
+        self._left = captures  # their numbers among those that need gradients, by id
+        self._found: list[int] = []
+
+    def look(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
+        """A graph that is `whole` does not show what it depends on: so it may be anything."""
+        if self._left:
+            for each in list(self._left) if whole else leaves_behind(outputs, self._left):
+                self._found.append(self._left.pop(each))
+
+    def take_found(self) -> list[int]:
+        """Since the last time."""
+        found, self._found = self._found, []
+        return found
 
 
 def run_backward(

@@ -32,10 +32,10 @@ from mpgrad.workers.graphs import (
     Graph,
     GraphTable,
     Names,
+    Search,
     dress,
     edge_of,
     edges_at,
-    leaves_behind,
     run_backward,
 )
 
@@ -111,13 +111,7 @@ class Function(NamedTuple):
     gathers: bool  # the tensors of its calls come to our device
     names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
-    unseen: dict[int, int]  # numbers of those, by id, that have more behind them, and no result depends on yet
-    reached: list[int]  # those that one does, since the last answer
-
-    def look_for_captures(self, outputs: Sequence[torch.Tensor], all_of_them: bool) -> None:
-        if self.unseen:
-            for each in list(self.unseen) if all_of_them else leaves_behind(outputs, self.unseen):
-                self.reached.append(self.unseen.pop(each))
+    search: Search
 
 
 class Worker:
@@ -226,10 +220,7 @@ class Worker:
         )
         dropped = self._graphs.take_dropped()
         own, ahead, nbytes = self._own_seconds, self._ahead_seconds, self._graphs.nbytes
-        reached: list[int] = []
-        if isinstance(function, Function):
-            reached += function.reached
-            function.reached.clear()
+        reached = function.search.take_found() if isinstance(function, Function) else ()
         return Results(message.chunk, outcomes, seconds, own, ahead, mutated, self._warnings(), dropped, nbytes, reached)
 
     def _begin(self, chunk: int, position: int) -> None:
@@ -312,7 +303,7 @@ class Worker:
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, entrances = self._inputs(refs, payload)
-        leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
         edges = edges_at(entrances) if call.bundle else []  # of bundles all inputs are leaves
         made = Made()
         for stage.offset, own in enumerate(each_item(call, tensors)):
@@ -326,7 +317,7 @@ class Worker:
             shape, found = self._call(message.seed, call.item + stage.offset, function, args, kwargs, stage)
             del args, kwargs
             if not call.bundle:
-                tensors.clear()  # and so `own`: what of them is left now is what the results depend on
+                tensors.clear()  # `own` is the same list: only what was made of an input, if that is no leaf, still holds it
                 edges = edges_at(entrances)
             flags = [flags_in_graph(tensor, leaves, function.captures) for tensor in found]
             outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
@@ -335,7 +326,7 @@ class Worker:
                 if station is not None:
                     names = Names(list(map(code_of, outputs)), names_of(call.tensors), function.names)
                 whole = CHECKPOINTS.count != checkpoints
-                function.look_for_captures(outputs, all_of_them=whole)
+                function.search.look(outputs, whole)
                 if not call.bundle:
                     made.unused = unused_inputs(refs, edges, outputs, whole)
                 graph = Graph(message.function, list(map(edge_of, outputs)), edges, function.edges, whole, names)
@@ -400,6 +391,7 @@ class Worker:
 
     def _backward(self, message: Backward, payload: memoryview) -> Message:
         outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
+        reached: list[tuple[int, list[int]]] = []
         station = self._station
         self._engine_seconds = 0.0
         with under(message.modes):
@@ -420,9 +412,16 @@ class Worker:
                     station.finish()
                 for step in steps:
                     self._give_back_unread(step)
+                if captures := self._found_by(call):
+                    reached.append((position, captures))
                 self._graphs.trim()
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        return Gradients(message.chunk, outcomes, self._engine_seconds, self._warnings(), dropped, nbytes)
+        return Gradients(message.chunk, outcomes, self._engine_seconds, self._warnings(), dropped, nbytes, reached)
+
+    def _found_by(self, call: BackwardCall) -> list[int]:
+        graph = self._graphs.get(call.call)
+        function = None if graph is None else self._functions.get(graph.function)
+        return function.search.take_found() if isinstance(function, Function) else []
 
     def _step(self, step: Rerun | Rederive | BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
         """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
@@ -482,6 +481,8 @@ class Worker:
         if call.graph is not None:
             connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
             if connected:
+                if isinstance(function := self._functions.get(graph.function), Function):
+                    function.search.look(connected, graph.whole)  # a backward may use what the forward did not
                 names = graph.names
                 if names is not None:
                     names = Names(list(map(code_of, connected)), [*given, *names.inputs], names.captures)
@@ -539,8 +540,8 @@ class Worker:
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
-            unseen = {id(edges[number]): number for number in with_more_behind(message.captures)}
-            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, unseen, [])
+            search = Search({id(edges[number]): number for number in with_more_behind(message.captures)})
+            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")

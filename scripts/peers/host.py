@@ -48,7 +48,7 @@ class Run(NamedTuple):
     wall: float
     caller: float  # the thread that asks for it
     beside: float  # the other threads of its process
-    workers: float  # all other processes of the system
+    workers: float  # all other processes of the system that were there before
 
 
 class Host:
@@ -91,7 +91,7 @@ class Host:
         workers = {each for each in self._descendants.living if each.pid != self._process.pid}
         before = cpu_seconds(workers)
         spent = self._ask("run")
-        return Run(**spent, workers=cpu_seconds(workers) - before)
+        return Run(**spent, workers=max(0.0, cpu_seconds(workers) - before))
 
     def idle_cpu(self, seconds: float) -> float:
         """CPU seconds a second of everything that the system has running, while it has nothing to do."""
