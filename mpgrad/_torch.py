@@ -60,6 +60,7 @@ __all__ = [
     "vmap_levels",
     "vmap_the_older_way",
     "wait_for_devices",
+    "when_backward_ends",
     "will_run",
     "within_dual_level",
     "without_refusal",
@@ -122,6 +123,11 @@ def leaf_will_run(node: Any) -> bool:
         return will_run(node)
     except RuntimeError:
         return True
+
+
+def when_backward_ends(callback: Callable[[], object]) -> None:
+    """Have it called at the end of the backward that is running, if that does not fail before."""
+    ENGINE.queue_callback(callback)
 
 
 def is_alive(node: Any) -> bool:

@@ -72,7 +72,7 @@ class Answers:
         first.warned = [*first.warned, *message.warned]
         note_graphs(worker, message)
         for position, reached in message.reached:
-            note_found(chunk.gradients[position].what.graph.home, reached)
+            chunk.gradients[position].reply.reached = reached
         for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
             graph, number = sent.what.graph, sent.what.number
             if isinstance(found, Missing):

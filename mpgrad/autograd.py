@@ -42,6 +42,7 @@ from mpgrad._torch import (
     plus,
     set_priority,
     wait_for_devices,
+    when_backward_ends,
     will_run,
 )
 from mpgrad.batching import Level, levels_of, within, without
@@ -108,6 +109,7 @@ class Order(NamedTuple):
 
 class Reply(Protocol):
     graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
+    reached: Sequence[int]  # captures that this graph depends on, of those with more behind them
     is_ready: bool  # they are here already
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -357,7 +359,8 @@ class Derivative:
                 if graph is not None and further is not None:
                     places = self._reply.connected()
                     outputs = [each for place in places if (each := found[place]) is not None]
-                    for place, output in zip(places, attach_further(graph, outputs, further), strict=True):
+                    attached = attach_further(graph, outputs, further, self._reply.reached)
+                    for place, output in zip(places, attached, strict=True):
                         found[place] = output
             levels, count = self.order.levels, len(self.order.wanted)
             if levels:
@@ -368,13 +371,15 @@ class Derivative:
         return self._found
 
 
-def attach_further(graph: RemoteGraph, outputs: list[torch.Tensor], further: Further) -> tuple[torch.Tensor, ...]:
+def attach_further(
+    graph: RemoteGraph, outputs: list[torch.Tensor], further: Further, reached: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
     node = further.node()
     assert node is not None  # the engine holds it
     family = graph.family = node.graph.family
     graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
     home = node.graph.home
-    token = node.token if home.reach is None else home.reach.further(home, node.token)
+    token = node.token if home.reach is None else home.reach.further(home, node.token, reached)
     attached = attach(graph, outputs, token, [*further.grads, *gates_again(node, further.wanted)])
     family[:] = [ref for ref in family if ref() is not None]
     family.append(weakref.ref(attached[0].grad_fn))
@@ -745,6 +750,7 @@ class CaptureGate(torch.autograd.Function):
         if any(grad is not None for grad in for_others):
             reach.put_aside[task] = for_others
             forget_oldest(reach.put_aside)
+            when_backward_ends(lambda: reach.put_aside.pop(task, None))  # the others may not be in it
         wait_for_devices(total)
         return None, None, None, *total
 
@@ -764,19 +770,20 @@ class Reach:
         self.put_aside: dict[int, list[torch.Tensor | None]] = {}  # by backward: gradients that other tokens lead to
         self._captures = [(weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures]
 
-    def further(self, home: Home, token: torch.Tensor | None) -> torch.Tensor | None:
-        """A token for derivatives: a backward may depend on captures, by way of hooks, that its result does not depend on.
+    def further(self, home: Home, token: torch.Tensor | None, reached: Sequence[int]) -> torch.Tensor | None:
+        """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the result did not depend on.
 
         Raises:
             RuntimeError: such a capture is not what it was.
         """
         gate: Any = None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
         led_to = frozenset() if gate is None else gate.led_to
-        missing = self.found - led_to
+        missing = set(reached) - led_to
         if not missing:
             return token
         nothing = torch.zeros((), device="cpu")
-        captures = [self._as_it_was(number) if number in missing else nothing for number in range(len(self._captures))]
+        numbers = range(len(self._captures))
+        captures = [apply(Alone, self._as_it_was(number)) if number in missing else nothing for number in numbers]
         further: torch.Tensor = apply(CaptureGate, home, led_to | missing, None if gate is None else token, *captures)
         set_priority(further.grad_fn, WAIT_LAST)
         return further

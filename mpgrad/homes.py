@@ -30,7 +30,7 @@ Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slo
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_index", "_outcome", "_wait_until", "apart", "calls", "dependents", "graph", "warned")
+    __slots__ = ("_index", "_outcome", "_wait_until", "apart", "calls", "dependents", "graph", "reached", "warned")
 
     is_ready = False
 
@@ -42,6 +42,7 @@ class GradientReply:
         self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
         self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
         self.graph: RemoteGraph | None = None
+        self.reached: Sequence[int] = ()  # captures that `graph` depends on, of those with more behind them
         self.calls = 0  # of which these are the sums, where they are sums
         self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
 
@@ -190,6 +191,7 @@ class ReadyReply:
     __slots__ = ("_gradients", "graph")
 
     is_ready = True
+    reached: Sequence[int] = ()
 
     def __init__(self, gradients: list[torch.Tensor | None]) -> None:
         self._gradients = gradients

@@ -321,7 +321,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """`reached`: as that of `Results`, with the position of a backward of the function."""
+    """`reached`: by position, what gradients that are to be differentiated depend on, of captures as those of `Results`."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | Missing]

@@ -205,6 +205,7 @@ class Operation:
                     results += self._build_bundle(outcome)
                 else:
                     results.append(self._build(outcome))
+        self.captures = None  # whoever keeps the operation need not keep what its results do not depend on
         return results
 
     def take_warnings(self) -> Iterator[Warned]:
@@ -405,7 +406,7 @@ class Submitted(Operation):
                     self._give_history(outcome, tensors)
                 if outcome.graph is not None:
                     outcome.graph.hidden = True
-                self._tensors = tensors
+                self._tensors, self.captures = tensors, None
             self._settle_claims(outcome, self._tensors)
 
     def unconnected(self) -> list[Submitted]:

@@ -279,6 +279,77 @@ def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Po
         same([grad], [8 * x.detach() * source.detach().exp()])
 
 
+def test_derivatives_lead_to_their_own_captures_only(nursery: mpgrad.Pool) -> None:
+    """What another item uses, in its forward or only in its backward, may be gone."""
+    source, x, y = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
+    forward, backward = source.exp(), source.sin()
+
+    def fn(given: tuple[int, Tensor]) -> Tensor:
+        number, x = given
+        if number == 0:
+            return (x**3).sum()
+        z = x**2 * forward
+        z.register_hook(lambda grad: grad * backward)
+        return z.sum()
+
+    with mpgrad.Pool(1, inline="never") as pool:
+        arriving = pool.imap(fn, [(0, x), (1, y)], chunksize=1)
+        first, second = next(arriving), next(arriving)
+        torch.autograd.grad(second, y, create_graph=True)
+        with torch.no_grad():
+            forward.add_(1)
+            backward.add_(1)
+        (grad,) = torch.autograd.grad(first, x, create_graph=True)
+        same(torch.autograd.grad(grad.sum(), [x, source], allow_unused=True), [6 * x.detach(), None])
+
+
+def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
+    source, other, x = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
+    seen, hooked = source.exp(), other.exp()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x**2 * seen
+        y.register_hook(lambda grad: grad * hooked)
+        return y.sum()
+
+    with mpgrad.Pool(1, inline="never") as pool:
+        operation: Any = None
+        begin = pool._begin
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal operation
+            operation = begin(*args, **kwargs)
+            return operation
+
+        pool._begin = noting  # type: ignore[method-assign]
+        (result,) = pool.map(fn, [x])
+        (grad,) = torch.autograd.grad(result, x, create_graph=True)
+        for _ in range(3):
+            torch.autograd.grad(grad.sum(), other, retain_graph=True)
+        assert operation.home.reach.put_aside == {} and operation.captures is None
+        same(torch.autograd.grad(grad.sum(), [source]), [(2 * x * seen * hooked).detach()])
+
+
+def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(nursery: mpgrad.Pool) -> None:
+    """It is a result of a bundle, large enough to have an identity in front of it as captures have."""
+    with mpgrad.Pool(1, inline="never") as pool:
+        torch.autograd.backward(torch.stack(pool.map(torch.sum, [leaf(3) for _ in range(64)])).sum())
+        source = leaf(2000)
+        _, captured = pool.map(torch.exp, [leaf(2000, seed=1), source])
+        items = [leaf(2000, seed=2), leaf(2000, seed=3)]
+
+        def fn(x: Tensor) -> Tensor:
+            y = x * 2
+            y.register_hook(lambda grad: grad * captured)
+            return (y**2).sum()
+
+        grads = [
+            torch.autograd.grad(result, x, create_graph=True)[0] for result, x in zip(pool.map(fn, items), items, strict=True)
+        ]
+        found = per_item_grad(grads, captured, [torch.ones_like(grad) for grad in grads])
+        same(found, [8 * x.detach() for x in items])
+
+
 def test_a_capture_that_is_frozen_before_the_result_is_fetched(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, inline="never") as pool:
         for inner in (False, True):

@@ -234,16 +234,16 @@ def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> s
 class Search:
     """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on.
 
-    In the graphs of all calls and their derivatives, until each has been found once; so one that is never found costs a walk
-    through every graph.
+    A graph that is `whole` does not show what it depends on: so it may be anything.
     """
 
     def __init__(self, captures: dict[int, int]) -> None:
-        self._left = captures  # their numbers among those that need gradients, by id
+        self._all = captures  # their numbers among those that need gradients, by id
+        self._left = dict(captures)
         self._found: list[int] = []
 
     def look(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
-        """A graph that is `whole` does not show what it depends on: so it may be anything."""
+        """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
         if self._left:
             for each in list(self._left) if whole else leaves_behind(outputs, self._left):
                 self._found.append(self._left.pop(each))
@@ -252,6 +252,12 @@ class Search:
         """Since the last time."""
         found, self._found = self._found, []
         return found
+
+    def behind(self, outputs: Sequence[torch.Tensor], whole: bool) -> list[int]:
+        """Those that these outputs depend on."""
+        if not self._all:
+            return []
+        return [self._all[each] for each in (self._all if whole else leaves_behind(outputs, self._all))]
 
 
 def run_backward(

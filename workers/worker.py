@@ -132,6 +132,7 @@ class Worker:
         self._gives_losses: dict[int, bool] = {}  # by code: whether it gave nothing else up to now
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
         self._own_seconds = self._ahead_seconds = self._engine_seconds = 0.0
+        self._reached: list[int] = []  # captures that the gradients of the last backward depend on
         self._warned: dict[Warned, None] = {}  # once each, in order, until the next answer
         self._progress_slot = self._arena.allocate(8 * Progress.COUNT)
         self._progress = self._progress_slot.memory.cast("q")
@@ -397,6 +398,7 @@ class Worker:
         with under(message.modes):
             for position, call in enumerate(message.calls):
                 steps = deque([*call.before, call])
+                self._reached = []
                 try:
                     found = None
                     while steps:
@@ -412,16 +414,11 @@ class Worker:
                     station.finish()
                 for step in steps:
                     self._give_back_unread(step)
-                if captures := self._found_by(call):
-                    reached.append((position, captures))
+                if self._reached:
+                    reached.append((position, self._reached))
                 self._graphs.trim()
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         return Gradients(message.chunk, outcomes, self._engine_seconds, self._warnings(), dropped, nbytes, reached)
-
-    def _found_by(self, call: BackwardCall) -> list[int]:
-        graph = self._graphs.get(call.call)
-        function = None if graph is None else self._functions.get(graph.function)
-        return function.search.take_found() if isinstance(function, Function) else []
 
     def _step(self, step: Rerun | Rederive | BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
         """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
@@ -482,7 +479,7 @@ class Worker:
             connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
             if connected:
                 if isinstance(function := self._functions.get(graph.function), Function):
-                    function.search.look(connected, graph.whole)  # a backward may use what the forward did not
+                    self._reached = function.search.behind(connected, graph.whole)
                 names = graph.names
                 if names is not None:
                     names = Names(list(map(code_of, connected)), [*given, *names.inputs], names.captures)
