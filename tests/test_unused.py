@@ -330,12 +330,15 @@ def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
         same(torch.autograd.grad(grad.sum(), [source]), [(2 * x * seen * hooked).detach()])
 
 
-def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(nursery: mpgrad.Pool) -> None:
+def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is a result of a bundle, large enough to have an identity in front of it as captures have."""
     with mpgrad.Pool(1, inline="never") as pool:
-        torch.autograd.backward(torch.stack(pool.map(torch.sum, [leaf(3) for _ in range(64)])).sum())
-        source = leaf(2000)
-        _, captured = pool.map(torch.exp, [leaf(2000, seed=1), source])
+        with monkeypatch.context() as patched:
+            patched.setattr(mpgrad.Pool, "_bundle_size", lambda self, operation, total: 2)
+            _, captured = pool.map(torch.exp, [leaf(2000, seed=1), leaf(2000)])
+        assert captured.grad_fn.name() == "AloneBackward"
         items = [leaf(2000, seed=2), leaf(2000, seed=3)]
 
         def fn(x: Tensor) -> Tensor:
@@ -343,9 +346,8 @@ def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(nursery: mpg
             y.register_hook(lambda grad: grad * captured)
             return (y**2).sum()
 
-        grads = [
-            torch.autograd.grad(result, x, create_graph=True)[0] for result, x in zip(pool.map(fn, items), items, strict=True)
-        ]
+        results = pool.map(fn, items)
+        grads = [torch.autograd.grad(result, x, create_graph=True)[0] for result, x in zip(results, items, strict=True)]
         found = per_item_grad(grads, captured, [torch.ones_like(grad) for grad in grads])
         same(found, [8 * x.detach() for x in items])
 
