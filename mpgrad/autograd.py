@@ -812,24 +812,25 @@ class Captures:
         with torch.enable_grad():  # the function may turn them on
             # as they are now: the caller may write to them, or freeze them, before the token is made
             self._captures = [apply(Alone, each) if more_behind else each for each in captures]
-        self._led_to: set[int] | None = None  # by the token
-        self._token: torch.Tensor | None = None
-        self._making = threading.Lock()
+        # what the last token leads to, and it: written at once, because any thread may be here
+        self._made: tuple[Set[int], torch.Tensor | None] | None = None
         if torch.is_grad_enabled() and not more_behind:
             self.token()
 
+    @torch.enable_grad()
     def token(self) -> torch.Tensor | None:
         """None where there is nothing to lead to. A new one, where more has been found than the last one leads to."""
-        with self._making, torch.enable_grad():
-            if self._led_to is None or not self._reach.found <= self._led_to:
-                self._led_to = set(self._reach.found)
-                left_out = self._reach.more_behind - self._led_to
-                captures = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
-                self._token = None
-                if len(left_out) < len(captures):
-                    self._token = token = apply(CaptureGate, self._home, frozenset(self._led_to), None, *captures)
-                    set_priority(token.grad_fn, WAIT_LAST)
-            return self._token
+        made = self._made
+        if made is None or not self._reach.found <= made[0]:
+            led_to = frozenset(self._reach.found)
+            left_out = self._reach.more_behind - led_to
+            captures = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
+            token: torch.Tensor | None = None
+            if len(left_out) < len(captures):
+                token = apply(CaptureGate, self._home, led_to, None, *captures)
+                set_priority(token.grad_fn, WAIT_LAST)
+            made = self._made = led_to, token
+        return made[1]
 
 
 ALONE_NODE: Any = Alone._backward_cls
