@@ -33,7 +33,8 @@ class Answers:
         assert operation is not None
         operation.mutated = operation.mutated or message.mutated
         operation.warned.extend(message.warned)
-        note_found(operation.home, message.reached)
+        if message.reached and operation.home.reach is not None:
+            operation.home.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
@@ -46,7 +47,7 @@ class Answers:
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
                 refs += lent(outcome.gradients)
-                if operation.eager == Eager.SUMS and operation.function.is_differentiable:
+                if operation.eager == Eager.SUMS and operation.home.reach is not None:
                     worker.summed.add(operation.function.number)
                     summed = operation.function.summed
                     summed[worker] = summed.get(worker, 0) + 1
@@ -129,11 +130,6 @@ class Answers:
 def note_graphs(worker: Worker, message: Results | Gradients) -> None:
     worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
     worker.graph_bytes = message.graph_bytes
-
-
-def note_found(home: Home, captures: Sequence[int]) -> None:
-    if captures and home.reach is not None:
-        home.reach.found.update(captures)
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

@@ -390,7 +390,6 @@ class Submitted(Operation):
                 self._settle_claims(outcome, self._tensors)
                 self.outcomes.clear()
                 self._tensors, self._taken = None, True
-                self.captures = None  # a future that is kept need not keep what its result does not depend on
             return self._value
 
     def connect(self) -> None:
@@ -406,8 +405,12 @@ class Submitted(Operation):
                     self._give_history(outcome, tensors)
                 if outcome.graph is not None:
                     outcome.graph.hidden = True
-                self._tensors, self.captures = tensors, None
+                self._tensors = tensors
             self._settle_claims(outcome, self._tensors)
+
+    def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
+        super()._give_history(outcome, tensors)
+        self.captures = None  # a future that is kept need not keep what its result does not depend on
 
     def unconnected(self) -> list[Submitted]:
         """Those that gave its call something, and have no node yet."""

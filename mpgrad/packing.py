@@ -18,6 +18,8 @@ from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
 from mpgrad.carrier import (
     HOOKED,
+    LEAF,
+    REQUIRES_GRAD,
     RIDE_BYTES,
     SHARED,
     Packer,
@@ -89,7 +91,6 @@ class SharedFunction:
         self.code = 0  # the scheduler's number of the pickle
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
-        self.is_differentiable = any(tensor.requires_grad for tensor in captures)
         if request is not None:
             request.note_captures(captures)
         self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
@@ -242,6 +243,7 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         with outside_transforms():
             return pack_bundle(packer, index, calls, grad, item)
     together: list[torch.Tensor] = []
+    flags: list[int] = []
     bundle: list[tuple[Structure, int]] = []
     leaves: list[list[torch.Tensor]] = []
     for number, (args, kwargs) in enumerate(calls, item):
@@ -249,10 +251,12 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         needing = []
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
-            if tensor.requires_grad:
-                if not tensor.is_leaf or flags_of(tensor) & HOOKED:
+            own = flags_of(tensor)
+            if own & REQUIRES_GRAD:
+                if not own & LEAF or own & HOOKED:
                     return None
                 needing.append(tensor)
+            flags.append(own)
             if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUNDLED_BYTES:
                 return None
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
@@ -260,9 +264,9 @@ def pack_bundle(packer: Packer, index: int, calls: Sequence[Arguments], grad: bo
         together += tensors
         bundle.append((shape, len(tensors)))
         leaves.append(needing)
-    placed: list[Placed] | Riders | None = packer.all_riding(together, list(map(flags_of, together)))
+    placed: list[Placed] | Riders | None = packer.all_riding(together, flags)
     if placed is None:
-        placed = [packer.place(tensor, flags_of(tensor)) for tensor in together]
+        placed = list(map(packer.place, together, flags))
         if any(isinstance(each.holder, Borrowed) for each in placed):  # one that is written to must not concern others
             return None
     call = PackedCall(index, None, placed)

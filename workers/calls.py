@@ -11,7 +11,7 @@ import torch
 from mpgrad.workers.graphs import Edge, Graph, leaves_behind
 
 from mpgrad import structure
-from mpgrad.carrier import HOOKED, LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, flags_in, flags_of
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, flags_of, with_more_behind
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
 
@@ -81,11 +81,10 @@ def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
 def unused_inputs(
     refs: Sequence[TensorRef], edges: Sequence[Edge | None], outputs: Sequence[torch.Tensor], whole: bool
 ) -> list[int]:
-    """See `Result.unused`. A graph that is `whole` does not show which leaves it depends on."""
-    needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
-    hooked = {id(edge) for edge, flags in zip(edges, needing, strict=True) if flags & HOOKED}
-    found = leaves_behind(outputs, hooked) if hooked and not whole else hooked
-    return [number for number, edge in enumerate(edges) if edge is None or id(edge) in hooked - found]
+    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what `edges_at` found no edge for."""
+    looked_for = {id(edge): number for number in with_more_behind(refs) if isinstance(edge := edges[number], torch.Tensor)}
+    unled_to = looked_for.keys() - leaves_behind(outputs, looked_for, whole)
+    return [number for number, edge in enumerate(edges) if edge is None] + [looked_for[each] for each in unled_to]
 
 
 def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:

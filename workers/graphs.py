@@ -215,8 +215,13 @@ def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
     return None if node is None else GradientEdge(node, 0)
 
 
-def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> set[int]:
-    """Those leaves, of the `wanted` ones by id, that the outputs depend on."""
+def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], whole: bool) -> set[int]:
+    """Those leaves, of the `wanted` ones by id, that the outputs depend on.
+
+    A graph that is `whole` does not show what that is: so it may be any.
+    """
+    if whole or not wanted:
+        return set(wanted)
     found = {id(output) for output in outputs if id(output) in wanted}
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(nodes)
@@ -232,10 +237,7 @@ def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> s
 
 
 class Search:
-    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on.
-
-    A graph that is `whole` does not show what it depends on: so it may be anything.
-    """
+    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on."""
 
     def __init__(self, captures: dict[int, int]) -> None:
         self._all = captures  # their numbers among those that need gradients, by id
@@ -244,9 +246,7 @@ class Search:
 
     def look(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
         """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
-        if self._left:
-            for each in list(self._left) if whole else leaves_behind(outputs, self._left):
-                self._found.append(self._left.pop(each))
+        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, whole)]
 
     def take_found(self) -> list[int]:
         """Since the last time."""
@@ -255,9 +255,7 @@ class Search:
 
     def behind(self, outputs: Sequence[torch.Tensor], whole: bool) -> list[int]:
         """Those that these outputs depend on."""
-        if not self._all:
-            return []
-        return [self._all[each] for each in (self._all if whole else leaves_behind(outputs, self._all))]
+        return [self._all[each] for each in leaves_behind(outputs, self._all, whole)]
 
 
 def run_backward(
@@ -270,9 +268,8 @@ def run_backward(
     levels: tuple[Level, ...],
 ) -> list[torch.Tensor | None]:
     """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
-    asked = [graph.inputs[k] for k in wanted]
-    used = [edge is not None and is_there(edge) for edge in asked]
-    edges = [edge for edge, there in zip(asked, used, strict=True) if edge is not None and there]
+    asked = [still_there(graph.inputs[k]) for k in wanted]
+    edges = [edge for edge in asked if edge is not None]
     if captures:
         edges += graph.captures
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
@@ -283,14 +280,12 @@ def run_backward(
         found = run_whole(outputs, edges, incoming, keep, create)
     else:
         found = over(levels, lambda incoming: gradients(outputs, edges, incoming, keep, create), incoming)
-    if all(used):
-        return found
     rest = iter(found)
-    return [next(rest) if there else None for there in used] + list(rest)
+    return [None if edge is None else next(rest) for edge in asked] + list(rest)
 
 
-def is_there(edge: Edge) -> bool:
-    return isinstance(edge, torch.Tensor) or is_alive(edge.node)
+def still_there(edge: Edge | None) -> Edge | None:
+    return edge if edge is None or isinstance(edge, torch.Tensor) or is_alive(edge.node) else None
 
 
 def run_whole(
