@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,22 +280,27 @@ def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Po
         same([grad], [8 * x.detach() * source.detach().exp()])
 
 
-def test_derivatives_lead_to_their_own_captures_only(nursery: mpgrad.Pool) -> None:
-    """What another item uses, in its forward or only in its backward, may be gone."""
+def test_derivatives_lead_to_what_was_known_with_their_result(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """What an item uses that is answered later, in its forward or only in its backward, may be gone."""
     source, x, y = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
     forward, backward = source.exp(), source.sin()
+    path = str(tmp_path / "first is here")
+    os.mkfifo(path)
 
     def fn(given: tuple[int, Tensor]) -> Tensor:
         number, x = given
         if number == 0:
             return (x**3).sum()
+        open(path).close()  # waits for the caller to open its end
         z = x**2 * forward
         z.register_hook(lambda grad: grad * backward)
         return z.sum()
 
     with mpgrad.Pool(1, inline="never") as pool:
         arriving = pool.imap(fn, [(0, x), (1, y)], chunksize=1)
-        first, second = next(arriving), next(arriving)
+        first = next(arriving)
+        open(path, "w").close()
+        second = next(arriving)
         torch.autograd.grad(second, y, create_graph=True)
         with torch.no_grad():
             forward.add_(1)
