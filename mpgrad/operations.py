@@ -125,6 +125,7 @@ class Operation:
         request: Request | None = None,
         eager: int = Eager.NO,
         first: int = 0,
+        whole: bool = False,
     ) -> None:
         self.request = request  # where its calls are to run
         self.eager = eager
@@ -136,6 +137,7 @@ class Operation:
         self.modes = modes
         self.timeout = timeout  # seconds for each call
         self.chunksize = chunksize
+        self.whole = whole  # all its results are waited for together: its calls may run in any order
         self.stop_at_failure = stop_at_failure
         self.return_errors = return_errors  # in the place of the results that they prevented
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
@@ -148,6 +150,8 @@ class Operation:
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the dispatcher
+        self.unsorted = False  # the queue is to be put in order before calls are taken from it
+        self.largest_first = False  # the queue begins with the largest calls, and ends with the smallest
         self.outcomes: dict[int, Outcome] = {}
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
@@ -294,6 +298,7 @@ class Operation:
         self.delivered += 1
         if self.stop_at_failure and isinstance(outcome, Failed):
             self.limit = index
+            self.unsorted = self.largest_first
             self.delivered = sum(1 for each in self.outcomes if each < index)
         self.on_outcome(index)
         self.tell_if_finished()

@@ -172,6 +172,11 @@ class PackedCall:
         self.placed = []
 
     @property
+    def nbytes(self) -> int:
+        """Of its tensors, those left out that other calls give."""
+        return self.placed.nbytes if isinstance(self.placed, Riders) else sum([each.nbytes for each in self.placed])
+
+    @property
     def message_bytes(self) -> int:
         if isinstance(self.placed, Riders):
             total = self.placed.nbytes

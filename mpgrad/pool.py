@@ -211,7 +211,8 @@ class Pool:
             func: any function, also a lambda, closure, bound method, partial, module, or a `torch.autograd.Function` class.
                 Tensors that it reaches are its captures; gradients flow to them too.
             iterable: tensors, or structures with tensors anywhere inside.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a call, and calls of more
+                than 1 ms are begun with the largest first.
             progress: True or a description for a tqdm bar.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
@@ -607,6 +608,7 @@ class Pool:
             request=request,
             eager=self._eagerness(one_by_one),
             first=first,
+            whole=not one_by_one,
         )
 
     def _eagerness(self, one_by_one: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import torch
 
 import mpgrad
 from mpgrad.pool import MOST_BUNDLED
+from mpgrad.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -117,3 +119,97 @@ def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Po
     fresh_pool.map(sleeps, [0.01] * 8)  # so that it is known how long they take
     pids = fresh_pool.map(sleeps, [0.5, 0.01, 0.01, 0.01])
     assert pids.count(pids[0]) == 1
+
+
+class Noted:
+    """A call of 6 ms, and a line that says who began it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        with open(self.file, "a") as file:
+            file.write(f"{os.getpid()} {len(x)}\n")
+        time.sleep(6e-3)
+        if x.isnan().any():
+            raise ValueError(f"{len(x)} floats")
+        return x.sum() * torch.rand(())
+
+    def begun(self) -> dict[int, list[int]]:
+        """By worker the lengths of its items, in the order in which it ran them."""
+        lengths: dict[int, list[int]] = {}
+        for line in self.file.read_text().splitlines():
+            pid, length = map(int, line.split())
+            lengths.setdefault(pid, []).append(length)
+        self.file.unlink()
+        return lengths
+
+
+@pytest.fixture
+def noted(pool: mpgrad.Pool, tmp_path: Path) -> Noted:
+    fn = Noted(tmp_path / "begun")
+    while len(pool.stats().workers) < 2:
+        pool.map(abs, range(8))
+    pool.map(fn, [torch.ones(1)] * 4)  # so that it is known how long it takes
+    fn.begun()
+    return fn
+
+
+@pytest.mark.parametrize("way", ["map", "starmap", "map_async", "map_reduce"])
+def test_the_largest_calls_run_first(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
+    items = [torch.ones(100 * length) for length in range(1, 16)]
+    for _ in range(2):  # a reduction is another function, of which nothing is known at first
+        match way:
+            case "map":
+                pool.map(noted, items)
+            case "starmap":
+                pool.starmap(noted, zip(items, strict=True))
+            case "map_async":
+                pool.map_async(noted, items).get()
+            case "map_reduce":
+                pool.map_reduce(noted, items, "sum")
+        begun = noted.begun()
+        assert sorted(itertools.chain(*begun.values())) == [len(each) for each in items]
+    assert sorted(each[0] for each in begun.values()) == [1400, 1500]
+
+
+def test_no_two_large_calls_go_together(pool: mpgrad.Pool, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_chunk_size", lambda self, operation: 4)
+    pool.starmap(noted, zip([torch.ones(100 * length) for length in range(1, 16)], strict=True))
+    assert sorted(each[:4] for each in noted.begun().values()) == [[1400, 400, 500, 600], [1500, 100, 200, 300]]
+
+
+@pytest.mark.parametrize("way", ["imap", "equal", "chunksize"])
+def test_otherwise_calls_run_in_the_order_of_the_items(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
+    items = [torch.ones(100 * length) for length in range(1, 13)]
+    match way:
+        case "imap":
+            list(pool.imap(noted, items))
+        case "equal":
+            pool.map(noted, [each[:1].new_ones(3) for each in items])
+        case "chunksize":
+            pool.map(noted, items, chunksize=2)
+    for each in noted.begun().values():
+        assert each == sorted(each)
+
+
+def test_results_and_errors_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: Noted) -> None:
+    items = [torch.arange(1.0, 100 * length + 1).requires_grad_() for length in (2, 5, 1, 9, 3, 9, 4)]
+
+    def outcome(each: mpgrad.Pool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = each.map(noted, items)
+        return [*losses, *torch.autograd.grad(torch.stack(losses).sum(), items)]
+
+    with mpgrad.Pool(1, inline="never") as alone:
+        for ours, others in zip(outcome(pool), outcome(alone), strict=True):
+            assert torch.equal(ours, others)
+
+
+def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: Noted) -> None:
+    """One of them may have to be raised in its place, and then all the others need not be run."""
+    broken = [torch.full((length,), float("nan")) for length in range(1, 16)]
+    with pytest.raises(ValueError, match=r"^1 floats"):
+        pool.map(noted, broken)
+    begun = list(itertools.chain(*noted.begun().values()))
+    assert {1, 15} <= set(begun) and len(begun) < 13
