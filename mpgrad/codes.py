@@ -43,10 +43,10 @@ class Measured:
         self._with_graphs = 0.0  # calls that gave graphs
         self._behind = 0.0  # seconds of their backwards
 
-    def note_results(self, message: Results, items: int, with_graphs: int, workers: int) -> None:
+    def note_results(self, message: Results, items: int, with_graphs: int, workers: int, share: float | None) -> None:
         """The first answer of each worker does not count for long: caches are cold, and modules are imported."""
         self._answers += 1
-        weight = 0.5 if self._answers > workers + 1 else 1.0
+        weight = share if share is not None else 0.5 if self._answers > workers + 1 else 1.0
         before = self.ran
         forward = mixed(before.forward, message.own_seconds / items, weight)
         ahead = before.ahead
@@ -96,12 +96,18 @@ class Codes:
         measured = self._measured.get(function.code)
         return unknown if measured is None else measured.seconds
 
-    def note_results(self, function: SharedFunction, message: Results, items: int, with_graphs: int) -> None:
-        """What `items` calls took, of which so many gave graphs."""
+    def note_results(
+        self, function: SharedFunction, message: Results, items: int, with_graphs: int, share: float | None = None
+    ) -> None:
+        """What `items` calls took, of which so many gave graphs.
+
+        `share`: of what has been measured in this operation. What was measured last counts most, except where the largest calls
+        come first and the smallest last: then the mean of all of them does.
+        """
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return
         measured = self._measured.get(function.code) or Measured()
-        measured.note_results(message, items, with_graphs, len(self._workers))
+        measured.note_results(message, items, with_graphs, len(self._workers), share)
         self._measured[function.code] = measured  # only now may others look at it
 
     def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:

@@ -73,6 +73,7 @@ CHUNKS_PER_WORKER = 2 * CHUNKS_UNDER_WAY  # of what is left, at least
 SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
 CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
+LONG_UNLIKE, UNLIKE_ROUNDS = 4e-3, 4  # or so many, where calls differ, and are so few for each worker that this counts
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
@@ -752,10 +753,10 @@ class Scheduler(ABC):
         place = 0
         while place < len(self._operations) and room > 0:
             operation = self._operations[place]
-            if worker.under_way and operation.queue and self._may_be_sooner_elsewhere(operation):
-                return
             if operation.unsorted:
                 self._sort(operation)
+            if worker.under_way and operation.queue and self._may_be_sooner_elsewhere(operation):
+                return
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
             if calls:
                 self._transmit(worker, *worker.forward(self._next_chunk(worker), operation, calls))
@@ -768,10 +769,15 @@ class Scheduler(ABC):
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
 
-        Long ones always, and of the others the last ones, one for each worker: what is under way is not always taken back.
+        Long ones always, and of the others the last ones, one for each worker: what is under way is not always taken back. More
+        of them where calls are unlike each other. And those of which there are more to come, perhaps larger ones.
         """
-        is_last = len(operation.queue) <= self._settings.workers
-        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONG_CALL)
+        rounds = len(operation.queue) / self._settings.workers  # that are left
+        if rounds <= 1 or (operation.whole and not operation.sealed):
+            long = SHORTEST_CHUNK
+        else:
+            long = LONG_UNLIKE if operation.largest_first and rounds <= UNLIKE_ROUNDS else LONG_CALL
+        return self._seconds_of_next(operation) > long
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""
@@ -939,7 +945,8 @@ class Scheduler(ABC):
             worker.calls_done += items
             outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
             with_graphs = sum([call.items for (_, call), each in outcomes if isinstance(each, Result) and each.has_graph])
-            self._codes.note_results(operation.function, message, items, with_graphs)
+            share = done / (operation.delivered + done) if operation.largest_first else None
+            self._codes.note_results(operation.function, message, items, with_graphs, share)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
         self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all

@@ -7,6 +7,8 @@ g / (W p)) busy, and are 80 % busy from this grain on:
 
     g = max(0.8 W p, 4 w)
 
+Balance: calls that sleep, in proportion to their size, so that there may be more workers than CPUs; over the best schedule.
+
 Growth: each point in a fresh process (growth.py); seconds and peaks of memory; slopes of the last points in a log-log
 picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
@@ -24,13 +26,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import torch
 from bench_overhead import at_least_1, limited, surroundings
 from descendants import cpu_seconds
-from figures import Figure, Record, add_options, fail, median_figure, picture_to_write, print_figures, report
+from figures import Figure, Record, add_options, fail, interleaved, median_figure, picture_to_write, print_figures, report
 from growth import AXES, FLOATS, Axis, point
+from jobs import log_normal, longest_first
 from losses import doubled
 
 import mpgrad
@@ -44,6 +48,7 @@ MIB = 2**20
 ENOUGH_BYTES = 16 * MIB  # growth of memory below this is pages here and there
 CROWDS = (16, 64, 256)  # workers whose grain is computed
 POINT_LIMIT = 900  # seconds
+SIGMA, MEAN_SLEEP, SLEEP_A_FLOAT = 1.0, 20e-3, 2e-6  # of costs that differ; seconds
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,12 @@ class Plan:
     repeats: int = 5
     largest: float = math.inf  # of an axis
     axes: Sequence[str] = tuple(AXES)
+    crews: Sequence[int] = (2, 16)  # workers whose balance is measured
+    rounds: Sequence[int] = (4, 16, 64)  # calls for each of them
     limit: int = 3600
 
 
-QUICK = Plan(workers=(2, 4), items=100, repeats=1, largest=100, limit=120)
+QUICK = Plan(workers=(2, 4), items=100, repeats=1, largest=100, crews=(2,), rounds=(4,), limit=120)
 
 
 # --- dispatch
@@ -122,6 +129,42 @@ def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
     nearest = max((workers for workers in by_workers if workers <= crowd), default=min(by_workers))
     cost = by_workers[nearest]
     return max(0.8 * crowd * cost.median(1), 4 * cost.median(2))
+
+
+# --- balance
+
+
+def bench_balance(plan: Plan) -> Iterator[Sequence[Figure]]:
+    for workers in plan.crews:
+        with mpgrad.Pool(workers, inline="never") as pool:
+            while len(pool.stats().workers) < workers:
+                pool.map(abs, range(workers))
+            for rounds in plan.rounds:
+                yield list(balance_figures(pool, workers, rounds * workers, plan.repeats))
+
+
+def balance_figures(pool: mpgrad.Pool, workers: int, count: int, repeats: int) -> Iterator[Figure]:
+    """`imap` begins calls in the order of the items, `map` the largest first."""
+    seconds = [MEAN_SLEEP * cost for cost in log_normal(count, SIGMA)]
+    items = [torch.zeros(max(1, round(each / SLEEP_A_FLOAT))) for each in seconds]
+    ways: dict[str, Callable[[], object]] = {
+        "map": lambda: pool.map(sleeping, items),
+        "imap": lambda: list(pool.imap(sleeping, items)),
+    }
+    row = f"balance: {count} calls on {workers} workers, log-normal (sigma {SIGMA:g}, mean {1e3 * MEAN_SLEEP:g} ms)"
+    for name, walls in interleaved({name: partial(wall, way) for name, way in ways.items()}, repeats).items():
+        over = [each / longest_first(seconds, workers) for each in walls]
+        yield median_figure(row, f"{name} over the best schedule", over, "x")
+
+
+def sleeping(x: torch.Tensor) -> None:
+    time.sleep(SLEEP_A_FLOAT * len(x))
+
+
+def wall(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 # --- growth
@@ -195,7 +238,11 @@ def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
 
 # --- the whole
 
-PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {"dispatch": bench_dispatch, "growth": bench_growth}
+PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {
+    "dispatch": bench_dispatch,
+    "balance": bench_balance,
+    "growth": bench_growth,
+}
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -204,7 +251,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), metavar="AXIS", help=", ".join(AXES))
     parser.add_argument("--largest", type=at_least_1, metavar="N", help="of an axis (default: its own, quick: 100)")
-    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds of dispatch (default: 5, quick: 1)")
+    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds, but of growth (default: 5, quick: 1)")
     parser.add_argument("--picture", type=picture_to_write, metavar="FILE", help="log-log, of growth")
     add_options(parser)
     parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)  # what a fresh process is started with

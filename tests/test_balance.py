@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.packing import pickled_function
 from mpgrad.pool import MOST_BUNDLED
 from mpgrad.scheduler import Scheduler
 
@@ -213,3 +214,16 @@ def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: No
         pool.map(noted, broken)
     begun = list(itertools.chain(*noted.begun().values()))
     assert {1, 15} <= set(begun) and len(begun) < 13
+
+
+def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Pool) -> None:
+    """What is known of a function after a map is the mean of its calls."""
+
+    def sleeps(x: torch.Tensor) -> None:
+        time.sleep(0.03 * (len(x) > 10))
+
+    items = [torch.ones(length) for length in (1, 1, 20, 2, 3, 20, 4, 5, 20, 6, 7, 8, 9, 10)]
+    pool.map(sleeps, items, chunksize=1)
+    pool.map(sleeps, items, chunksize=1)
+    ran = pool._scheduler.ran(pickled_function(sleeps).pickled)
+    assert ran is not None and 0.8 * 3 * 0.03 / 14 < ran.forward < 0.03

@@ -30,6 +30,12 @@ def test_dispatch(tmp_path: Path) -> None:
     assert values[row, "the parent could do"] == pytest.approx(1e6 / values[row, "CPU of the parent"])
 
 
+def test_balance(tmp_path: Path) -> None:
+    figures = run(SCRIPT, "--parts", "balance", "--json", str(tmp_path / "quick.json"))
+    assert [figure["name"].partition(" ")[0] for figure in figures] == ["map", "imap"]
+    assert all(figure["value"] > 1 for figure in figures)
+
+
 def test_growth(tmp_path: Path) -> None:
     arguments = ["--parts", "growth", "--axes", "tensors", "--largest", "10", "--json", str(tmp_path / "quick.json")]
     values = {figure["name"]: figure["value"] for figure in run(SCRIPT, *arguments)}
