@@ -60,7 +60,7 @@ class Answers:
                 continue
             if graph is not None and outcome.gradients is not None:
                 apart = operation.eager == Eager.APART
-                graph.ready = ReadyGradients(worker, outcome.gradients, payload, memories, apart)
+                graph.ready = ReadyGradients(worker, outcome.gradients, payload, memories, apart, outcome.for_one)
             if graph is None or graph.recipe is None:
                 call.forget_tensors()
             if graph is None:

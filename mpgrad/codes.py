@@ -34,11 +34,12 @@ class Ran(NamedTuple):
 class Measured:
     """Of one function: what its calls took, as the workers measured it."""
 
-    __slots__ = ("_answers", "_behind", "_with_graphs", "ran", "seconds")
+    __slots__ = ("_answers", "_behind", "_with_graphs", "ones", "ran", "seconds")
 
     def __init__(self) -> None:
         self.ran = Ran(0.0)
         self.seconds = 0.0  # of a call, with our care for it
+        self.ones = True  # see `SharedFunction.ones`
         self._answers = 0
         self._with_graphs = 0.0  # calls that gave graphs
         self._behind = 0.0  # seconds of their backwards
@@ -78,6 +79,7 @@ class Codes:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
         code = self._numbers.pop(function.pickled, None) or next(self._new_numbers)
         self._numbers[function.pickled] = function.code = code
+        function.ones = code not in self._measured or self._measured[code].ones
         while len(self._numbers) > 1 and (len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES):
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self._measured.pop(oldest, None)
@@ -109,6 +111,12 @@ class Codes:
         measured = self._measured.get(function.code) or Measured()
         measured.note_results(message, items, with_graphs, len(self._workers), share)
         self._measured[function.code] = measured  # only now may others look at it
+
+    def note_other_gradient(self, function: SharedFunction) -> None:
+        """One that was not one has come, and the backward that was run ahead was in vain. Any thread may say so."""
+        function.ones = False
+        if (measured := self._measured.get(function.code)) is not None:
+            measured.ones = False
 
     def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:
         """What they took together; several functions' together say nothing of one."""

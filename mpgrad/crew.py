@@ -259,7 +259,9 @@ class Worker:
         function, modes, seed, _ = operation.conditions
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        messages.append(Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.eager, sent))
+        messages.append(
+            Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.eager, function.ones, sent)
+        )
         self.under_way[number] = Chunk(operation, calls, [], None, operation.timeout)
         return messages, payload
 

@@ -135,7 +135,7 @@ class ReadyGradients:
     Those of a bundle are taken one by one, each once, unless it is to be kept: whoever gets one may write to it.
     """
 
-    __slots__ = ("_memories", "_payload", "_refs", "_taken", "apart", "maker")
+    __slots__ = ("_memories", "_payload", "_refs", "_taken", "apart", "for_one", "maker")
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class ReadyGradients:
         payload: memoryview,
         memories: dict[int, Borrowed | Slot],
         apart: bool,
+        for_one: bool,
     ) -> None:
         self._taken: set[int] = set()
         self.maker = maker  # the worker that has the captures' in its sum; should it die, the graph is another's
@@ -151,6 +152,7 @@ class ReadyGradients:
         self._payload = payload
         self._memories = memories
         self.apart = apart
+        self.for_one = for_one  # they say nothing of other gradients: the backward may do more than multiply
 
     def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply | None:
         """None where the gradients for one are out of range, and those for `factor` need not be."""
@@ -242,6 +244,8 @@ class Carrier(Protocol):
 
     def release(self, graph: RemoteGraph) -> None: ...
 
+    def note_other_gradient(self, function: SharedFunction) -> None: ...
+
 
 class Contribution(NamedTuple):
     """A backward whose gradients of the captures are added up where it runs."""
@@ -309,6 +313,9 @@ class OperationHome:
         factors = factors_of(order, grads)
         factor = factors[0] if factors else None
         if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
+            return None
+        if ready.for_one and not all(each in (None, 1) for each in factors):
+            self.carrier.note_other_gradient(self._function)
             return None
         if graph.members is not None:
             served = ready.serve_bundle(order, graph.members, factors)

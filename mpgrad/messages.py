@@ -167,7 +167,8 @@ class ForwardCall(NamedTuple):
 class Forward(NamedTuple):
     """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
 
-    `eager`: see `Eager`; where a result is a loss, its backward is run at once.
+    `eager`: see `Eager`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
+    that may say nothing of other gradients.
     """
 
     chunk: int
@@ -176,6 +177,7 @@ class Forward(NamedTuple):
     seed: int | None
     stop_at_failure: bool
     eager: int
+    ones: bool
     calls: list[ForwardCall]
 
 
@@ -274,8 +276,9 @@ class StartFailed(NamedTuple):
 class Result(NamedTuple):
     """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
 
-    `bundle`: the structure and number of tensors of each item's result. `unused`: inputs that it does not depend on, by number
-    among those that need gradients, where they have a history or hooks in the caller.
+    `for_one`: they say nothing of other gradients than one. `bundle`: the structure and number of tensors of each item's
+    result. `unused`: inputs that it does not depend on, by number among those that need gradients, where they have a history or
+    hooks in the caller.
     """
 
     structure: Structure
@@ -284,6 +287,7 @@ class Result(NamedTuple):
     gradients: Sequence[TensorRef | None] | None
     bundle: Sequence[tuple[Structure, int]] = ()
     unused: Sequence[int] = ()
+    for_one: bool = False
 
 
 class Warned(NamedTuple):

@@ -89,6 +89,7 @@ class SharedFunction:
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
+        self.ones = True  # no other gradient than one has come yet where that would have mattered
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
         if request is not None:

@@ -61,7 +61,7 @@ from mpgrad.messages import (
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
-from mpgrad.packing import PackedCall
+from mpgrad.packing import PackedCall, SharedFunction
 from mpgrad.recovery import Recovery
 from mpgrad.routing import missing_device, next_for
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
@@ -336,6 +336,10 @@ class Scheduler(ABC):
         if graph.call in worker.kept:  # else its gradients came with its result
             worker.releases.append(graph.call)
             self.nudge()
+
+    def note_other_gradient(self, function: SharedFunction) -> None:
+        """Than the one for which the backward of a loss was run ahead, and must be run again."""
+        self._codes.note_other_gradient(function)
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""

@@ -1,7 +1,8 @@
 """Backwards that a worker runs right after their forwards (`graphs="eager"`), while the graph is hot in the cache.
 
 A loss is a number, and what will come for it is one too. So its gradients are computed for a gradient of one here, and
-multiplied by what comes in the caller. Whatever might not be such a multiplication is left for the caller's backward.
+multiplied by what comes in the caller. Where the backward might be more than such a multiplication, the caller is told: then
+they are for a gradient of one only. What no gradient of one may be put through is left for the caller's backward.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ class Ahead:
     out to be no loss, the graphs of all have to be made again. Otherwise all forwards come first, and it is known then.
     """
 
-    def __init__(self, call: ForwardCall, sums: CaptureSums | None, at_once: bool, note: Callable[[int], None]) -> None:
+    def __init__(
+        self, call: ForwardCall, sums: CaptureSums | None, at_once: bool, ones: bool, note: Callable[[int], None]
+    ) -> None:
+        """`ones`: gradients that hold for one only are wanted too."""
         self.found: list[torch.Tensor | None] = []
         self.sums = sums  # of the captures' gradients; None: these are among `found`
         self.seconds = 0.0
+        self.for_one = False  # they may say nothing of other gradients
         self.has_begun = False  # so that the call's graph is not whole any more
         self._wanted = own_inputs(call)
         self._at_once = at_once
+        self._ones = ones and APPLIED.is_watching
         self._note = note  # which item it is at: a backward may be the end of the process
         self._items = 0  # that were differentiated, from the first on
         self._waiting: list[tuple[Graph, torch.Tensor]] = []  # with the loss, of the items behind them
@@ -55,7 +61,9 @@ class Ahead:
         if loss is None or len(graph.outputs) != 1 or item != self._items + len(self._waiting):
             return False
         if noticed() != self._noticed or not (APPLIED.is_watching or is_linear(graph)):
-            return False
+            self.for_one = True
+            if not self._ones:
+                return False
         if self._at_once:
             return self._differentiate(graph, loss)
         self._waiting.append((graph._replace(outputs=list(graph.outputs)), loss))  # that one goes on to grow

@@ -243,7 +243,7 @@ class Worker:
             ahead = None
             if message.eager and may_go_ahead(call, message.modes, function.precise):
                 sums = CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None
-                ahead = Ahead(call, sums, self._gives_losses.get(function.code, False), self._note_item)
+                ahead = Ahead(call, sums, self._gives_losses.get(function.code, False), message.ones, self._note_item)
             made = self._make(message, call, function, payload, stage, ahead)
             placed = self._place(made, call.origin, stage)
             graph = made.graph
@@ -252,7 +252,8 @@ class Worker:
                 gradients = self._lend_ahead(call.call, function.code, ahead, graph)
                 graph = None
             shape, bundle = (None, made.shapes) if call.bundle else (made.shapes[0][0], ())
-            result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle, made.unused)
+            for_one = gradients is not None and ahead is not None and ahead.for_one
+            result = Result(shape, self._lend(placed), made.graph is not None, gradients, bundle, made.unused, for_one)
             del made, placed, ahead
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)

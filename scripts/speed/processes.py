@@ -9,6 +9,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from bench_overhead import WrongResultError
 from figures import Figure, interleaved, median_figure, ratios
 
+from speed.grains import LIMIT
 from speed.plan import Plan, Pools
 
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
@@ -153,9 +155,19 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
     def seconds(name: str) -> float:
         return float(script.evaluate(loops[name], infants, parameters).seconds)
 
-    results = interleaved({name: partial(seconds, name) for name in loops}, plan.repeats)
+    def at_once() -> float:
+        shares = [infants[number :: pools.processes] for number in range(pools.processes)]
+        began = time.perf_counter()
+        pools.keep.map(partial(evaluated, parameters=parameters), shares, chunksize=1)
+        return time.perf_counter() - began
+
+    def evaluated(share: Sequence[Any], parameters: torch.Tensor) -> None:
+        script.evaluate(script.serial, share, parameters)
+
+    results = interleaved({**{name: partial(seconds, name) for name in loops}, LIMIT: at_once}, plan.repeats)
     row = f"phenobarbital: {len(infants)} infants, objective and gradient"
     yield Figure(row, "serial", 1e3 * statistics.median(results["serial"]), "ms")
+    yield median_figure(row, f"{LIMIT} over serial", ratios(results["serial"], results[LIMIT]), "x")
     for name in ("keep", "eager"):
         yield median_figure(row, name, [1e3 * value for value in results[name]], "ms")
         yield median_figure(row, f"{name} over serial", ratios(results["serial"], results[name]), "x", PHENOBARBITAL_AIM)

@@ -111,7 +111,7 @@ class Way(NamedTuple):
 
 
 def ways(pools: Pools, function: Function) -> dict[str, Way]:
-    """The clocks are Functions, and a worker does not run the backward of a Function ahead: eager goes without."""
+    """The clocks are Functions, which eager pools run ahead as long as gradients of one come: eager goes without."""
     workers = pools.processes
     return {
         "serial": Way(partial(one_backward, serial, function), one_phase, 1, "serial"),
