@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,10 +45,10 @@ class Measured:
         self._with_graphs = 0.0  # calls that gave graphs
         self._behind = 0.0  # seconds of their backwards
 
-    def note_results(self, message: Results, items: int, with_graphs: int, workers: int, share: float | None) -> None:
+    def note_results(self, message: Results, items: int, with_graphs: int, workers: int, share: float) -> None:
         """The first answer of each worker does not count for long: caches are cold, and modules are imported."""
         self._answers += 1
-        weight = share if share is not None else 0.5 if self._answers > workers + 1 else 1.0
+        weight = min(share, 0.5 if self._answers > workers + 1 else 1.0)
         before = self.ran
         forward = mixed(before.forward, message.own_seconds / items, weight)
         ahead = before.ahead
@@ -99,12 +100,12 @@ class Codes:
         return unknown if measured is None else measured.seconds
 
     def note_results(
-        self, function: SharedFunction, message: Results, items: int, with_graphs: int, share: float | None = None
+        self, function: SharedFunction, message: Results, items: int, with_graphs: int, share: float = math.inf
     ) -> None:
         """What `items` calls took, of which so many gave graphs.
 
-        `share`: of what has been measured in this operation. What was measured last counts most, except where the largest calls
-        come first and the smallest last: then the mean of all of them does.
+        What was measured last counts most; but where the largest calls come first, no more than its `share` of all that were
+        measured in this operation: then the mean of all of them counts.
         """
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return

@@ -186,7 +186,7 @@ class Worker:
         if self.progress is None:
             return
         for place, (number, chunk) in zip((Progress.CANCELLED, Progress.CANCELLED + 1), self.under_way.items(), strict=False):
-            if chunk.operation is operation and chunk.calls[0][1].index >= operation.limit:
+            if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
                 self.progress[place] = number
 
     def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:

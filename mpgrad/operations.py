@@ -125,7 +125,7 @@ class Operation:
         request: Request | None = None,
         eager: int = Eager.NO,
         first: int = 0,
-        whole: bool = False,
+        any_order: bool = False,
     ) -> None:
         self.request = request  # where its calls are to run
         self.eager = eager
@@ -137,7 +137,7 @@ class Operation:
         self.modes = modes
         self.timeout = timeout  # seconds for each call
         self.chunksize = chunksize
-        self.whole = whole  # all its results are waited for together: its calls may run in any order
+        self.any_order = any_order  # in which its calls are begun: all are there, and all results are waited for together
         self.stop_at_failure = stop_at_failure
         self.return_errors = return_errors  # in the place of the results that they prevented
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
@@ -150,8 +150,8 @@ class Operation:
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
         # written by the dispatcher
-        self.unsorted = False  # the queue is to be put in order before calls are taken from it
-        self.largest_first = False  # the queue begins with the largest calls, and ends with the smallest
+        self.unsorted = False  # the queue may have to be put in order before calls are taken from it
+        self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits

@@ -174,7 +174,7 @@ class PackedCall:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors, those left out that other calls give."""
+        """Of its tensors."""
         return self.placed.nbytes if isinstance(self.placed, Riders) else sum([each.nbytes for each in self.placed])
 
     @property

@@ -208,12 +208,14 @@ class Pool:
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
 
+        The first items are begun first; but of the last ones of a list, where calls take 10 ms or more, those with the largest
+        tensors.
+
         Args:
             func: any function, also a lambda, closure, bound method, partial, module, or a `torch.autograd.Function` class.
                 Tensors that it reaches are its captures; gradients flow to them too.
             iterable: tensors, or structures with tensors anywhere inside.
-            chunksize: items that travel together; None for sizes that follow the measured cost of a call, and calls of more
-                than 1 ms are begun with the largest first.
+            chunksize: items that travel together; None for sizes that follow the measured cost of a call.
             progress: True or a description for a tqdm bar.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
@@ -514,7 +516,7 @@ class Pool:
         else:
             fold = Finish(reduction)
             blocks: list[Arguments] = [((block,), {}) for block in blocks_of(items)]
-            accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress, noun="block")
+            accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress, noun="block", at_rest=True)
             calls = [(([target], accumulators), {}) for target in all_targets]
         folded = self._run(fold, calls, len(calls), 1, progress, shared={}, noun="target")
         return folded if several else folded[0]
@@ -556,7 +558,9 @@ class Pool:
         blocks: list[Arguments] = [((block,), {}) for block in blocks_of(list(items))]
         if not blocks and init is None:
             raise TypeError("map_reduce of no items needs a first value (init: None)")
-        accumulators = self._run(Block(reduction, callable_of(map_fn)), blocks, len(blocks), 1, progress, noun="block")
+        accumulators = self._run(
+            Block(reduction, callable_of(map_fn)), blocks, len(blocks), 1, progress, noun="block", at_rest=True
+        )
         first = [] if init is None else [init]
         return self._run(Finish(reduction), [((first, accumulators), {})], 1, 1, False, noun="target")[0]
 
@@ -577,6 +581,7 @@ class Pool:
         first: int = 0,
         pickled: PickledFunction | None = None,
         drawn: int | None = None,
+        any_order: bool = False,
     ) -> Operation:
         """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there."""
         function = under_hooks(callable_of(function))
@@ -609,7 +614,7 @@ class Pool:
             request=request,
             eager=self._eagerness(one_by_one),
             first=first,
-            whole=not one_by_one,
+            any_order=any_order and chunksize in (None, 1),
         )
 
     def _eagerness(self, one_by_one: bool) -> int:
@@ -732,7 +737,8 @@ class Pool:
         on_error: str,
         device: Device | None,
     ) -> AsyncResult:
-        operation = self._begin(function, chunksize, timeout=timeout, on_error=on_error, device=device)
+        at_rest = is_at_rest(source)
+        operation = self._begin(function, chunksize, timeout=timeout, on_error=on_error, device=device, any_order=at_rest)
         total = length(source) if self._goes_in_bundles(source, chunksize, timeout, on_error) else None
         return self._run_async(operation, calls, callback, error_callback, total=total)
 
@@ -773,7 +779,16 @@ class Pool:
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if at_rest and plain and self._may_stay and may_run_here():
             return self._run_adaptively(function, calls, total, on_error, device, bundles)
-        operation = self._begin(function, chunksize, noun=noun, modes=modes, timeout=timeout, on_error=on_error, device=device)
+        operation = self._begin(
+            function,
+            chunksize,
+            noun=noun,
+            modes=modes,
+            timeout=timeout,
+            on_error=on_error,
+            device=device,
+            any_order=at_rest,
+        )
         wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
             with collector_held():
@@ -810,7 +825,7 @@ class Pool:
         self._scheduler.check_open()
         function = callable_of(function)
         pickled, drawn = pickled_function(function), self._draw_seed()
-        begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn)
+        begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn, any_order=True)
         add = functools.partial(self._add_all, borrow=True, total=total if bundles else None)
         return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
 

@@ -73,7 +73,9 @@ CHUNKS_PER_WORKER = 2 * CHUNKS_UNDER_WAY  # of what is left, at least
 SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
 CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
-LONG_UNLIKE, UNLIKE_ROUNDS = 4e-3, 4  # or so many, where calls differ, and are so few for each worker that this counts
+ONE_BY_ONE = LONGEST_CHUNK / 2  # seconds: longer calls travel alone
+SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
+LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
@@ -658,7 +660,7 @@ class Scheduler(ABC):
         while operation.waiting:
             self._dependents.look_at_call(operation, operation.waiting.popleft())
         if operation.queue:
-            operation.unsorted = operation.whole and operation.sealed and operation.chunksize in (None, 1)
+            operation.unsorted = operation.any_order and operation.sealed
             self._line_up(operation, self._operations.append)
 
     def _line_up(self, operation: Operation, put: Callable[[Operation], None]) -> None:
@@ -668,6 +670,7 @@ class Scheduler(ABC):
 
     def call_is_ready(self, operation: Operation, call: PackedCall, giver: Any) -> None:
         operation.queue.append(call)
+        operation.unsorted = operation.any_order and operation.sealed
         self._line_up(operation, self._operations.appendleft)  # what has begun is finished first, and its memory given back
         if giver.ready and giver.gone is None and not giver.under_way:
             self._give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
@@ -773,15 +776,19 @@ class Scheduler(ABC):
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
 
-        Long ones always, and of the others the last ones, one for each worker: what is under way is not always taken back. More
-        of them where calls are unlike each other. And those of which there are more to come, perhaps larger ones.
+        Long ones always; of the others the last ones, one for each worker, or some where calls differ: what is under way is not
+        always taken back. And those that are to be put in order, until the larger ones are packed too.
         """
-        rounds = len(operation.queue) / self._settings.workers  # that are left
-        if rounds <= 1 or (operation.whole and not operation.sealed):
-            long = SHORTEST_CHUNK
-        else:
-            long = LONG_UNLIKE if operation.largest_first and rounds <= UNLIKE_ROUNDS else LONG_CALL
-        return self._seconds_of_next(operation) > long
+        if self._goes_by_size(operation) and not operation.sealed:
+            return True
+        left = len(operation.queue) / self._settings.workers
+        is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
+        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONG_CALL)
+
+    def _goes_by_size(self, operation: Operation) -> bool:
+        """Whether its last calls are put in order: those that travel one by one."""
+        seconds = self._codes.seconds(operation.function, unknown=0.0)
+        return operation.any_order and self._settings.workers > 1 and seconds >= ONE_BY_ONE
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""
@@ -796,35 +803,27 @@ class Scheduler(ABC):
         return self._settings.calls - worker.calls_done - under_way
 
     def _sort(self, operation: Operation) -> None:
-        """The largest calls first, where calls take long: who ran the longest of them last would be alone at the end.
+        """The largest of the last calls first: whoever ran the longest of them last would be alone at the end.
 
-        Sizes are but a hint of what calls take, so they count for nothing else. Once a call has failed only those before it
-        matter, and the first of them most. Source: the rule of the longest processing time, R. Graham, SIAM Journal on
-        Applied Mathematics, 1969.
+        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has failed only those before it
+        matter, and the first of them most. Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
+        Mathematics, 1969.
         """
-        if self._settings.workers == 1 or self._codes.seconds(operation.function, unknown=0.0) < SHORTEST_CHUNK:
+        has_failed = operation.limit < math.inf
+        if not has_failed and (not self._goes_by_size(operation) or len(operation.queue) > SORTED * self._settings.workers):
             return
         operation.unsorted = False
         calls = drained(operation.queue)
-        if operation.limit < math.inf:
-            sizes = [-call.index for call in calls]
-            operation.largest_first = False
-        else:
-            sizes = [call.nbytes for call in calls]
-            operation.largest_first = len(set(sizes)) > 1
-        order = sorted(range(len(calls)), key=sizes.__getitem__, reverse=True)  # keeps that of the items where sizes are equal
+        ranks = [-call.index if has_failed else call.nbytes for call in calls]
+        operation.largest_first = not has_failed and len(set(ranks)) > 1
+        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)  # as they came, where sizes are equal
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(self, worker: Worker, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
-            if self._crossing is not None:
-                call = next_for(operation.queue, worker.device)
-            elif calls and operation.largest_first:  # several large ones in a chunk would be what the rule is against
-                call = operation.queue.pop()
-            else:
-                call = operation.queue.popleft()
+            call = operation.queue.popleft() if self._crossing is None else next_for(operation.queue, worker.device)
             if call is None:
                 break
             if call.index >= operation.limit:
@@ -949,7 +948,7 @@ class Scheduler(ABC):
             worker.calls_done += items
             outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
             with_graphs = sum([call.items for (_, call), each in outcomes if isinstance(each, Result) and each.has_graph])
-            share = done / (operation.delivered + done) if operation.largest_first else None
+            share = done / (operation.delivered + done) if operation.largest_first else math.inf
             self._codes.note_results(operation.function, message, items, with_graphs, share)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)

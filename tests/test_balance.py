@@ -16,7 +16,7 @@ import torch
 import mpgrad
 from mpgrad.packing import pickled_function
 from mpgrad.pool import MOST_BUNDLED
-from mpgrad.scheduler import Scheduler
+from mpgrad.scheduler import SORTED
 
 
 @pytest.fixture
@@ -123,27 +123,32 @@ def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Po
 
 
 class Noted:
-    """A call of 6 ms, and a line that says who began it."""
+    """A call of 12 ms, and a line that says who began it. Its item has its own number in every place."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        number = int(x[0])
         with open(self.file, "a") as file:
-            file.write(f"{os.getpid()} {len(x)}\n")
-        time.sleep(6e-3)
-        if x.isnan().any():
-            raise ValueError(f"{len(x)} floats")
+            file.write(f"{os.getpid()} {number}\n")
+        time.sleep(12e-3)
+        if len(x) % 2:
+            raise ValueError(f"item {number} is odd")
         return x.sum() * torch.rand(())
 
     def begun(self) -> dict[int, list[int]]:
-        """By worker the lengths of its items, in the order in which it ran them."""
-        lengths: dict[int, list[int]] = {}
+        """By worker the numbers of its items, in the order in which it ran them."""
+        numbers: dict[int, list[int]] = {}
         for line in self.file.read_text().splitlines():
-            pid, length = map(int, line.split())
-            lengths.setdefault(pid, []).append(length)
+            pid, number = map(int, line.split())
+            numbers.setdefault(pid, []).append(number)
         self.file.unlink()
-        return lengths
+        return numbers
+
+
+def numbered(sizes: Iterable[int]) -> list[torch.Tensor]:
+    return [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
 
 
 @pytest.fixture
@@ -151,50 +156,72 @@ def noted(pool: mpgrad.Pool, tmp_path: Path) -> Noted:
     fn = Noted(tmp_path / "begun")
     while len(pool.stats().workers) < 2:
         pool.map(abs, range(8))
-    pool.map(fn, [torch.ones(1)] * 4)  # so that it is known how long it takes
+    pool.map(fn, numbered([2] * 4))  # so that it is known how long it takes
     fn.begun()
     return fn
 
 
 @pytest.mark.parametrize("way", ["map", "starmap", "map_async", "map_reduce"])
-def test_the_largest_calls_run_first(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
-    items = [torch.ones(100 * length) for length in range(1, 16)]
+def test_the_largest_calls_are_begun_first(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
+    items = numbered(range(100, 1600, 100))
     for _ in range(2):  # a reduction is another function, of which nothing is known at first
         match way:
             case "map":
                 pool.map(noted, items)
             case "starmap":
-                pool.starmap(noted, zip(items, strict=True))
+                pool.starmap(noted, [(item,) for item in items])
             case "map_async":
                 pool.map_async(noted, items).get()
             case "map_reduce":
                 pool.map_reduce(noted, items, "sum")
         begun = noted.begun()
-        assert sorted(itertools.chain(*begun.values())) == [len(each) for each in items]
-    assert sorted(each[0] for each in begun.values()) == [1400, 1500]
+        assert sorted(itertools.chain(*begun.values())) == list(range(15))
+    assert sorted(each[0] for each in begun.values()) == [13, 14]
 
 
-def test_no_two_large_calls_go_together(pool: mpgrad.Pool, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_chunk_size", lambda self, operation: 4)
-    pool.starmap(noted, zip([torch.ones(100 * length) for length in range(1, 16)], strict=True))
-    assert sorted(each[:4] for each in noted.begun().values()) == [[1400, 400, 500, 600], [1500, 100, 200, 300]]
+def test_of_many_calls_the_last_ones(pool: mpgrad.Pool, noted: Noted) -> None:
+    """So that what goes wrong with the first ones is known soon."""
+    count, last = 60, 2 * SORTED
+    pool.map(noted, numbered(range(100, 100 * (count + 1), 100)))
+    begun = list(noted.begun().values())
+    late = [[number for number in each if number >= count - last] for each in begun]
+    assert all(each[: len(each) - len(own)] == sorted(set(each) - set(own)) for each, own in zip(begun, late, strict=True))
+    assert {own[0] for own in late} == {count - 1, count - 2}
 
 
-@pytest.mark.parametrize("way", ["imap", "equal", "chunksize"])
-def test_otherwise_calls_run_in_the_order_of_the_items(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
-    items = [torch.ones(100 * length) for length in range(1, 13)]
+@pytest.mark.parametrize("way", ["imap", "generator", "equal", "chunksize"])
+def test_otherwise_calls_are_begun_in_the_order_of_the_items(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
+    items = numbered(range(100, 1300, 100))
     match way:
         case "imap":
             list(pool.imap(noted, items))
+        case "generator":
+            pool.map(noted, (item for item in items))
         case "equal":
-            pool.map(noted, [each[:1].new_ones(3) for each in items])
+            pool.map(noted, numbered([100] * 12))
         case "chunksize":
             pool.map(noted, items, chunksize=2)
     for each in noted.begun().values():
         assert each == sorted(each)
 
 
-def test_results_and_errors_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: Noted) -> None:
+def test_calls_that_waited_for_others_are_put_in_order_too(pool: mpgrad.Pool, noted: Noted, tmp_path: Path) -> None:
+    path = str(tmp_path / "all are packed")
+    os.mkfifo(path)
+
+    def largest() -> torch.Tensor:
+        open(path).close()
+        return torch.full((3000,), 99.0)
+
+    waiting = pool.submit(largest)
+    result = pool.map_async(noted, [waiting, *numbered(range(100, 900, 100))])
+    open(path, "w").close()
+    result.get()
+    begun = noted.begun()
+    assert max(each.index(99) for each in begun.values() if 99 in each) <= 4
+
+
+def test_results_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: Noted) -> None:
     items = [torch.arange(1.0, 100 * length + 1).requires_grad_() for length in (2, 5, 1, 9, 3, 9, 4)]
 
     def outcome(each: mpgrad.Pool) -> list[torch.Tensor]:
@@ -209,21 +236,20 @@ def test_results_and_errors_do_not_depend_on_the_order_of_calls(pool: mpgrad.Poo
 
 def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: Noted) -> None:
     """One of them may have to be raised in its place, and then all the others need not be run."""
-    broken = [torch.full((length,), float("nan")) for length in range(1, 16)]
-    with pytest.raises(ValueError, match=r"^1 floats"):
-        pool.map(noted, broken)
+    with pytest.raises(ValueError, match="item 0 is odd"):
+        pool.map(noted, numbered(range(101, 3101, 200)))
     begun = list(itertools.chain(*noted.begun().values()))
-    assert {1, 15} <= set(begun) and len(begun) < 13
+    assert {0, 14} <= set(begun) and len(begun) <= 8  # two and two that wait behind them, then as many again
 
 
 def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Pool) -> None:
     """What is known of a function after a map is the mean of its calls."""
 
     def sleeps(x: torch.Tensor) -> None:
-        time.sleep(0.03 * (len(x) > 10))
+        time.sleep(0.1 if len(x) > 10 else 0.002)
 
-    items = [torch.ones(length) for length in (1, 1, 20, 2, 3, 20, 4, 5, 6, 7, 8, 9, 10)]
-    pool.map(sleeps, items, chunksize=1)
-    pool.map(sleeps, items, chunksize=1)
-    ran = pool._scheduler.ran(pickled_function(sleeps).pickled)
-    assert ran is not None and 0.8 * 2 * 0.03 / 13 < ran.forward < 0.03
+    items = [torch.ones(length) for length in (20, 20, 1, 2, 3, 4, 5, 6, 7, 8)]
+    for _ in range(2):
+        pool.map(sleeps, items, chunksize=1)
+        ran = pool._scheduler.ran(pickled_function(sleeps).pickled)
+        assert ran is not None and 0.7 < ran.forward / (0.216 / 10) < 1.8

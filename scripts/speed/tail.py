@@ -1,4 +1,4 @@
-"""Heavy-tailed costs, against the best schedule for what they turn out to be: nobody knows them beforehand, or sizes tell.
+"""Heavy-tailed costs that nobody knows beforehand, against the best schedule for what they turn out to be.
 
 Every call notes what its forward and its backward took, where it ran; the best schedule of those same costs is then
 computed (for graphs="eager": of the costs in the last serial loop with a backward after each item). Clocks inside a call do
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from speed.plan import Plan, Pools
 AIM = ("<=", 1.1)
 SIGMA = 2.0
 AT_ONCE = "serial, at once"
-FLOATS = 100  # of an item that it computes with, after its number of steps and its own number
+FLOATS = 100  # of an item, after its number of steps and its own number
 REFERENCE_SECONDS = 1e-3
 
 Times = np.ndarray[Any, np.dtype[np.float64]]  # (2, items): seconds of forward and backward
@@ -80,13 +80,13 @@ class End(torch.autograd.Function):
 def clocked(x: Tensor, file: Path, count: int) -> Tensor:
     steps, number = (int(entry) for entry in x[:2].tolist())
     watch = Stopwatch(times_in(file, count), number)
-    loss = python_loss(Begin.apply(x, watch)[2 : 2 + FLOATS], steps)  # type: ignore[no-untyped-call]
+    loss = python_loss(Begin.apply(x, watch)[2:], steps)  # type: ignore[no-untyped-call]
     seen: Tensor = End.apply(loss, watch)  # type: ignore[no-untyped-call]
     return seen
 
 
 def unclocked(x: Tensor) -> Tensor:
-    return python_loss(x[2 : 2 + FLOATS], int(x[0]))
+    return python_loss(x[2:], int(x[0]))
 
 
 @functools.cache
@@ -124,16 +124,10 @@ def ways(pools: Pools, function: Function) -> dict[str, Way]:
 def bench_tail(pools: Pools, plan: Plan) -> Iterator[Figure]:
     count = plan.tail_items
     steps = calibrated(PYTHON, REFERENCE_SECONDS, backward_at_once) / REFERENCE_SECONDS * plan.tail_seconds / count
-    costs = log_normal(count, SIGMA)
-    jobs = [torch.cat([torch.tensor([max(1.0, round(steps * cost)), k]), torch.randn(FLOATS)]) for k, cost in enumerate(costs)]
-    row = f"{count} items of log-normal cost (sigma {SIGMA:g}), Python-bound, forward and backward"
-    yield from bench_items(f"tail: {row}", jobs, pools, plan)
-    padded = [torch.cat([job, torch.zeros(round(FLOATS * cost))]) for job, cost in zip(jobs, costs, strict=True)]
-    yield from bench_items(f"ragged: {row}, and of such sizes", padded, pools, plan)
-
-
-def bench_items(row: str, items: Sequence[Tensor], pools: Pools, plan: Plan) -> Iterator[Figure]:
-    count = len(items)
+    items = [
+        torch.cat([torch.tensor([max(1.0, round(steps * cost)), number]), torch.randn(FLOATS)])
+        for number, cost in enumerate(log_normal(count, SIGMA))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         file = times_file(Path(folder) / "times", count)
         all_ways = ways(pools, partial(clocked, file=file, count=count))
@@ -154,6 +148,7 @@ def bench_items(row: str, items: Sequence[Tensor], pools: Pools, plan: Plan) -> 
         over[AT_ONCE].clear()
         results = interleaved({name: partial(seconds, name) for name in all_ways}, plan.repeats)
         times_in.cache_clear()  # it maps the file
+    row = f"tail: {count} items of log-normal cost (sigma {SIGMA:g}), Python-bound, forward and backward"
     for name, walls in results.items():
         yield median_figure(row, name, [1e3 * wall for wall in walls], "ms")
     for name in ("keep", "eager"):
