@@ -176,6 +176,8 @@ class LocalFunction:
         self._captures = [private(each, self._border) for each in captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
         self._is_followed = torch.is_grad_enabled()
+        self._classes: structure.Classes = {}
+        structure.forget_classes()
         try:
             self._target = structure.loads(pickled, self._captures)
         except Exception as error:
@@ -216,7 +218,7 @@ class LocalFunction:
             value = self._target(*copies)
             check_unwritten(args, copies)
         else:
-            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs))
+            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs), self._classes)
             if claims:
                 raise UnusualError
             copies = [private(each, self._border, is_argument=True) for each in tensors]
@@ -230,7 +232,7 @@ class LocalFunction:
         if isinstance(value, torch.Tensor):
             self._check_result(value)
             return value
-        pickled, tensors = structure.dumps(value)
+        pickled, tensors = structure.dumps(value, self._classes)
         for each in tensors:
             self._check_result(each)
         return structure.loads(pickled, tensors)

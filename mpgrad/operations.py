@@ -125,7 +125,7 @@ class Operation:
         request: Request | None = None,
         eager: int = Eager.NO,
         first: int = 0,
-        any_order: bool = False,
+        at_rest: bool = False,
     ) -> None:
         self.request = request  # where its calls are to run
         self.eager = eager
@@ -137,7 +137,7 @@ class Operation:
         self.modes = modes
         self.timeout = timeout  # seconds for each call
         self.chunksize = chunksize
-        self.any_order = any_order  # in which its calls are begun: all are there, and all results are waited for together
+        self.at_rest = at_rest  # what calls are given is all there, and all results are waited for together
         self.stop_at_failure = stop_at_failure
         self.return_errors = return_errors  # in the place of the results that they prevented
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before

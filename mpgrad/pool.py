@@ -58,7 +58,7 @@ from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Un
 from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings, fed, guided_size
 from mpgrad.stats import PoolStats
-from mpgrad.structure import transported
+from mpgrad.structure import Classes, transported
 
 __all__ = ["Pool", "PoolWorker"]
 
@@ -581,7 +581,7 @@ class Pool:
         first: int = 0,
         pickled: PickledFunction | None = None,
         drawn: int | None = None,
-        any_order: bool = False,
+        at_rest: bool = False,
     ) -> Operation:
         """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there."""
         function = under_hooks(callable_of(function))
@@ -614,7 +614,7 @@ class Pool:
             request=request,
             eager=self._eagerness(one_by_one),
             first=first,
-            any_order=any_order and chunksize in (None, 1),
+            at_rest=at_rest,
         )
 
     def _eagerness(self, one_by_one: bool) -> int:
@@ -674,13 +674,15 @@ class Pool:
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
+        classes: Classes | None = {} if operation.at_rest else None
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request)
+            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, classes)
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
-            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, first + operation.items)
+            item = first + operation.items
+            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, classes)
             if bundle is not None:
                 yield bundle
             else:
@@ -738,7 +740,7 @@ class Pool:
         device: Device | None,
     ) -> AsyncResult:
         at_rest = is_at_rest(source)
-        operation = self._begin(function, chunksize, timeout=timeout, on_error=on_error, device=device, any_order=at_rest)
+        operation = self._begin(function, chunksize, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest)
         total = length(source) if self._goes_in_bundles(source, chunksize, timeout, on_error) else None
         return self._run_async(operation, calls, callback, error_callback, total=total)
 
@@ -787,7 +789,7 @@ class Pool:
             timeout=timeout,
             on_error=on_error,
             device=device,
-            any_order=at_rest,
+            at_rest=at_rest,
         )
         wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
@@ -825,7 +827,7 @@ class Pool:
         self._scheduler.check_open()
         function = callable_of(function)
         pickled, drawn = pickled_function(function), self._draw_seed()
-        begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn, any_order=True)
+        begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn, at_rest=True)
         add = functools.partial(self._add_all, borrow=True, total=total if bundles else None)
         return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
 

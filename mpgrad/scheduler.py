@@ -660,7 +660,7 @@ class Scheduler(ABC):
         while operation.waiting:
             self._dependents.look_at_call(operation, operation.waiting.popleft())
         if operation.queue:
-            operation.unsorted = operation.any_order and operation.sealed
+            operation.unsorted = operation.at_rest and operation.sealed
             self._line_up(operation, self._operations.append)
 
     def _line_up(self, operation: Operation, put: Callable[[Operation], None]) -> None:
@@ -670,7 +670,7 @@ class Scheduler(ABC):
 
     def call_is_ready(self, operation: Operation, call: PackedCall, giver: Any) -> None:
         operation.queue.append(call)
-        operation.unsorted = operation.any_order and operation.sealed
+        operation.unsorted = operation.at_rest and operation.sealed
         self._line_up(operation, self._operations.appendleft)  # what has begun is finished first, and its memory given back
         if giver.ready and giver.gone is None and not giver.under_way:
             self._give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
@@ -788,7 +788,8 @@ class Scheduler(ABC):
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
         seconds = self._codes.seconds(operation.function, unknown=0.0)
-        return operation.any_order and self._settings.workers > 1 and seconds >= ONE_BY_ONE
+        any_order = operation.at_rest and operation.chunksize in (None, 1)
+        return any_order and self._settings.workers > 1 and seconds >= ONE_BY_ONE
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""

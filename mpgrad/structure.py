@@ -33,7 +33,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpgrad._torch import load_script, parametrize_again
 from mpgrad.carrier import RIDE_BYTES
 
-__all__ = ["Deferred", "dumps", "dumps_arguments", "loads", "loads_result", "transported"]
+__all__ = ["Classes", "Deferred", "dumps", "dumps_arguments", "forget_classes", "loads", "loads_result", "transported"]
+
+MOST_CLASSES = 64
+Classes = dict[int, tuple[type, bytes | None]]  # that reach no tensor, by id: the pickle of one that is carried by value
 
 
 class Deferred:
@@ -48,18 +51,21 @@ class Deferred:
         raise NotImplementedError
 
 
-def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers."""
+def dumps(value: object, classes: Classes | None = None) -> tuple[bytes, list[torch.Tensor]]:
+    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers.
+
+    `classes` are looked at, and pickled, once for all values that are given the same ones.
+    """
     buffer = io.BytesIO()
-    pickler = TensorPickler(buffer)
+    pickler = TensorPickler(buffer, None, classes)
     pickler.dump(value)
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
-def dumps_arguments(value: object) -> tuple[bytes, list[torch.Tensor], list[Any]]:
+def dumps_arguments(value: object, classes: Classes | None = None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
     """`dumps` of what may have `Deferred` values in it; and the claims to those, in the order in which pickle meets them."""
     buffer = io.BytesIO()
-    pickler = TensorPickler(buffer, claims=[])
+    pickler = TensorPickler(buffer, [], classes)
     pickler.dump(value)
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1], pickler.claims or []
 
@@ -83,12 +89,13 @@ def transported(error: BaseException, subject: str) -> BaseException:
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, classes: Classes | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
         super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
         self.claims = claims
+        self._classes = classes
         self._number: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
@@ -119,13 +126,49 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
         # Functions and classes of an importable module go by name, and the worker would import tensors of its own, not ours.
         if isinstance(value, types.FunctionType) and reaches_tensor(value):
             return self._dynamic_function_reduce(value)
-        if isinstance(value, type) and reaches_tensor(value):
-            return dynamic_class_reduce(value)
+        if isinstance(value, type):
+            return self._reduce_class(value)
         if isinstance(value, functools._lru_cache_wrapper) and reaches_tensor(value):
             return cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
         return super().reducer_override(value)
+
+    def _reduce_class(self, value: type) -> Any:
+        """To look for tensors in a class of the user's takes as long as small items; to carry it by value longer than that."""
+        classes = self._classes
+        if classes is None or id(value) not in classes:
+            if reaches_tensor(value):
+                return dynamic_class_reduce(value)
+            reduced = super().reducer_override(value)
+            pickled, tensors = (None, []) if classes is None or reduced is NotImplemented else dumps(value)
+            if classes is None or tensors:
+                return reduced
+            if len(classes) >= MOST_CLASSES:  # made anew for each value, perhaps
+                classes.clear()
+            classes[id(value)] = value, pickled
+        _, pickled = classes[id(value)]
+        return NotImplemented if pickled is None else (class_again, (pickled,))
+
+
+LOADED: dict[bytes, type] = {}  # by the last pickle of each, since `forget_classes`
+
+
+def class_again(pickled: bytes) -> type:
+    """A class that was carried by value; as it was then: another pickle of it may have been loaded since."""
+    made = LOADED.get(pickled)
+    if made is None:
+        made = loads(pickled, ())
+        entries = list(LOADED.items())  # at once: in engine "thread" there are several of us
+        for other in [other for other, known in entries if known is made] + [other for other, _ in entries[:-MOST_CLASSES]]:
+            LOADED.pop(other, None)
+        LOADED[pickled] = made
+    return made
+
+
+def forget_classes() -> None:
+    """A function is loaded next, which may bring some of them as they are now."""
+    LOADED.clear()
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
