@@ -89,7 +89,7 @@ def hooked(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("function", [loss, clipped, hooked])
 def test_gradients_whatever_becomes_of_the_losses(eager: mpgrad.Pool, name: str, function: Callable[[Tensor], Tensor]) -> None:
-    if function is hooked and eager._engine != "process":
+    if function is hooked and eager._engine != "process" and name not in ("sum", "some", "one"):
         pytest.skip("docs/guarantees.md: with these engines hooks are not noticed")
     exact = name in ("sum", "some", "one", "half of it")  # factors that are powers of two
     for _ in range(2):  # what other gradients come to is remembered
