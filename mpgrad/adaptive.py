@@ -176,10 +176,9 @@ class LocalFunction:
         self._captures = [private(each, self._border) for each in captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
         self._is_followed = torch.is_grad_enabled()
-        self._classes: structure.Classes = {}
-        structure.forget_classes()
+        self._searched: structure.Searched = {}
         try:
-            self._target = structure.loads(pickled, self._captures)
+            self._target = structure.loads(pickled, self._captures, apart=True)
         except Exception as error:
             raise UnusualError from error
 
@@ -218,11 +217,11 @@ class LocalFunction:
             value = self._target(*copies)
             check_unwritten(args, copies)
         else:
-            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs), self._classes)
+            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs), self._searched)
             if claims:
                 raise UnusualError
             copies = [private(each, self._border, is_argument=True) for each in tensors]
-            own_args, own_kwargs = structure.loads(pickled, copies)
+            own_args, own_kwargs = structure.loads(pickled, copies, apart=True)
             value = self._target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
@@ -232,10 +231,10 @@ class LocalFunction:
         if isinstance(value, torch.Tensor):
             self._check_result(value)
             return value
-        pickled, tensors = structure.dumps(value, self._classes)
+        pickled, tensors = structure.dumps(value)
         for each in tensors:
             self._check_result(each)
-        return structure.loads(pickled, tensors)
+        return structure.loads(pickled, tensors, apart=True)
 
     def _check_result(self, tensor: torch.Tensor) -> None:
         check_carriable(tensor, "the result")

@@ -37,10 +37,10 @@ class Measured:
 
     __slots__ = ("_answers", "_behind", "_with_graphs", "ones", "ran", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, ones: bool) -> None:
         self.ran = Ran(0.0)
         self.seconds = 0.0  # of a call, with our care for it
-        self.ones = True  # see `SharedFunction.ones`
+        self.ones = ones  # see `SharedFunction.ones`
         self._answers = 0
         self._with_graphs = 0.0  # calls that gave graphs
         self._behind = 0.0  # seconds of their backwards
@@ -75,12 +75,13 @@ class Codes:
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, Measured] = {}  # by number
+        self._ones = True  # of functions of which nothing is known: see `SharedFunction.ones`
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
         code = self._numbers.pop(function.pickled, None) or next(self._new_numbers)
         self._numbers[function.pickled] = function.code = code
-        function.ones = code not in self._measured or self._measured[code].ones
+        function.ones = self._measured[code].ones if code in self._measured else self._ones
         while len(self._numbers) > 1 and (len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES):
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self._measured.pop(oldest, None)
@@ -109,13 +110,13 @@ class Codes:
         """
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return
-        measured = self._measured.get(function.code) or Measured()
+        measured = self._measured.get(function.code) or Measured(function.ones)
         measured.note_results(message, items, with_graphs, len(self._workers), share)
         self._measured[function.code] = measured  # only now may others look at it
 
     def note_other_gradient(self, function: SharedFunction) -> None:
         """One that was not one has come, and the backward that was run ahead was in vain. Any thread may say so."""
-        function.ones = False
+        function.ones = self._ones = False  # others too: what a closure holds may change with each step
         if (measured := self._measured.get(function.code)) is not None:
             measured.ones = False
 

@@ -32,7 +32,7 @@ from mpgrad.carrier import (
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.routing import Request
-from mpgrad.structure import Classes
+from mpgrad.structure import Searched
 
 __all__ = [
     "Arguments",
@@ -200,12 +200,12 @@ def pack_call(
     shared: Shared | None = None,
     item: int | None = None,
     request: Request | None = None,
-    classes: Classes | None = None,
+    searched: Searched | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
     `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `item` is the
-    number that errors name, where that is not `index`. `classes`: what is known of those that items are made of.
+    number that errors name, where that is not `index`. `searched`: see `structure.dumps_arguments`.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -213,9 +213,9 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, item, request, classes)
+            return pack_call(packer, index, args, kwargs, grad, shared, item, request, searched)
     item = index if item is None else item
-    shape, tensors, claims = arguments_structure(item, args, kwargs, classes)
+    shape, tensors, claims = arguments_structure(item, args, kwargs, searched)
     placed = []
     staged = request is not None and request.staged
     for tensor in tensors:
@@ -239,7 +239,7 @@ def pack_call(
 
 
 def pack_bundle(
-    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, classes: Classes | None = None
+    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, searched: Searched | None = None
 ) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
 
@@ -251,13 +251,13 @@ def pack_bundle(
     """
     if transforms_are_active():
         with outside_transforms():
-            return pack_bundle(packer, index, calls, grad, item, classes)
+            return pack_bundle(packer, index, calls, grad, item, searched)
     together: list[torch.Tensor] = []
     flags: list[int] = []
     bundle: list[tuple[Structure, int]] = []
     leaves: list[list[torch.Tensor]] = []
     for number, (args, kwargs) in enumerate(calls, item):
-        shape, tensors, claims = arguments_structure(number, args, kwargs, classes)
+        shape, tensors, claims = arguments_structure(number, args, kwargs, searched)
         needing = []
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
@@ -301,11 +301,11 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
 
 
 def arguments_structure(
-    index: int, args: Sequence[Any], kwargs: dict[str, Any], classes: Classes | None
+    index: int, args: Sequence[Any], kwargs: dict[str, Any], searched: Searched | None
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
         return len(args), list(args), ()
     try:
-        return structure.dumps_arguments((tuple(args), kwargs), classes)
+        return structure.dumps_arguments((tuple(args), kwargs), searched)
     except Exception as error:
         raise structure.transported(error, f"item {index}") from error

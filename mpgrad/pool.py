@@ -58,7 +58,7 @@ from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Un
 from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings, fed, guided_size
 from mpgrad.stats import PoolStats
-from mpgrad.structure import Classes, transported
+from mpgrad.structure import Searched, transported
 
 __all__ = ["Pool", "PoolWorker"]
 
@@ -112,7 +112,7 @@ class Pool:
         inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
             run in the caller's thread, on private copies and with the same results; "never": all are sent to workers. With an
             `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that a generator
-            makes.
+            makes, and calls that bring a class of the script (or another that no module can be imported for).
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
             ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
             dies is replaced by one on the same device. Engines "process" and "stream" only.
@@ -674,15 +674,15 @@ class Pool:
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
-        classes: Classes | None = {} if operation.at_rest else None
+        searched: Searched | None = {} if operation.at_rest else None
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, classes)
+            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, searched)
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
             item = first + operation.items
-            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, classes)
+            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, searched)
             if bundle is not None:
                 yield bundle
             else:

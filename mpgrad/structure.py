@@ -20,12 +20,14 @@ import pickle
 import sys
 import sysconfig
 import types
+import weakref
 from collections import ChainMap, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
+from cloudpickle.cloudpickle import _class_setstate as set_class
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
@@ -33,10 +35,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpgrad._torch import load_script, parametrize_again
 from mpgrad.carrier import RIDE_BYTES
 
-__all__ = ["Classes", "Deferred", "dumps", "dumps_arguments", "forget_classes", "loads", "loads_result", "transported"]
+__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "follow_the_caller", "loads", "loads_result", "transported"]
 
-MOST_CLASSES = 64
-Classes = dict[int, tuple[type, bytes | None]]  # that reach no tensor, by id: the pickle of one that is carried by value
+Searched = dict[int, object]  # classes and functions that reach no tensor, by id
 
 
 class Deferred:
@@ -51,28 +52,32 @@ class Deferred:
         raise NotImplementedError
 
 
-def dumps(value: object, classes: Classes | None = None) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers.
-
-    `classes` are looked at, and pickled, once for all values that are given the same ones.
-    """
+def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
+    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers."""
     buffer = io.BytesIO()
-    pickler = TensorPickler(buffer, None, classes)
+    pickler = TensorPickler(buffer)
     pickler.dump(value)
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
-def dumps_arguments(value: object, classes: Classes | None = None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps` of what may have `Deferred` values in it; and the claims to those, in the order in which pickle meets them."""
+def dumps_arguments(value: object, searched: Searched | None = None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
+    """`dumps` of what may have `Deferred` values in it; and the claims to those, in the order in which pickle meets them.
+
+    What is `searched` for tensors is searched once for all values that are given the same one: they must be there already.
+    """
     buffer = io.BytesIO()
-    pickler = TensorPickler(buffer, [], classes)
+    pickler = TensorPickler(buffer, [], searched)
     pickler.dump(value)
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1], pickler.claims or []
 
 
-def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = ()) -> Any:
-    """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own."""
-    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed).load()
+def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), apart: bool = False) -> Any:
+    """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
+
+    Raises:
+        NotApartError: it has a class that was carried by value, and was to be `apart` from all that is here.
+    """
+    return (ApartUnpickler if apart else TensorUnpickler)(io.BytesIO(pickled), tensors, claimed).load()
 
 
 def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
@@ -89,13 +94,13 @@ def transported(error: BaseException, subject: str) -> BaseException:
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, classes: Classes | None = None) -> None:
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, searched: Searched | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
         super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
         self.claims = claims
-        self._classes = classes
+        self._searched = {} if searched is None else searched
         self._number: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
@@ -124,51 +129,27 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
         if isinstance(value, Deferred):
             return itself, (value.taken(),)
         # Functions and classes of an importable module go by name, and the worker would import tensors of its own, not ours.
-        if isinstance(value, types.FunctionType) and reaches_tensor(value):
+        if isinstance(value, types.FunctionType) and self._reaches_tensor(value):
             return self._dynamic_function_reduce(value)
-        if isinstance(value, type):
-            return self._reduce_class(value)
-        if isinstance(value, functools._lru_cache_wrapper) and reaches_tensor(value):
+        if isinstance(value, type) and self._reaches_tensor(value):
+            OURS.discard(value)  # in the engines of this process it is to have the tensors that calls are given
+            return dynamic_class_reduce(value)
+        if isinstance(value, functools._lru_cache_wrapper) and self._reaches_tensor(value):
             return cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if reduced is not NotImplemented and isinstance(value, type):
+            OURS.add(value)
+        return reduced
 
-    def _reduce_class(self, value: type) -> Any:
-        """To look for tensors in a class of the user's takes as long as small items; to carry it by value longer than that."""
-        classes = self._classes
-        if classes is None or id(value) not in classes:
-            if reaches_tensor(value):
-                return dynamic_class_reduce(value)
-            reduced = super().reducer_override(value)
-            pickled, tensors = (None, []) if classes is None or reduced is NotImplemented else dumps(value)
-            if classes is None or tensors:
-                return reduced
-            if len(classes) >= MOST_CLASSES:  # made anew for each value, perhaps
-                classes.clear()
-            classes[id(value)] = value, pickled
-        _, pickled = classes[id(value)]
-        return NotImplemented if pickled is None else (class_again, (pickled,))
-
-
-LOADED: dict[bytes, type] = {}  # by the last pickle of each, since `forget_classes`
-
-
-def class_again(pickled: bytes) -> type:
-    """A class that was carried by value; as it was then: another pickle of it may have been loaded since."""
-    made = LOADED.get(pickled)
-    if made is None:
-        made = loads(pickled, ())
-        entries = list(LOADED.items())  # at once: in engine "thread" there are several of us
-        for other in [other for other, known in entries if known is made] + [other for other, _ in entries[:-MOST_CLASSES]]:
-            LOADED.pop(other, None)
-        LOADED[pickled] = made
-    return made
-
-
-def forget_classes() -> None:
-    """A function is loaded next, which may bring some of them as they are now."""
-    LOADED.clear()
+    def _reaches_tensor(self, value: object) -> bool:
+        if id(value) in self._searched:
+            return False
+        reaches = reaches_tensor(value)
+        if not reaches:
+            self._searched[id(value)] = value
+        return reaches
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -180,15 +161,48 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
     return False
 
 
+# Classes that were pickled by value here: cloudpickle knows them again when they come back, and would write to them what comes.
+# That is right in a worker, whose classes are to be as the caller's are now. Here they stay as they are.
+OURS: weakref.WeakSet[type] = weakref.WeakSet()
+SETS_CLASS = set_class.__module__, set_class.__name__
+
+
+def leave_ours(made: type, state: Any) -> None:
+    if made not in OURS:
+        set_class(made, state)
+
+
+def refuse(made: type, state: Any) -> None:
+    raise NotApartError(made)
+
+
+class NotApartError(Exception):
+    """A class was to be loaded in the process that it is of: there are no two of it there."""
+
+
 class TensorUnpickler(pickle.Unpickler):
+    set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
+
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any]) -> None:
         # `cpu`, where `device=` has moved all that a call was given
         super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)))
         self._tensors = tensors
         self._claimed = claimed
 
+    def find_class(self, module: str, name: str) -> Any:
+        return self.set_class if (module, name) == SETS_CLASS else super().find_class(module, name)
+
     def persistent_load(self, number: int) -> Any:
         return self._tensors[number] if number >= 0 else self._claimed[-1 - number]
+
+
+class ApartUnpickler(TensorUnpickler):
+    set_class = staticmethod(refuse)
+
+
+def follow_the_caller() -> None:
+    """This process is a worker's."""
+    TensorUnpickler.set_class = staticmethod(set_class)
 
 
 def itself(value: Any) -> Any:

@@ -1,18 +1,16 @@
-"""Items and results of classes that are carried by value: looked at and loaded once, and always as they are now."""
+"""Items and results of classes that are carried by value: searched for tensors once, and always as they are now."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import mpgrad
 from mpgrad import structure
-from mpgrad.structure import MOST_CLASSES
 
 Tensor = torch.Tensor
 
@@ -61,33 +59,78 @@ def test_classes_and_gradients(any_pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("way", ["map", "starmap", "map_async"])
-def test_a_class_is_looked_at_once_and_loaded_once(way: str, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    item, looked_at = made(), list[type]()
+def test_a_class_is_searched_once(way: str, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    item, searched = made(), list[object]()
     search = structure.reaches_tensor
-    monkeypatch.setattr(structure, "reaches_tensor", lambda value: looked_at.append(value) or search(value))
+    monkeypatch.setattr(structure, "reaches_tensor", lambda value: searched.append(value) or search(value))
     items = [item(x) for x in leaves(50)]
-
-    def fn(given: Any) -> Any:
-        from mpgrad import structure
-
-        return given.scaled(), len(structure.LOADED)
-
     with mpgrad.Pool(1, inline="never") as pool:
         for _ in range(2):  # one by one, and in bundles
-            looked_at.clear()
+            searched.clear()
             match way:
                 case "map":
-                    results = pool.map(fn, items)
+                    pool.map(lambda given: given.scaled(), items)
                 case "starmap":
-                    results = pool.starmap(fn, [(each,) for each in items])
+                    pool.starmap(lambda given: given.scaled(), [(each,) for each in items])
                 case "map_async":
-                    results = pool.map_async(fn, items).get()
-            assert looked_at.count(item) <= 2  # the second time for its pickle
-            assert {loaded for _, loaded in results} == {1}
+                    pool.map_async(lambda given: given.scaled(), items).get()
+            assert searched.count(item) == searched.count(item.scaled) == 1
+
+
+def sentinels() -> Any:
+    """A class that is carried by value, and whose items have objects in common with it."""
+    nothing = object()
+
+    class Item:
+        EMPTY = object()
+        shared: ClassVar[list[int]] = []
+
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.empty, self.nothing, self.log = x, Item.EMPTY, nothing, Item.shared
+
+        def is_whole(self) -> bool:
+            return self.empty is type(self).EMPTY and self.nothing is nothing and self.log is type(self).shared
+
+    return Item
+
+
+@pytest.mark.parametrize("inline", ["auto", "never"])
+def test_what_an_item_and_its_class_have_in_common_stays_one(inline: str, nursery: mpgrad.Pool) -> None:
+    """In workers; and such items are not run in the caller, where there are no two of their class."""
+    item = sentinels()
+    with mpgrad.Pool(2, inline=inline) as pool:
+        for _ in range(4):
+            assert all(pool.map(lambda given: given.is_whole(), [item(x) for x in leaves(40)]))
+        assert pool.stats().calls_here == 0
+
+
+def test_the_callers_classes_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
+    item = sentinels()
+    before = {name: value for name, value in vars(item).items() if name != "__slotnames__"}  # a cache of pickle's
+    items = [item(x) for x in leaves(40)]
+    for fn in (lambda given: given.x * 2, lambda given: given, lambda given: item(given.x)):
+        for _ in range(3):
+            results = any_pool.map(fn, items)
+        assert {name: vars(item)[name] for name in before} == before and all(each.is_whole() for each in items)
+    assert all(type(each) is item for each in results)
+
+
+def test_a_class_that_only_the_worker_has(any_pool: mpgrad.Pool) -> None:
+    def fn(given: int) -> Any:
+        class Local:
+            twice = 2 * given
+
+            def __init__(self) -> None:
+                self.number = given
+
+        return Local()
+
+    results = any_pool.map(fn, range(20))
+    assert [(each.number, each.twice) for each in results] == [(number, 2 * number) for number in range(20)]
+    assert len(set(map(type, results))) == 20
 
 
 def test_a_class_is_as_it_is_when_the_operation_begins(any_pool: mpgrad.Pool) -> None:
-    """Also where it is what it was once: its pickle is known then, but is not what was loaded last."""
     item = made()
     for scale in (2.0, 3.0, 2.0):
         item.scale = scale
@@ -109,19 +152,6 @@ def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
             assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
 
 
-def test_the_pickle_that_was_loaded_last_counts() -> None:
-    """Operations side by side may have had the class in two states."""
-    item, pickles = made(), list[bytes]()
-    for scale in (2.0, 3.0):
-        item.scale = scale
-        pickles.append(structure.dumps(item)[0])
-    structure.forget_classes()
-    for number in (0, 0, 1, 1, 0, 1):
-        assert structure.class_again(pickles[number]) is item
-        assert item.scale == 2 + number
-    structure.forget_classes()
-
-
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> None:
     item = made()
@@ -134,23 +164,3 @@ def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> N
             assert (weight.grad is None) == (held is None)
             if weight.grad is not None:
                 assert weight.grad == 2 * sum(x.sum() for x in xs)
-
-
-@pytest.mark.parametrize("where", ["items", "results"])
-def test_classes_that_are_made_anew_for_each_item_are_not_all_kept(where: str, nursery: mpgrad.Pool) -> None:
-    def loaded(make: Callable[[], Any]) -> Callable[[Any], Any]:
-        def fn(given: Any) -> Any:
-            from mpgrad import structure
-
-            return make()(torch.ones(3)) if isinstance(given, int) else len(structure.LOADED)
-
-        return fn
-
-    with mpgrad.Pool(1, inline="never") as pool:
-        if where == "items":
-            assert max(pool.map(loaded(made), [made()(torch.ones(3)) for _ in range(3 * MOST_CLASSES)])) <= MOST_CLASSES + 1
-        else:
-            results = pool.map(loaded(made), range(3 * MOST_CLASSES))
-            assert len(structure.LOADED) <= MOST_CLASSES + 1
-            assert all(torch.equal(each.scaled(), torch.full((3,), 2.0)) for each in results)
-            assert not any(type(one) is type(other) for one, other in itertools.pairwise(results))

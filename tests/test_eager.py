@@ -116,6 +116,33 @@ def test_what_may_do_more_than_multiply_is_run_ahead_for_gradients_of_one(
     assert keeps_graphs(0.5) == keeps_graphs(1) == (function is not loss)
 
 
+def test_what_is_learned_of_one_closure_holds_for_the_next(eager2: mpgrad.Pool) -> None:
+    """What it holds may change with every step; and a call is not to be run twice in each."""
+
+    def keeps_graphs(step: float) -> bool:
+        losses = eager2.map(lambda x: clipped(x) * step, items())
+        kept = sum(worker.graphs for worker in eager2.stats().workers)
+        torch.stack(losses).mean().backward()
+        return kept > 0
+
+    assert [keeps_graphs(step) for step in (1.0, 0.9, 0.8)] == [False, True, True]
+
+
+def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(nursery: mpgrad.Pool) -> None:
+    def gradient(loop: Loop) -> Tensor:
+        own = weight.detach().clone().requires_grad_()
+
+        def doubling(x: Tensor) -> Tensor:
+            own.register_hook(lambda grad: grad * 2)
+            return (own * x).sum()
+
+        (found,) = torch.autograd.grad(torch.stack(loop(doubling, items(3))).sum(), own)
+        return found
+
+    with mpgrad.Pool(1, graphs="eager", inline="never") as pool:
+        assert torch.equal(gradient(pool.map), gradient(serial))
+
+
 def test_nothing_is_kept_and_no_second_trip_is_made(eager2: mpgrad.Pool) -> None:
     xs = items()
     losses = eager2.map(lambda x: x.square().sum(), xs)

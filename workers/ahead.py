@@ -60,10 +60,12 @@ class Ahead:
         loss = loss_of(tensors)
         if loss is None or len(graph.outputs) != 1 or item != self._items + len(self._waiting):
             return False
+        if HOOKS.count and any(isinstance(each, torch.Tensor) and each._backward_hooks for each in graph.captures):
+            return False  # items to come may add to the hooks of a capture, and the caller's backward is to see them all
         if noticed() != self._noticed or not (APPLIED.is_watching or is_linear(graph)):
-            self.for_one = True
             if not self._ones:
                 return False
+            self.for_one = True
         if self._at_once:
             return self._differentiate(graph, loss)
         self._waiting.append((graph._replace(outputs=list(graph.outputs)), loss))  # that one goes on to grow

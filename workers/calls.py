@@ -87,13 +87,13 @@ def unused_inputs(
     return [number for number, edge in enumerate(edges) if edge is None] + [looked_for[each] for each in unled_to]
 
 
-def result_structure(value: Any, classes: structure.Classes) -> tuple[Structure, list[torch.Tensor]]:
+def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return None, [value]
     if type(value) is tuple and value and are_distinct_tensors(value):
         return len(value), list(value)
     try:
-        return structure.dumps(value, classes)
+        return structure.dumps(value)
     except Exception as error:
         raise structure.transported(error, "the result") from error
 

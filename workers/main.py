@@ -22,6 +22,7 @@ from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker
 
+from mpgrad import structure
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
 from mpgrad.place import PLACE
@@ -97,6 +98,7 @@ def settle(start: Start) -> None:
             os.chdir(start.directory)
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
+    structure.follow_the_caller()
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()

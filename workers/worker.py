@@ -112,7 +112,6 @@ class Function(NamedTuple):
     names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
     search: Search
-    classes: structure.Classes  # of results
 
 
 class Worker:
@@ -362,7 +361,7 @@ class Worker:
         value = function.target(*args, **kwargs)
         self._own_seconds += time.perf_counter() - started
         stage.phase = "result"
-        shape, tensors = result_structure(value, function.classes)
+        shape, tensors = result_structure(value)
         for tensor in tensors:
             check_carriable(tensor, "the result", None, self._packer.kind)
         return shape, tensors
@@ -535,13 +534,12 @@ class Worker:
             with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
                 captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-            structure.forget_classes()
             target = structure.loads(self._codes[message.code], captures)
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
             search = Search({id(edges[number]): number for number in with_more_behind(message.captures)})
-            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search, {})
+            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
