@@ -105,8 +105,8 @@ class Pool:
             that were the same for all items of a map, as in a sum or a mean; where it turns out not to be, and with
             `create_graph` or batched gradients, forwards are run again. Half precision, autocast and anomaly mode keep graphs.
             So do functions whose backward may do more than multiply (with a `torch.autograd.Function`, or with
-            `Tensor.register_hook`), once another gradient than one has come for them, and always with engines "thread" and
-            "inline" (which do not notice hooks).
+            `Tensor.register_hook`), once another gradient than one has come for such a function, and always with engines
+            "thread" and "inline" (which do not notice hooks).
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
         inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
