@@ -9,8 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -112,32 +111,6 @@ def test_a_gradient_inside_a_call(cheap: mpgrad.Pool) -> None:
         results = cheap.map(slope, [x] * 20)
     (found,) = torch.autograd.grad(sum(results, torch.tensor(0.0)), x)
     assert found.tolist() == [120, 240]
-
-
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clamp(-0.1, 0.1)
-
-
-def clipped_by_a_hook(x: Tensor) -> Tensor:
-    x = x * 1
-    x.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-    return x
-
-
-@pytest.mark.parametrize("clip", [Clipped.apply, clipped_by_a_hook])
-def test_an_eager_backward_that_clips(nursery: mpgrad.Pool, clip: Callable[[Tensor], Tensor]) -> None:
-    """Symptom: a gradient of 0.01 where the serial loop's is 0.1. Cause: gradients that came with a loss were multiplied by the
-    one that came, though the function's backward was not linear in that."""
-    x = torch.ones(2, requires_grad=True)
-    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
-        (found,) = torch.autograd.grad(pool.map(lambda x: clip(x).sum(), [x])[0] / 10, x)
-        assert found.tolist() == pytest.approx([0.1, 0.1])
 
 
 def test_eager_backwards_in_several_threads(nursery: mpgrad.Pool) -> None:
