@@ -20,22 +20,20 @@ import pickle
 import sys
 import sysconfig
 import types
-import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import torch
-from cloudpickle.cloudpickle import _class_setstate as set_class
-from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad._torch import load_script, parametrize_again
 from mpgrad.carrier import RIDE_BYTES
+from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
 
-__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "follow_the_caller", "loads", "loads_result", "transported"]
+__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_result", "transported"]
 
 Searched = dict[int, object]  # classes and functions that reach no tensor, by id
 
@@ -93,7 +91,7 @@ def transported(error: BaseException, subject: str) -> BaseException:
     return kind(f"{subject} cannot be carried to or from a worker: {error}")
 
 
-class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+class TensorPickler(ClassPickler):
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, searched: Searched | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
@@ -132,16 +130,12 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle i
         if isinstance(value, types.FunctionType) and self._reaches_tensor(value):
             return self._dynamic_function_reduce(value)
         if isinstance(value, type) and self._reaches_tensor(value):
-            OURS.discard(value)  # in the engines of this process it is to have the tensors that calls are given
-            return dynamic_class_reduce(value)
+            return reduce_class(value)  # in the engines of this process it is to have the tensors that calls are given
         if isinstance(value, functools._lru_cache_wrapper) and self._reaches_tensor(value):
             return cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
-        reduced = super().reducer_override(value)
-        if reduced is not NotImplemented and isinstance(value, type):
-            OURS.add(value)
-        return reduced
+        return super().reducer_override(value)
 
     def _reaches_tensor(self, value: object) -> bool:
         if id(value) in self._searched:
@@ -161,36 +155,12 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
     return False
 
 
-# Classes that were pickled by value here: cloudpickle knows them again when they come back, and would write to them what comes.
-# That is right in a worker, whose classes are to be as the caller's are now. Here they stay as they are.
-OURS: weakref.WeakSet[type] = weakref.WeakSet()
-SETS_CLASS = set_class.__module__, set_class.__name__
-
-
-def leave_ours(made: type, state: Any) -> None:
-    if made not in OURS:
-        set_class(made, state)
-
-
-def refuse(made: type, state: Any) -> None:
-    raise NotApartError(made)
-
-
-class NotApartError(Exception):
-    """A class was to be loaded in the process that it is of: there are no two of it there."""
-
-
-class TensorUnpickler(pickle.Unpickler):
-    set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
-
+class TensorUnpickler(ClassUnpickler):
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any]) -> None:
         # `cpu`, where `device=` has moved all that a call was given
         super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)))
         self._tensors = tensors
         self._claimed = claimed
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self.set_class if (module, name) == SETS_CLASS else super().find_class(module, name)
 
     def persistent_load(self, number: int) -> Any:
         return self._tensors[number] if number >= 0 else self._claimed[-1 - number]
@@ -198,11 +168,6 @@ class TensorUnpickler(pickle.Unpickler):
 
 class ApartUnpickler(TensorUnpickler):
     set_class = staticmethod(refuse)
-
-
-def follow_the_caller() -> None:
-    """This process is a worker's."""
-    TensorUnpickler.set_class = staticmethod(set_class)
 
 
 def itself(value: Any) -> Any:

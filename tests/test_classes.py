@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -164,3 +165,88 @@ def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> N
             assert (weight.grad is None) == (held is None)
             if weight.grad is not None:
                 assert weight.grad == 2 * sum(x.sum() for x in xs)
+
+
+def slotted() -> list[type]:
+    class Slots:
+        __slots__ = ("__weakref__", "x")
+
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    class Inheriting(Slots):
+        __slots__ = ("_Inheriting__own",)
+
+        def __init__(self, x: Tensor) -> None:
+            super().__init__(x)
+            self.__own = x
+
+    class Emptied(Inheriting):
+        __slots__ = ()
+
+    class Open(Slots):
+        __slots__ = "__dict__"
+
+    @dataclasses.dataclass(slots=True)
+    class Data:
+        x: Tensor
+
+    @dataclasses.dataclass(slots=True, frozen=True)
+    class Frozen:
+        x: Tensor
+
+    class Named(NamedTuple):
+        x: Tensor
+
+    return [Slots, Inheriting, Emptied, Open, Data, Frozen, Named]
+
+
+def is_open(instance: Any) -> bool:
+    return hasattr(instance, "__dict__")
+
+
+@pytest.mark.parametrize("item", slotted(), ids=lambda item: item.__name__)
+def test_slots_are_slots_in_workers(any_pool: mpgrad.Pool, item: Any) -> None:
+    """cloudpickle makes such classes again without them: then what came back had a __dict__ that is none of the caller's."""
+    for _ in range(2):
+        xs = leaves(10)
+        results = any_pool.map(lambda given: (item(given.x * 2), is_open(given)), [item(x) for x in xs])
+        assert all(type(result) is item and had == is_open(result) for result, had in results)
+        torch.stack([result.x.sum() for result, _ in results]).sum().backward()
+        assert all(x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2)) for x in xs)
+
+
+def test_classes_of_exceptions_and_warnings_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
+    class Unlucky(Exception):
+        NOTHING = object()
+
+        def __init__(self, number: int, why: object) -> None:
+            super().__init__(number)
+            self.why = why
+
+    class Odd(UserWarning):
+        NOTHING = object()
+
+    def fn(number: int) -> int:
+        warnings.warn(Odd("so"), stacklevel=1)
+        if number:
+            raise Unlucky(number, "no luck")
+        return number
+
+    before = [dict(vars(each)) for each in (Unlucky, Odd)]
+    for _ in range(3):
+        with pytest.warns(Odd), pytest.raises(Unlucky) as caught:
+            any_pool.map(fn, [0, 0, 3])
+        assert type(caught.value) is Unlucky and (caught.value.args, caught.value.why) == ((3,), "no luck")
+        assert [dict(vars(each)) for each in (Unlucky, Odd)] == before
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_classes_of_an_initializer_stay_as_they_are(engine: str, nursery: mpgrad.Pool) -> None:
+    class Settings:
+        NOTHING = object()
+
+    before = dict(vars(Settings))
+    with mpgrad.Pool(1, initializer=lambda: Settings.NOTHING, engine=engine) as pool:
+        assert pool.map(lambda x: x, [1]) == [1]
+    assert dict(vars(Settings)) == before

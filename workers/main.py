@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -22,7 +21,7 @@ from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker
 
-from mpgrad import structure
+from mpgrad import classes
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
 from mpgrad.place import PLACE
@@ -69,7 +68,7 @@ def begin(number: int, link: Pipe, start: Start, setting: contextlib.ExitStack |
     try:
         if setting is not None:
             device = setting.enter_context(station(start.device, number))
-        initializer, initargs = pickle.loads(start.initializer)
+        initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
             initializer(*initargs)
     except BaseException as error:
@@ -98,7 +97,7 @@ def settle(start: Start) -> None:
             os.chdir(start.directory)
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
-    structure.follow_the_caller()
+    classes.follow_the_caller()
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()

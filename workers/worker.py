@@ -11,14 +11,12 @@ import contextlib
 import functools
 import gc
 import itertools
-import pickle
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO, overload
 
-import cloudpickle
 import torch
 from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
 from mpgrad.workers.calls import Made, Stage, arguments, each_item, failure, flags_in_graph, result_structure, unused_inputs
@@ -39,7 +37,7 @@ from mpgrad.workers.graphs import (
     run_backward,
 )
 
-from mpgrad import structure
+from mpgrad import classes, structure
 from mpgrad._torch import plus
 from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
@@ -166,9 +164,9 @@ class Worker:
     ) -> None:
         instance = message if isinstance(message, Warning) else category(message)
         try:
-            pickled = cloudpickle.dumps(instance)
+            pickled = classes.dumps(instance)
         except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
-            pickled = cloudpickle.dumps(UserWarning(str(message)))
+            pickled = classes.dumps(UserWarning(str(message)))
         self._warned[Warned(pickled, filename, lineno)] = None
 
     def _warnings(self) -> list[Warned]:
@@ -434,7 +432,7 @@ class Worker:
                 function = self._functions[step.function]
                 if isinstance(function, Failure):
                     self._give_back_unread(step)
-                    raise pickle.loads(function.error)
+                    raise classes.loads(function.error)
                 graph = self._make(step, step.call, function, payload, Stage()).graph
                 if graph is None:
                     raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
