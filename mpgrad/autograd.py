@@ -100,6 +100,7 @@ class Order(NamedTuple):
 
     task: int  # the number of the backward
     keep: bool  # the graph, for another backward
+    whole: bool  # from all outputs to all inputs and captures: none of the graph is left then, unless it is kept
     create: bool  # a graph of the gradients
     wanted: tuple[int, ...]  # inputs whose gradients are needed
     captures: bool  # gradients of the captures are needed
@@ -422,8 +423,11 @@ class Call(torch.autograd.Function):
         gates, capture_node = edges_of(ctx)
         if ctx.graph.members is not None:
             wanted = wanted_of_bundle(ctx.graph, gates, grads)
+            count = len(ctx.graph.members.of_input)
         else:
-            wanted = tuple([number for number, (node, _) in enumerate(gates) if node is not None and will_run(node)])
+            there = [number for number, (node, _) in enumerate(gates) if node is not None]
+            wanted = tuple([number for number in there if will_run(gates[number][0])])
+            count = len(there)
         captures = capture_node is not None and will_run(capture_node)
         task = graph_task()
         promises = ctx.graph.take_promises(task)
@@ -433,7 +437,10 @@ class Call(torch.autograd.Function):
         else:
             ctx.task = task
             keep = graph_is_kept() or relatives_will_run(ctx)
-            derivative = differentiate(ctx, grads, wanted, captures, task, keep, torch.is_grad_enabled(), promises=promises)
+            given = {number for number, grad in enumerate(grads) if grad is not None}.union(output for output, _ in promises)
+            whole = len(given) == len(grads) and len(wanted) == count and captures == (capture_node is not None)
+            create = torch.is_grad_enabled()
+            derivative = differentiate(ctx, grads, wanted, captures, task, keep, create, whole, promises=promises)
             if wanted:
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
@@ -520,6 +527,7 @@ def differentiate(
     task: int,
     keep: bool,
     create: bool,
+    whole: bool = False,
     apart: bool = False,
     promises: Sequence[tuple[int, Promise]] = (),
 ) -> Derivative:
@@ -549,7 +557,7 @@ def differentiate(
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
             parts[output].append(promise)
-        return graph.send(Order(task, keep, create, wanted, captures, apart, levels), parts, further)
+        return graph.send(Order(task, keep, whole, create, wanted, captures, apart, levels), parts, further)
 
 
 def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:

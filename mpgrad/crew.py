@@ -54,6 +54,12 @@ class Differentiation(NamedTuple):
     modes: Modes
 
     @property
+    def is_last(self) -> bool:
+        """Nothing is left of the graph, and it could be made again: so what is dead of it need not be kept."""
+        order = self.order
+        return order.whole and not (order.keep or order.create) and isinstance(self.graph.recipe, PackedCall)
+
+    @property
     def items(self) -> int | range:
         """Of the item, or of those of a bundle to whose results gradients have come."""
         return self.graph.given([count or None for count in self.parts])
@@ -124,6 +130,7 @@ class Worker:
         self.graph_bytes = 0  # that they take there, where it is measured
         self.missing: set[int] = set()  # graphs that are to be made there when they are wanted
         self.freed: set[int] = set()  # graphs whose backward was not to keep them
+        self.spent: set[int] = set()  # those of them that are missing because nothing was left of them
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
         self.summed: set[int] = set()  # functions of which eager gradients are added up there
@@ -285,6 +292,9 @@ class Worker:
             calls.append(self._backward_call(item.what, payload, before))
             if not item.what.order.keep:
                 self._note_freed(item.what.graph)
+            if item.what.is_last:
+                self.missing.add(item.what.graph.call)
+                self.spent.add(item.what.graph.call)
         messages.append(Backward(number, first.what.modes, calls))
         self.under_way[number] = Chunk(None, [], sent, None, first.timeout)
         return messages, payload
@@ -312,6 +322,7 @@ class Worker:
             what.graph.call,
             order.task,
             order.keep,
+            what.is_last,
             order.wanted,
             order.captures,
             order.apart,
@@ -334,16 +345,17 @@ class Worker:
         is_here = graph.call in self.kept and graph.call not in self.missing
         if recipe is None or (is_here and not (again and graph.call in self.freed)):
             return []
+        is_spent = graph.call in self.spent and not again
         self.kept.add(graph.call)
-        self.missing.discard(graph.call)
-        self.freed.discard(graph.call)
+        for calls in (self.missing, self.freed, self.spent):
+            calls.discard(graph.call)
         if isinstance(recipe, Differentiation):
             before = self._before(recipe.graph, payload, messages, again=True)
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
         assert isinstance(recipe, PackedCall)
         function, modes, seed, _ = recipe.conditions
         self._define(function, messages)
-        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload))]
+        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent)]
 
     def _pack(self, placed: Sequence[Placed] | Riders, payload: Payload) -> Sequence[TensorRef]:
         for each in () if isinstance(placed, Riders) else placed:
@@ -366,9 +378,8 @@ class Worker:
             news.append(Returned(drained(self.returns)))
         if self.releases:
             released = drained(self.releases)
-            self.kept.difference_update(released)
-            self.missing.difference_update(released)
-            self.freed.difference_update(released)
+            for calls in (self.kept, self.missing, self.freed, self.spent):
+                calls.difference_update(released)
             news.append(Release(released))
         if self.forgotten_functions or self.forgotten_codes:
             forgotten = drained(self.forgotten_functions)

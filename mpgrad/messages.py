@@ -190,12 +190,13 @@ class Eager:
 
 
 class Rerun(NamedTuple):
-    """Run a call for its graph only: the first one is lost."""
+    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then this one is run through."""
 
     function: int
     modes: Modes
     seed: int | None
     call: ForwardCall
+    spent: bool
 
 
 class BackwardCall(NamedTuple):
@@ -204,12 +205,13 @@ class BackwardCall(NamedTuple):
     Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
     a graph of all these gradients is kept under it. `grads` are the parts of each output's gradient, to be added up, one output
     after another: of each as many as `parts` says. Gradients are batches over `levels`, which are in front. `before` makes the
-    call's graph again where it is missing.
+    call's graph again where it is missing. After the `last` one, which leaves nothing of it, it is dropped.
     """
 
     call: int
     task: int
     keep: bool
+    last: bool
     wanted: tuple[int, ...]
     captures: bool
     apart: bool

@@ -37,6 +37,7 @@ from mpgrad.functional import may_be_followed, run_followed
 from mpgrad.homes import OperationHome
 from mpgrad.inline import InlineScheduler
 from mpgrad.launch import ThreadLauncher, process_launcher
+from mpgrad.line import fed, guided_size
 from mpgrad.memory import bytes_of
 from mpgrad.messages import Eager
 from mpgrad.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
@@ -56,7 +57,7 @@ from mpgrad.progress import Progress, progress_bar
 from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.routing import Device, requested, worker_devices
-from mpgrad.scheduler import Scheduler, Settings, fed, guided_size
+from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.structure import Searched, transported
 

@@ -33,13 +33,14 @@ from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, Riders
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes, Ran
-from mpgrad.crew import MOST_CALLS, MOST_PAYLOAD, CaptureRequest, Chunk, Differentiation, SentGradients, Worker
+from mpgrad.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
 from mpgrad.crossing import Crossing
 from mpgrad.deadlines import Deadlines, overdue_at
 from mpgrad.dependents import Dependents
 from mpgrad.devices import name_of
 from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, WorkerDiedError
 from mpgrad.homes import GradientReply
+from mpgrad.line import CHUNKS_UNDER_WAY, Line
 from mpgrad.messages import (
     Collected,
     Gradients,
@@ -63,19 +64,11 @@ from mpgrad.operations import Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
 from mpgrad.packing import PackedCall, SharedFunction
 from mpgrad.recovery import Recovery
-from mpgrad.routing import missing_device, next_for
+from mpgrad.routing import missing_device
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 
-__all__ = ["Scheduler", "Settings", "fed", "guided_size"]
+__all__ = ["Scheduler", "Settings"]
 
-CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-CHUNKS_PER_WORKER = 2 * CHUNKS_UNDER_WAY  # of what is left, at least
-SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
-CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
-LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
-ONE_BY_ONE = LONGEST_CHUNK / 2  # seconds: longer calls travel alone
-SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
-LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
@@ -133,9 +126,11 @@ class Scheduler(ABC):
         self._worker_numbers = itertools.count(1)
         self._call_numbers = itertools.count(1)
         self._chunk_numbers = itertools.count(1)
-        self._operations: deque[Operation] = deque()  # with calls that no worker has been sent yet
         self._unfinished: dict[Operation, None] = {}
         self._codes = Codes(self._workers)
+        self._line = Line(
+            self._codes, self._call_numbers, settings.workers, settings.calls, by_device=self._crossing is not None
+        )
         self._wait_until = self.wait_until  # one bound method for all replies
         self._recovery = Recovery(self._workers, self._codes, settings.retries, lambda: self._broken or self._ended)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -353,6 +348,7 @@ class Scheduler(ABC):
     def resize(self, workers: int) -> None:
         self.check_open()
         self._settings = self._settings._replace(workers=workers)
+        self._line.workers = workers
         self._post(self.staff)
 
     def stats(self, calls_here: int) -> PoolStats:
@@ -608,7 +604,7 @@ class Scheduler(ABC):
 
     def _is_idle(self) -> bool:
         busy = any(worker.under_way or worker.backlog for worker in self._workers.values())
-        return not busy and not any(operation.queue for operation in self._operations)
+        return not (busy or self._line.has_calls)
 
     def end(self) -> None:
         """The last thing that happens; nobody may be left waiting."""
@@ -661,17 +657,12 @@ class Scheduler(ABC):
             self._dependents.look_at_call(operation, operation.waiting.popleft())
         if operation.queue:
             operation.unsorted = operation.at_rest and operation.sealed
-            self._line_up(operation, self._operations.append)
-
-    def _line_up(self, operation: Operation, put: Callable[[Operation], None]) -> None:
-        if operation not in self._operations:
-            self._codes.number(operation.function)
-            put(operation)
+            self._line.join(operation)
 
     def call_is_ready(self, operation: Operation, call: PackedCall, giver: Any) -> None:
         operation.queue.append(call)
         operation.unsorted = operation.at_rest and operation.sealed
-        self._line_up(operation, self._operations.appendleft)  # what has begun is finished first, and its memory given back
+        self._line.join(operation, first=True)  # what has begun is finished first, and its memory given back
         if giver.ready and giver.gone is None and not giver.under_way:
             self._give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first
 
@@ -720,33 +711,8 @@ class Scheduler(ABC):
             for worker in list(self._workers.values()):
                 if worker.ready and len(worker.under_way) <= depth:
                     self._give(worker)
-        self._balance()
-
-    def _balance(self) -> None:
-        """A worker that has run dry gets what another one has been given and has not begun: costs are not known beforehand."""
-        dry = [each for each in self._workers.values() if each.ready and not (each.under_way or each.retiring)]
-        if not dry or any(operation.queue for operation in self._operations):
-            return
-        loads = [(self._unbegun_seconds(worker), worker.number) for worker in self._workers.values()]
-        seconds, number = max(loads)
-        if seconds < SHORTEST_CHUNK:
-            return
-        for operation, calls in self._workers[number].call_off():
-            self._put_back(operation, calls)
-        for worker in dry * CHUNKS_UNDER_WAY:
+        for worker in self._line.take_back(self._workers.values()) * CHUNKS_UNDER_WAY:
             self._give(worker)
-
-    def _unbegun_seconds(self, worker: Worker) -> float:
-        return sum(
-            self._codes.seconds(operation.function, unknown=0.0) * sum(call.items for _, call in calls[len(calls) - count :])
-            for operation, calls, count in worker.unbegun()
-        )
-
-    def _put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
-        wanted = [call for call in calls if call.index < operation.limit]
-        if wanted:
-            operation.queue.extendleft(reversed(wanted))
-            self._line_up(operation, self._operations.appendleft)
 
     def _give(self, worker: Worker) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
@@ -756,91 +722,9 @@ class Scheduler(ABC):
         if worker.retiring:
             self._retire(worker)
             return
-        room = self._room(worker)
-        place = 0
-        while place < len(self._operations) and room > 0:
-            operation = self._operations[place]
-            if operation.unsorted:
-                self._sort(operation)
-            if worker.under_way and operation.queue and self._may_be_sooner_elsewhere(operation):
-                return
-            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
-            if calls:
-                self._transmit(worker, *worker.forward(self._next_chunk(worker), operation, calls))
-                return
-            if operation.queue:  # what is there is for workers on other devices
-                place += 1
-            else:
-                del self._operations[place]
-
-    def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
-        """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
-
-        Long ones always; of the others the last ones, one for each worker, or some where calls differ: what is under way is not
-        always taken back. And those that are to be put in order, until the larger ones are packed too.
-        """
-        if self._goes_by_size(operation) and not operation.sealed:
-            return True
-        left = len(operation.queue) / self._settings.workers
-        is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
-        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONG_CALL)
-
-    def _goes_by_size(self, operation: Operation) -> bool:
-        """Whether its last calls are put in order: those that travel one by one."""
-        seconds = self._codes.seconds(operation.function, unknown=0.0)
-        any_order = operation.at_rest and operation.chunksize in (None, 1)
-        return any_order and self._settings.workers > 1 and seconds >= ONE_BY_ONE
-
-    def _seconds_of_next(self, operation: Operation) -> float:
-        """What its next call will take: by what such items took before, infinitely long where none was run yet."""
-        seconds = self._codes.seconds(operation.function, unknown=math.inf)
-        return seconds * operation.queue[0].items if operation.queue else seconds
-
-    def _room(self, worker: Worker) -> float:
-        """How many calls the worker may still be given before it is replaced."""
-        if self._settings.calls is None:
-            return math.inf
-        under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
-        return self._settings.calls - worker.calls_done - under_way
-
-    def _sort(self, operation: Operation) -> None:
-        """The largest of the last calls first: whoever ran the longest of them last would be alone at the end.
-
-        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has failed only those before it
-        matter, and the first of them most. Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
-        Mathematics, 1969.
-        """
-        has_failed = operation.limit < math.inf
-        if not has_failed and (not self._goes_by_size(operation) or len(operation.queue) > SORTED * self._settings.workers):
-            return
-        operation.unsorted = False
-        calls = drained(operation.queue)
-        ranks = [-call.index if has_failed else call.nbytes for call in calls]
-        operation.largest_first = not has_failed and len(set(ranks)) > 1
-        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)  # as they came, where sizes are equal
-        operation.queue.extendleft(calls[place] for place in reversed(order))
-
-    def _take_calls(self, worker: Worker, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
-        calls: list[tuple[int, PackedCall]] = []
-        nbytes = 0
-        while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
-            call = operation.queue.popleft() if self._crossing is None else next_for(operation.queue, worker.device)
-            if call is None:
-                break
-            if call.index >= operation.limit:
-                continue
-            if not operation.starts():
-                operation.deliver(call.index, CancelledError())
-                continue
-            calls.append((next(self._call_numbers), call))
-            nbytes += call.message_bytes
-        return calls
-
-    def _chunk_size(self, operation: Operation) -> int:
-        if operation.chunksize is not None:
-            return operation.chunksize
-        seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self._settings.workers
-        return min(MOST_CALLS, guided_size(seconds, left, workers, SHORTEST_CHUNK, LONGEST_CHUNK))
+        share = self._line.next_for(worker)
+        if share is not None:
+            self._transmit(worker, *worker.forward(self._next_chunk(worker), *share))
 
     def _next_chunk(self, worker: Worker) -> int:
         if not worker.under_way:
@@ -953,7 +837,7 @@ class Scheduler(ABC):
             self._codes.note_results(operation.function, message, items, with_graphs, share)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
-        self._put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all
+        self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all
         if operation.limit != limit:
             self._cancel_rest(operation)
         if operation.finished:
@@ -968,28 +852,6 @@ class Scheduler(ABC):
         if operation.finished:
             self._unfinished.pop(operation, None)
             self.tell_waiters()
-
-
-def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
-    """How many of the calls that are `left`, of so many seconds each, go together: a share, so fewer towards the end.
-
-    At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C. Polychronopoulos and
-    D. Kuck, IEEE Transactions on Computers, 1987.
-    """
-    share = left // (CHUNKS_PER_WORKER * fed(workers, left, seconds))
-    seconds = max(seconds, 1e-9)
-    return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
-
-
-def fed(workers: int, calls: int, seconds: float) -> int:
-    """To how many of the workers it is worth handing out the calls, of so many seconds each.
-
-    With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k, the parent
-    CHUNK_CARE * CHUNKS_PER_WORKER * k, and such a sum is least where both are the same. Unknown seconds are infinite.
-    """
-    if not calls or seconds == math.inf:
-        return workers
-    return min(workers, max(1, math.ceil(math.sqrt(calls * seconds / (CHUNK_CARE * CHUNKS_PER_WORKER)))))
 
 
 def working_directory() -> str | None:

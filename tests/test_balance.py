@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.line import SORTED
 from mpgrad.packing import pickled_function
 from mpgrad.pool import MOST_BUNDLED
-from mpgrad.scheduler import SORTED
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ import torch
 import mpgrad
 from mpgrad import packing
 from mpgrad.autograd import result_edge
+from mpgrad.line import fed, guided_size
 from mpgrad.operations import Operation
 from mpgrad.pool import bundle_size
-from mpgrad.scheduler import fed, guided_size
 
 Tensor = torch.Tensor
 

@@ -409,6 +409,8 @@ class Worker:
                     outcomes.append(Missing() if found is None else self._lend_all(found, names))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
+                if call.last:
+                    self._graphs.release(call.call)  # now, while it is in the cache, and the next one can have its memory
                 if station is not None:
                     station.finish()
                 for step in steps:
@@ -433,10 +435,12 @@ class Worker:
                 if isinstance(function, Failure):
                     self._give_back_unread(step)
                     raise classes.loads(function.error)
-                graph = self._make(step, step.call, function, payload, Stage()).graph
-                if graph is None:
+                made = self._make(step, step.call, function, payload, Stage())
+                if made.graph is None:
                     raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
-                self._graphs.keep(step.call.call, graph, self._graphs.memory_in_use() - before)
+                self._graphs.keep(step.call.call, made.graph, self._graphs.memory_in_use() - before)
+                if step.spent:
+                    spend(made)
                 found = []
         self._warned = warned  # these were given the first time
         return found
@@ -621,6 +625,15 @@ class Worker:
         if dropped := drained(self._arena.dropped):
             messages.append(SlabsGone(dropped))
         self._link.send(messages, self._payload.parts)
+
+
+def spend(made: Made) -> None:
+    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter."""
+    graph = made.graph
+    assert graph is not None
+    pairs = zip(made.tensors, made.flags, strict=True)
+    grads = [torch.zeros_like(tensor) for tensor, flags in pairs if flags & REQUIRES_GRAD and not flags & LEAF]
+    run_backward(graph, grads, range(len(graph.inputs)), True, keep=False, create=False, levels=())
 
 
 def names_of(refs: Sequence[TensorRef]) -> list[int]:
