@@ -33,6 +33,7 @@ ROWS: dict[str, Row] = {
     "tiny": grains.bench_tiny,
     "forward": grains.bench_forward,
     "budget": budget.bench_budget,
+    "cpu": budget.bench_cpu,
     "floor": floor.bench_floor,
     "python": grains.bench_python,
     "op": grains.bench_op,

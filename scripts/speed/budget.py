@@ -1,23 +1,28 @@
-"""Whose CPU time a tiny call takes: the caller's and the workers', forward and backward, one by one and in bundles."""
+"""Whose CPU time a call takes: the caller's and the workers'.
+
+So many CPUs as there are workers can do no more than be busy all the time: where they nearly are, only less work would make a
+map faster, and the serial loop's own work, done by the workers, is most of it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from bench_overhead import tiny_items
+from bench_overhead import Batch, Function, Outcome, batch_of, serial, timed, tiny_items
 from figures import Figure, interleaved, median_figure
+from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
 from losses import doubled
 from torch import Tensor
 
 import mpgrad
 from speed.plan import Plan, Pools
 
-__all__ = ["bench_budget"]
+__all__ = ["bench_budget", "bench_cpu"]
 
 CALLS = 50  # in a chunk of calls that go one by one
 
@@ -46,6 +51,43 @@ def parts(pool: mpgrad.Pool, items: Sequence[Tensor], chunksize: int | None) -> 
     moments.append(state(pool))
     spent = [now - then for before, after in itertools.pairwise(moments) for then, now in zip(before, after, strict=True)]
     return [1e6 * seconds / len(items) for seconds in spent]
+
+
+def bench_cpu(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    loops = {"keep": pools.keep, "eager": pools.eager}
+    for work in (PYTHON, OP):
+        for ms in plan.grains_ms:
+            function, items = items_of(work, ms / 1e3, plan.work_seconds)
+            ways = {name: partial(shares, pool, function, items) for name, pool in loops.items()}
+            alone = {"serial": partial(one_backward, serial), "serial, at once": backward_at_once}
+            ways |= {name: partial(own_cpu, partial(way, function), items) for name, way in alone.items()}
+            spent = interleaved(ways, plan.repeats)
+            row = f"cpu: {work.name} items of {ms:g} ms, forward and backward"
+            for name in alone:
+                yield median_figure(row, name, [cpu for (cpu,) in spent[name]], "us/item")
+            for graphs in loops:
+                for part, values in zip(SHARES, zip(*spent[graphs], strict=True), strict=True):
+                    yield median_figure(row, f"{graphs}, {part}", values, "us/item")
+                busy = [(workers + caller) / (plan.processes * wall) for workers, caller, wall in spent[graphs]]
+                yield median_figure(row, f"{graphs}, share of {plan.processes} CPUs that was busy", busy, "x")
+
+
+SHARES = ("workers", "caller", "wall")
+
+
+def shares(pool: mpgrad.Pool, function: Function, items: Sequence[Tensor]) -> list[float]:
+    """Microseconds an item, of each of SHARES."""
+    batch = batch_of(items)
+    before = state(pool)
+    wall = timed(partial(one_backward, pool.map, function), batch)
+    caller, workers = (now - then for then, now in zip(before, state(pool), strict=True))
+    return [1e6 * seconds / len(items) for seconds in (workers, caller, wall)]
+
+
+def own_cpu(way: Callable[[Batch], Outcome], items: Sequence[Tensor]) -> list[float]:
+    batch, began = batch_of(items), time.process_time()
+    way(batch)
+    return [1e6 * (time.process_time() - began) / len(items)]
 
 
 def state(pool: mpgrad.Pool) -> tuple[float, float]:
