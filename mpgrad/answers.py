@@ -81,6 +81,9 @@ class Answers:
                 sent.set_apart()  # whoever collects the sum may have been ahead of us
                 worker.backlog.append(sent)
                 continue
+            if isinstance(found, Failure) and sent.what.is_last:  # what is left of it is there, all the same
+                worker.missing.discard(graph.call)
+                worker.spent.discard(graph.call)
             if number is not None and not isinstance(found, Failure) and any_connected(found):
                 sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
             self._arrive(sent.reply, found, payload, worker)

@@ -13,7 +13,7 @@ import pickle
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -56,18 +56,27 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """The slots belong to the arguments with which the class is made: later it is too late."""
     if reduced[0] is not make_class or "__slots__" not in vars(value):
         return reduced
-    make, arguments, (state, more), *rest = reduced
-    kind, name, bases, given, *others = arguments
-    if typing.NamedTuple in bases:  # sees to its slots by itself
+    _, arguments, (state, more), *rest = reduced
+    if typing.NamedTuple in arguments[2]:  # of its bases: that sees to slots by itself
         return reduced
-    slots = [each for each, member in vars(value).items() if is_slot(value, member)]
-    slots += [each for each in ("__dict__", "__weakref__") if each in vars(value)]
-    state = {each: member for each, member in state.items() if not is_slot(value, member)}
-    return make, (kind, name, bases, {**given, "__slots__": slots}, *others), (state, more), *rest
+    slots = [name for name, member in vars(value).items() if is_slot(value, name, member)]
+    slots += [name for name in ("__dict__", "__weakref__") if name in vars(value)]
+    state = {name: member for name, member in state.items() if not is_slot(value, name, member)}
+    return make_slotted, (slots, *arguments), (state, more), *rest
 
 
-def is_slot(owner: type, member: object) -> bool:
-    return isinstance(member, types.MemberDescriptorType) and member.__objclass__ is owner
+def make_slotted(slots: Sequence[str], kind: type[type], name: str, bases: tuple[type, ...], given: Any, *others: Any) -> type:
+    made: type
+    try:
+        made = make_class(kind, name, bases, {**given, "__slots__": slots}, *others)
+    except TypeError:  # its metaclass adds some of them
+        made = make_class(kind, name, bases, given, *others)
+    return made
+
+
+def is_slot(owner: type, name: str, member: object) -> bool:
+    """Under its own name: further ones are attributes like all others."""
+    return isinstance(member, types.MemberDescriptorType) and (member.__objclass__, member.__name__) == (owner, name)
 
 
 def leave_ours(made: type, state: Any) -> None:

@@ -55,7 +55,7 @@ class Differentiation(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Nothing is left of the graph, and it could be made again: so what is dead of it need not be kept."""
+        """Unless it fails nothing is left of the graph, which could be made again: so what is dead of it need not be kept."""
         order = self.order
         return order.whole and not (order.keep or order.create) and isinstance(self.graph.recipe, PackedCall)
 
@@ -74,13 +74,12 @@ class SentGradients:
         self.what = what
         self.reply = reply
         self.timeout = timeout
-        self.again = again  # it ran before, perhaps, and freed its graph; that is no mistake of the caller's
+        self.again = again  # it was sent before, and may have freed its graph; that is no mistake of the caller's
         self.deaths = 0  # of workers that ran it
         self.idle_deaths = 0  # of workers that had it next
 
     def set_apart(self) -> None:
         """Its captures' gradients come with the reply: the sum that they were to be part of is with another worker."""
-        self.again = True
         if self.what.order.captures and not self.what.order.apart:
             self.what = self.what._replace(order=self.what.order._replace(apart=True))
             self.reply.apart = True
@@ -289,10 +288,11 @@ class Worker:
             self.backlog.popleft()
             sent.append(item)
             before = self._before(item.what.graph, payload, messages, item.again)
+            item.again = True  # should it be lost with us
             calls.append(self._backward_call(item.what, payload, before))
             if not item.what.order.keep:
                 self._note_freed(item.what.graph)
-            if item.what.is_last:
+            if calls[-1].last:
                 self.missing.add(item.what.graph.call)
                 self.spent.add(item.what.graph.call)
         messages.append(Backward(number, first.what.modes, calls))

@@ -87,8 +87,9 @@ class Line:
         dry = [each for each in workers if each.ready and not (each.under_way or each.retiring)]
         if not dry or self.has_calls:
             return []
-        richest = max(workers, key=self._unbegun_seconds)
-        if self._unbegun_seconds(richest) < SHORTEST_CHUNK:
+        loads = {worker: self._unbegun_seconds(worker) for worker in workers}
+        richest = max(loads, key=loads.__getitem__)
+        if loads[richest] < SHORTEST_CHUNK:
             return []
         for operation, calls in richest.call_off():
             self.put_back(operation, calls)

@@ -105,8 +105,8 @@ class Recovery:
 
     def _rehome(self, graph: RemoteGraph) -> Worker:
         """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
-        worker = graph.worker
-        assert isinstance(worker, Worker)
+        worker = gone = graph.worker
+        assert isinstance(worker, Worker) and isinstance(gone, Worker)
         if worker.gone is None:
             return worker
         recipe = graph.recipe
@@ -118,6 +118,8 @@ class Recovery:
             there = [each for each in self._workers.values() if each.device == worker.device]
             active = [each for each in there if not each.retiring] or there
             worker = min(active or self._workers.values(), key=lambda each: each.load)
+        if graph.call in gone.spent:
+            worker.spent.add(graph.call)
         graph.worker = worker
         worker.kept.add(graph.call)
         worker.missing.add(graph.call)

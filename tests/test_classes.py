@@ -201,6 +201,35 @@ def slotted() -> list[type]:
     return [Slots, Inheriting, Emptied, Open, Data, Frozen, Named]
 
 
+def test_a_metaclass_that_adds_slots_of_its_own(any_pool: mpgrad.Pool) -> None:
+    class Adding(type):
+        def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+            namespace["__slots__"] = (*namespace.get("__slots__", ()), "__weakref__")
+            return super().__new__(cls, name, bases, namespace)
+
+    class Operations(metaclass=Adding):
+        __slots__ = ()
+
+        @staticmethod
+        def twice(x: int) -> int:
+            return 2 * x
+
+    assert any_pool.map(lambda x: Operations.twice(x), [1, 2]) == [2, 4]
+
+
+def test_a_slot_with_two_names(any_pool: mpgrad.Pool) -> None:
+    class Named:
+        __slots__ = ("x",)
+
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    Named.alias = Named.x  # type: ignore[attr-defined]
+    (x,) = leaves(1)
+    (result,) = any_pool.map(lambda given: given.alias * 2, [Named(x)])
+    assert torch.equal(result, x * 2)
+
+
 def is_open(instance: Any) -> bool:
     return hasattr(instance, "__dict__")
 

@@ -252,13 +252,110 @@ def test_futures_that_were_passed_on(single: mpgrad.Pool) -> None:
     torch.testing.assert_close(x.grad, (2 * x.detach()).exp().cos() * 2 * (2 * x.detach()).exp())
 
 
-def test_a_worker_that_died_with_a_spent_graph(nursery: mpgrad.Pool) -> None:
-    """What was lost is made again, and so it works where it should raise: `docs/guarantees.md`."""
+def test_a_worker_that_died_with_a_spent_graph(single: mpgrad.Pool) -> None:
     x = leaves(1)[0]
-    with mpgrad.Pool(1) as pool:
+    (y,) = single.map(lambda x: x.exp(), [x], 1)
+    y.sum().backward()
+    os.kill(single.stats().workers[0].pid, 9)
+    assert single.map(abs, [-1]) == [1]
+    with pytest.raises(RuntimeError, match=SECOND_TIME):
+        y.sum().backward()
+
+
+def test_a_worker_that_was_replaced(nursery: mpgrad.Pool) -> None:
+    """Symptom: a second backward gave gradients. Cause: a spent graph holds no worker, and the next one did not know of it."""
+    x = leaves(1)[0]
+    with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         (y,) = pool.map(lambda x: x.exp(), [x], 1)
         y.sum().backward()
-        os.kill(pool.stats().workers[0].pid, 9)
         assert pool.map(abs, [-1]) == [1]
-        y.sum().backward()
-        torch.testing.assert_close(x.grad, 2 * x.detach().exp())
+        with pytest.raises(RuntimeError, match=SECOND_TIME):
+            y.sum().backward()
+
+
+def test_a_killed_backward_is_not_a_second_one(single: mpgrad.Pool, tmp_path: Path) -> None:
+    """It was to be the last one, and is sent again."""
+    x = leaves(1)[0]
+
+    class Deadly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os.kill(os.getpid(), 9)
+            return grad
+
+    (y,) = single.map(lambda x: Deadly.apply(x.exp()), [x], 1)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.isnan(grad).any():
+            raise ValueError("refused")
+        return grad
+
+
+def outcomes(loop: Loop, fn: Callable[..., Any], losses: Callable[[Any], list[Tensor]], *grads: float) -> list[str]:
+    """Of backwards, one after another, with these gradients."""
+    a, b = (torch.full((2,), each, dtype=torch.float64, requires_grad=True) for each in (0.0, 5.0))
+    (result,) = loop(fn, [(a, b)])
+    found = []
+    for loss, grad in zip(losses(result), grads, strict=True):
+        try:
+            found.append(str(torch.autograd.grad(loss, [a, b], torch.full_like(loss, grad), allow_unused=True)))
+        except (RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__} {str(error)[:40]}")
+    return found
+
+
+FAILING: dict[str, tuple[Any, ...]] = {
+    "a part was freed before": (
+        lambda pair: (pair[0].exp(), pair[1].sin()),
+        lambda y: [y[1].sum(), y[0].sum() + y[1].sum(), y[0].sum(), y[0].sum()],
+        *(1.0, 1.0, 1.0, 1.0),
+    ),
+    "refused": (lambda pair: Refusing.apply(pair[0].exp() + pair[1]), lambda y: [y.sum()] * 3, torch.nan, 1.0, 1.0),
+    "refused, nothing saved": (lambda pair: Refusing.apply(pair[0] + pair[1]), lambda y: [y.sum()] * 3, 1.0, torch.nan, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+@pytest.mark.parametrize("options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str)
+def test_a_backward_that_fails_leaves_what_it_leaves_serially(nursery: mpgrad.Pool, options: dict[str, Any], case: str) -> None:
+    """Symptom: "a second time", for a part that was never run through. Cause: the graph went though its backward had failed."""
+    with mpgrad.Pool(1, inline="never", **options) as pool:
+        assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(serial, *FAILING[case])
+
+
+def test_anomaly_mode_says_nothing_of_the_second_run(single: mpgrad.Pool) -> None:
+    """Symptom: "returned nan values". Cause: the gradients with which a graph is run through again."""
+    with pytest.warns(UserWarning, match="Error detected in"), torch.autograd.set_detect_anomaly(True):
+        case = (lambda pair: pair[0].sqrt() + pair[1]), (lambda y: [y.sum()] * 2), 1.0, 1.0
+        found = outcomes(lambda fn, items: single.map(fn, items, 1), *case)
+        assert found == outcomes(serial, *case) and SECOND_TIME[:40] in found[1]
+
+
+def test_the_memory_of_spent_graphs(nursery: mpgrad.Pool) -> None:
+    """Symptom: they pushed out others. Cause: they counted as they were before they were run through."""
+    weight = torch.ones(3000, requires_grad=True)
+    xs = [torch.ones(3000, requires_grad=True) for _ in range(12)]
+    with mpgrad.Pool(1, inline="never", graph_memory="100 KB") as pool:
+        results = pool.map(lambda x: (x * weight).exp(), xs, 1)
+        for result, x in zip(results, xs, strict=True):
+            torch.autograd.grad(result.sum(), [x, weight])
+            with pytest.raises(RuntimeError, match=SECOND_TIME):
+                torch.autograd.grad(result.sum(), [x])
+        (worker,) = pool.stats().workers
+        assert worker.graph_bytes == 0

@@ -406,11 +406,11 @@ class Worker:
                         if found is None:
                             break
                     names = None if station is None else self._names_of(call)
+                    if call.last and found is not None:
+                        self._graphs.release(call.call)  # now, while it is in the cache, and the next one can have its memory
                     outcomes.append(Missing() if found is None else self._lend_all(found, names))
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
-                if call.last:
-                    self._graphs.release(call.call)  # now, while it is in the cache, and the next one can have its memory
                 if station is not None:
                     station.finish()
                 for step in steps:
@@ -426,24 +426,28 @@ class Worker:
         if isinstance(step, BackwardCall):
             return self._differentiate(step, payload)
         warned = dict(self._warned)
+        try:
+            with under(step.modes):
+                return self._differentiate(step.call, payload) if isinstance(step, Rederive) else self._run_again(step, payload)
+        finally:
+            self._warned = warned  # these were given the first time
+
+    def _run_again(self, step: Rerun, payload: memoryview) -> list[torch.Tensor | None]:
+        if step.spent and self._graphs.get(step.call.call) is not None:  # the backward that was to be the last one has failed
+            self._give_back_unread(step)
+            return []
+        function = self._functions[step.function]
+        if isinstance(function, Failure):
+            self._give_back_unread(step)
+            raise classes.loads(function.error)
         before = self._graphs.memory_in_use()
-        with under(step.modes):
-            if isinstance(step, Rederive):
-                found = self._differentiate(step.call, payload)
-            else:
-                function = self._functions[step.function]
-                if isinstance(function, Failure):
-                    self._give_back_unread(step)
-                    raise classes.loads(function.error)
-                made = self._make(step, step.call, function, payload, Stage())
-                if made.graph is None:
-                    raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
-                self._graphs.keep(step.call.call, made.graph, self._graphs.memory_in_use() - before)
-                if step.spent:
-                    spend(made)
-                found = []
-        self._warned = warned  # these were given the first time
-        return found
+        made = self._make(step, step.call, function, payload, Stage())
+        if made.graph is None:
+            raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
+        if step.spent:
+            spend(made)
+        self._graphs.keep(step.call.call, made.graph, 0 if step.spent else self._graphs.memory_in_use() - before)
+        return []
 
     def _differentiate(self, call: BackwardCall, payload: memoryview) -> list[torch.Tensor | None] | None:
         """The gradients that are wanted; None where the graph is not there any more."""
@@ -628,12 +632,16 @@ class Worker:
 
 
 def spend(made: Made) -> None:
-    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter."""
+    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter.
+
+    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is of no interest to anybody.
+    """
     graph = made.graph
     assert graph is not None
     pairs = zip(made.tensors, made.flags, strict=True)
-    grads = [torch.zeros_like(tensor) for tensor, flags in pairs if flags & REQUIRES_GRAD and not flags & LEAF]
-    run_backward(graph, grads, range(len(graph.inputs)), True, keep=False, create=False, levels=())
+    grads = [torch.ones_like(tensor) for tensor, flags in pairs if flags & REQUIRES_GRAD and not flags & LEAF]
+    with contextlib.suppress(Exception), torch.autograd.set_detect_anomaly(False):
+        run_backward(graph, grads, range(len(graph.inputs)), True, keep=False, create=False, levels=())
 
 
 def names_of(refs: Sequence[TensorRef]) -> list[int]:
