@@ -437,8 +437,7 @@ class Call(torch.autograd.Function):
         else:
             ctx.task = task
             keep = graph_is_kept() or relatives_will_run(ctx)
-            given = {number for number, grad in enumerate(grads) if grad is not None}.union(output for output, _ in promises)
-            whole = len(given) == len(grads) and len(wanted) == count and captures == (capture_node is not None)
+            whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
             create = torch.is_grad_enabled()
             derivative = differentiate(ctx, grads, wanted, captures, task, keep, create, whole, promises=promises)
             if wanted:
@@ -448,6 +447,11 @@ class Call(torch.autograd.Function):
                 reach.apart.setdefault(derivative.order.task, []).append(derivative)
                 forget_oldest(reach.apart)
         return None, None, None, *ctx.graph.placeholders
+
+
+def are_all_given(grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> bool:
+    promised = {output for output, _ in promises}
+    return all(grad is not None or output in promised for output, grad in enumerate(grads))
 
 
 def wanted_of_bundle(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from mpgrad.classes import dumps, loads
+from mpgrad import classes
 
 __all__ = [
     "AncestorFailedError",
@@ -148,8 +148,8 @@ def carried(error: BaseException) -> bytes:
     )
     for form in forms:
         try:
-            pickled = dumps(form())
-            if isinstance(loads(pickled), BaseException):
+            pickled = classes.dumps(form())
+            if isinstance(classes.loads(pickled), BaseException):
                 return pickled
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it
             continue
@@ -176,7 +176,7 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, A
 def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int) -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
-        error = loads(pickled)
+        error = classes.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
     note = f"raised in {subject}worker {worker}, phase: {phase}"
@@ -199,7 +199,7 @@ ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so tha
 def warned_again(message: bytes, file: str, line: int) -> None:
     """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error."""
     try:
-        instance = loads(message)
+        instance = classes.loads(message)
     except Exception as error:  # its class cannot be imported here
         instance = UserWarning(f"a warning that cannot be loaded here ({error})")
     warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)

@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from mpgrad import classes
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
 from mpgrad.autograd import Captures
 from mpgrad.carrier import Packer, with_more_behind
-from mpgrad.classes import dumps
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.costs import Costs
 from mpgrad.cpus import usable_cpus
@@ -927,7 +927,7 @@ def check_untraced() -> None:
 
 def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:
     try:
-        return dumps((initializer, initargs))
+        return classes.dumps((initializer, initargs))
     except Exception as error:
         raise transported(error, "the initializer or its arguments") from error
 

@@ -105,17 +105,17 @@ class Recovery:
 
     def _rehome(self, graph: RemoteGraph) -> Worker:
         """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
-        worker = gone = graph.worker
-        assert isinstance(worker, Worker) and isinstance(gone, Worker)
-        if worker.gone is None:
-            return worker
+        gone = graph.worker
+        assert isinstance(gone, Worker)
+        if gone.gone is None:
+            return gone
         recipe = graph.recipe
         if isinstance(recipe, Differentiation):
             worker = self._rehome(recipe.graph)
         else:
             assert isinstance(recipe, PackedCall)
             self._codes.number(recipe.conditions.function)
-            there = [each for each in self._workers.values() if each.device == worker.device]
+            there = [each for each in self._workers.values() if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there
             worker = min(active or self._workers.values(), key=lambda each: each.load)
         if graph.call in gone.spent:

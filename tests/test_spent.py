@@ -25,6 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"deterministic": True},
     {"retries": 0},
     {"engine": "thread"},
+    {"engine": "thread", "graphs": "recompute"},
     {"engine": "inline"},
 ]
 REMADE = [each for each in OPTIONS if each.get("engine") is None and each.get("retries") is None]
