@@ -278,34 +278,25 @@ def test_a_killed_backward_is_not_a_second_one(single: mpgrad.Pool, tmp_path: Pa
     """It was to be the last one, and is sent again."""
     x = leaves(1)[0]
 
-    class Deadly(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    def die_once(grad: Tensor) -> None:
+        if not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), 9)
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            if not (tmp_path / "died").exists():
-                (tmp_path / "died").touch()
-                os.kill(os.getpid(), 9)
-            return grad
-
-    (y,) = single.map(lambda x: Deadly.apply(x.exp()), [x], 1)
+    (y,) = single.map(lambda x: hooked(x.exp(), die_once), [x], 1)
     y.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, x.detach().exp())
 
 
-class Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+def hooked(x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+    x.register_hook(hook)
+    return x
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if torch.isnan(grad).any():
-            raise ValueError("refused")
-        return grad
+
+def refuse(grad: Tensor) -> None:
+    if torch.isnan(grad).any():
+        raise ValueError("refused")
 
 
 def outcomes(loop: Loop, fn: Callable[..., Any], losses: Callable[[Any], list[Tensor]], *grads: float) -> list[str]:
@@ -327,8 +318,8 @@ FAILING: dict[str, tuple[Any, ...]] = {
         lambda y: [y[1].sum(), y[0].sum() + y[1].sum(), y[0].sum(), y[0].sum()],
         *(1.0, 1.0, 1.0, 1.0),
     ),
-    "refused": (lambda pair: Refusing.apply(pair[0].exp() + pair[1]), lambda y: [y.sum()] * 3, torch.nan, 1.0, 1.0),
-    "refused, nothing saved": (lambda pair: Refusing.apply(pair[0] + pair[1]), lambda y: [y.sum()] * 3, 1.0, torch.nan, 1.0),
+    "refused": (lambda pair: hooked(pair[0].exp() + pair[1], refuse), lambda y: [y.sum()] * 3, torch.nan, 1.0, 1.0),
+    "refused, nothing saved": (lambda pair: hooked(pair[0] + pair[1], refuse), lambda y: [y.sum()] * 3, 1.0, torch.nan, 1.0),
 }
 
 
@@ -338,6 +329,18 @@ def test_a_backward_that_fails_leaves_what_it_leaves_serially(nursery: mpgrad.Po
     """Symptom: "a second time", for a part that was never run through. Cause: the graph went though its backward had failed."""
     with mpgrad.Pool(1, inline="never", **options) as pool:
         assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(serial, *FAILING[case])
+
+
+def test_a_graph_whose_backward_has_failed_is_still_there(nursery: mpgrad.Pool) -> None:
+    """It holds its worker, which is to be replaced: the next one would take it for spent."""
+    with mpgrad.Pool(1, maxtasksperchild=1) as pool:
+        (y,) = pool.map(lambda x: hooked(x.exp(), refuse), leaves(1), 1)
+        with pytest.raises(ValueError, match="refused"):
+            y.backward(torch.full_like(y, torch.nan))
+        assert pool.map(abs, [-1]) == [1]
+        assert graphs_in(pool) == 1
+        y.sum().backward()
+        assert graphs_in(pool) == 0
 
 
 def test_anomaly_mode_says_nothing_of_the_second_run(single: mpgrad.Pool) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_overhead import Batch, Function, Outcome, batch_of, serial, timed, tiny_items
+from bench_overhead import Batch, Contender, Outcome, batch_of, check, serial, timed, tiny_items
 from figures import Figure, interleaved, median_figure
 from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
 from losses import doubled
@@ -58,9 +58,11 @@ def bench_cpu(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for work in (PYTHON, OP):
         for ms in plan.grains_ms:
             function, items = items_of(work, ms / 1e3, plan.work_seconds)
-            ways = {name: partial(shares, pool, function, items) for name, pool in loops.items()}
-            alone = {"serial": partial(one_backward, serial), "serial, at once": backward_at_once}
-            ways |= {name: partial(own_cpu, partial(way, function), items) for name, way in alone.items()}
+            alone = {"serial": partial(one_backward, serial, function), "serial, at once": partial(backward_at_once, function)}
+            pooled = {name: partial(one_backward, pool.map, function) for name, pool in loops.items()}
+            check([Contender(name, way, len(items)) for name, way in {**alone, **pooled}.items()], items)
+            ways = {name: partial(own_cpu, way, items) for name, way in alone.items()}
+            ways |= {name: partial(shares, pool, pooled[name], items) for name, pool in loops.items()}
             spent = interleaved(ways, plan.repeats)
             row = f"cpu: {work.name} items of {ms:g} ms, forward and backward"
             for name in alone:
@@ -75,11 +77,11 @@ def bench_cpu(pools: Pools, plan: Plan) -> Iterator[Figure]:
 SHARES = ("workers", "caller", "wall")
 
 
-def shares(pool: mpgrad.Pool, function: Function, items: Sequence[Tensor]) -> list[float]:
+def shares(pool: mpgrad.Pool, way: Callable[[Batch], Outcome], items: Sequence[Tensor]) -> list[float]:
     """Microseconds an item, of each of SHARES."""
     batch = batch_of(items)
     before = state(pool)
-    wall = timed(partial(one_backward, pool.map, function), batch)
+    wall = timed(way, batch)
     caller, workers = (now - then for then, now in zip(before, state(pool), strict=True))
     return [1e6 * seconds / len(items) for seconds in (workers, caller, wall)]
 
