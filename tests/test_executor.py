@@ -236,14 +236,33 @@ def test_gradients_after_the_shutdown() -> None:
     del executor
     gc.collect()
     assert reference() is None
-    (sum(results).sum() + last.result().sum()).backward()
+    (sum(results).sum() + last.result().sum()).backward(retain_graph=True)
     torch.testing.assert_close(x.grad, 5 + 2 * x.detach().exp())
     assert threading.active_count() > before  # the graphs are kept
     del results, top, last
+    wait_for_threads(before)
+
+
+def wait_for_threads(count: int) -> None:
+    """Until there are no more: the workers have ended."""
     deadline = time.monotonic() + PATIENCE
-    while threading.active_count() > before:  # and now the workers end
+    while threading.active_count() > count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_workers_end_with_the_backward_that_leaves_nothing_of_their_graphs() -> None:
+    """After the shutdown, and though the results are still held."""
+    x = torch.rand(3000, requires_grad=True)
+    before = threading.active_count()
+    with mpgrad.Executor(2) as executor:
+        results = list(executor.map(torch.mul, [x, x], [2, 3]))
+    assert threading.active_count() > before
+    sum(results).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 5))
+    wait_for_threads(before)
+    with pytest.raises(mpgrad.PoolClosedError, match="its workers and their graphs are gone"):
+        sum(results).sum().backward()
 
 
 @pytest.mark.parametrize("engine", ["thread", "inline"])
