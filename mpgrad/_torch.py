@@ -259,6 +259,30 @@ def descriptor_of(storage: torch.UntypedStorage) -> int:
     return int(descriptor)
 
 
+if hasattr(torch._C, "_dispatch_keys"):
+    KEYS_OF = torch._C._dispatch_keys
+    with torch.inference_mode(False):
+        PLAIN_KEYS = {KEYS_OF(torch.empty(0, device="cpu")).raw_repr()}
+
+    def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the elements of all lie in the CPU's memory as they are: no stand-in, sparse, quantized, conjugated one."""
+        return {KEYS_OF(tensor).raw_repr() for tensor in tensors} == PLAIN_KEYS
+
+else:
+
+    def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
+        """Where PyTorch cannot be asked, none has; that is slower, and as right."""
+        return False
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The elements of the tensors, which are of one dtype, one after another, copied."""
+    dims = {tensor.dim() for tensor in tensors}
+    if dims == {1}:
+        return torch.cat(tensors)
+    return torch.stack(tensors) if dims == {0} else torch._C._nn.flatten_dense_tensors(tensors)
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a stand-in inside `torch.func.grad`, `vmap` and their like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mpgrad.arena import Borrowed, Lenders, Slot, slab_of
 from mpgrad.autograd import Home, RemoteGraph
-from mpgrad.carrier import REQUIRES_GRAD, TensorRef, lent
+from mpgrad.carrier import REQUIRES_GRAD, Bucket, TensorRef, lent
 from mpgrad.crew import Chunk, Differentiation, Worker
 from mpgrad.crossing import kept
 from mpgrad.errors import InternalError, SharedMemoryError, raised_again
@@ -42,11 +42,10 @@ class Answers:
                 subject = f"{operation.noun} {call.item + outcome.offset}, "
                 operation.deliver(call.index, failed_again(outcome, subject, worker))
                 continue
-            graph, refs = None, lent(outcome.tensors)
+            graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
-                refs += lent(outcome.gradients)
                 if operation.eager == Eager.SUMS and operation.home.reach is not None:
                     worker.summed.add(operation.function.number)
                     summed = operation.function.summed
@@ -54,7 +53,7 @@ class Answers:
             elif outcome.has_graph:
                 graph = self._graph_kept(worker, operation.home, number, item, call)
             try:
-                memories = self._borrow(refs)
+                memories = self._borrow(outcome.tensors, gradients)
             except SharedMemoryError as error:
                 operation.deliver(call.index, error)
                 continue
@@ -104,13 +103,13 @@ class Answers:
     def _arrive(
         self, reply: GradientReply, found: Sequence[TensorRef | None] | Failure, payload: memoryview, worker: Worker
     ) -> None:
-        refs = [] if isinstance(found, Failure) else lent(found)
         try:
-            reply.arrive(found, payload, self._borrow(refs), worker.number)
+            memories = {} if isinstance(found, Failure) else self._borrow(found)
+            reply.arrive(found, payload, memories, worker.number)
         except SharedMemoryError as error:
             reply.fail(error)
 
-    def _borrow(self, refs: Sequence[TensorRef]) -> dict[int, Borrowed | Slot]:
+    def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
         """By address.
 
         Raises:
@@ -118,9 +117,9 @@ class Answers:
         """
         found: dict[int, Borrowed | Slot] = {}
         refused: SharedMemoryError | None = None
-        for ref in refs:
+        for ref, alone in [(ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)]:
             try:
-                memory = self._lenders.borrow(ref.place, ref.nbytes)
+                memory = self._lenders.borrow(ref.place, ref.nbytes, findable=alone)
                 slab = self._lenders.slab(slab_of(ref.place))
                 found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
             except SharedMemoryError as error:

@@ -328,8 +328,10 @@ class Lenders:
             raise no_mapping("no file descriptor was free to receive it with")
         return self.slabs[number]
 
-    def borrow(self, address: int, nbytes: int, private: bool = False) -> Any:
+    def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
         """The memory at `address`; `private` where others use it too, so that writing to it must not show.
+
+        `findable`: what looks at it may be lent on, see `find`; not where it is kept by many tensors, all or none.
 
         Raises:
             SharedMemoryError: it cannot be mapped here; it counts as given back.
@@ -351,7 +353,8 @@ class Lenders:
             pointer = slab.start + offset
             view = weakref.ref(memory, lambda view: self._died(key, pointer, view))
             self._views[key] = view
-            self._pointers[pointer] = address, slab, view
+            if findable:
+                self._pointers[pointer] = address, slab, view
         if not private:
             return memory
         if nbytes <= COPY_BYTES:

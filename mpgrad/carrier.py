@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, overload
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpgrad._torch import has_tangent, is_functorch_wrapped
+from mpgrad._torch import flattened, has_tangent, have_plain_memory, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
 from mpgrad.devices import Lane, Region, code_of, device_of
 
@@ -29,29 +31,35 @@ __all__ = [
     "DTYPES",
     "HOOKED",
     "RIDE_BYTES",
+    "Bucket",
     "Devices",
     "Packer",
     "Payload",
     "Placed",
-    "Riders",
     "Row",
     "Sparse",
     "TensorRef",
+    "Together",
     "are_distinct_tensors",
     "check_carriable",
     "flags_in",
     "flags_of",
     "lent",
+    "place_of",
     "placed_again",
     "renamed",
     "rows_of",
     "staged_again",
     "stand_in",
     "view",
+    "view_at",
+    "views",
     "with_more_behind",
 ]
 
 RIDE_BYTES = 8192
+RIDE_TOGETHER = 32768  # bytes of a bucket, likewise
+BUCKETED_BYTES = 256 << 10  # of a tensor: a larger one is worth a slot of its own, which is given back with it
 MANY = 8  # references in one message, from which they are pickled in columns
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
 ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
@@ -115,21 +123,105 @@ class Columns(Sequence[TensorRef]):
         return zip(*self.columns, strict=True)
 
 
+class Bucket(Sequence[TensorRef]):
+    """References to many tensors of one dtype and the same flags, which lie one after another in one run of memory.
+
+    What is done with them is done in a few steps for all. In shared memory they have one slot together, of which a reference
+    to one of them says nothing: see `lent`, `views` and `view_at`.
+    """
+
+    __slots__ = ("_offsets", "counts", "dtype", "flags", "nbytes", "place", "shapes")
+
+    def __init__(
+        self, dtype: int, shapes: Sequence[tuple[int, ...]], counts: Sequence[int], place: int, nbytes: int, flags: int
+    ) -> None:
+        self.dtype = dtype
+        self.shapes = shapes
+        self.counts = counts  # of elements
+        self.place = place
+        self.nbytes = nbytes  # of all, and of what fills the gaps
+        self.flags = flags
+        self._offsets: Sequence[int] = ()
+
+    def __reduce__(self) -> Any:
+        return Bucket, self.fields
+
+    @property
+    def fields(self) -> tuple[int, Sequence[tuple[int, ...]], Sequence[int], int, int, int]:
+        return self.dtype, self.shapes, self.counts, self.place, self.nbytes, self.flags
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        return map(TensorRef._make, self.rows())
+
+    @overload
+    def __getitem__(self, place: int) -> TensorRef: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TensorRef]: ...
+    def __getitem__(self, place: int | slice) -> TensorRef | list[TensorRef]:
+        if isinstance(place, slice):
+            return list(self)[place]
+        count, offset = self.counts[place], self.offsets[place]
+        address = self.place + offset if self.place >= 0 else self.place - offset
+        return TensorRef(self.dtype, self.shapes[place], None, address, count * DTYPES[self.dtype].itemsize, self.flags)
+
+    def rows(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Bytes from the first one to each."""
+        if not self._offsets:
+            itemsize = DTYPES[self.dtype].itemsize
+            unit = unit_of(itemsize, self.counts)
+            self._offsets = [0, *itertools.accumulate([-(-count // unit) * unit * itemsize for count in self.counts[:-1]])]
+        return self._offsets
+
+    @property
+    def whole(self) -> TensorRef:
+        """All of its memory as one tensor."""
+        return TensorRef(self.dtype, (self.nbytes // DTYPES[self.dtype].itemsize,), None, self.place, self.nbytes, self.flags)
+
+    def views(self, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> list[torch.Tensor]:
+        memory, start = (payload, -1 - self.place) if self.place < 0 else (borrow(self.whole), 0)
+        make, dtype = torch.frombuffer, DTYPES[self.dtype]
+        found = [
+            make(memory, dtype=dtype, count=count, offset=start + offset)
+            for count, offset in zip(self.counts, self.offsets, strict=True)
+        ]
+        for tensor, shape in zip(found, self.shapes, strict=True):
+            if len(shape) != 1:
+                tensor.resize_(shape)
+        return found
+
+
+def unit_of(itemsize: int, counts: Sequence[int]) -> int:
+    """Of how many elements a multiple is what each tensor of a bucket takes, so that the next one is aligned."""
+    return 1 if max(counts) == 1 else max(1, ALIGNMENT // itemsize)
+
+
 @overload
 def rows_of(refs: Sequence[TensorRef]) -> Iterable[Row]: ...
 @overload
 def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]: ...
 def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]:
-    """The same without an object each, where they are in columns."""
-    return refs.rows() if type(refs) is Columns else refs  # to ask isinstance of a `Sequence` takes four times as long
+    """The same without an object each, where they are together."""
+    # to ask isinstance of a `Sequence` takes four times as long
+    return refs.rows() if type(refs) is Columns or type(refs) is Bucket else refs
 
 
 def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
+    if type(refs) is Bucket:
+        return [refs.flags] * len(refs)
     return refs.columns[FLAGS] if type(refs) is Columns else [ref.flags for ref in refs]
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
-    """Those that lie in shared memory: the sender waits until they are given back."""
+    """Those that lie in shared memory, each slot once: the sender waits until they are given back."""
+    if type(refs) is Bucket:
+        return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
@@ -176,6 +268,8 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
     Raises:
         TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
     """
+    if type(tensor) is torch.Tensor and have_plain_memory((tensor,)) and not has_tangent(tensor):
+        return
     reason = None
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         reason = f"its type is {type(tensor).__name__}, and only torch.Tensor and nn.Parameter are carried"
@@ -214,6 +308,11 @@ class Placed(NamedTuple):
     flags: int
     body: bytes | None
     holder: Slot | Borrowed | None
+
+
+def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:
+    """Under which the memory of `ref`, one of `refs`, was borrowed."""
+    return refs.place if type(refs) is Bucket else ref.place
 
 
 def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
@@ -263,10 +362,39 @@ class Packer:
         self._flags = SHARED if lasting else 0
         self.bytes_copied = 0
 
-    def all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
+    def together(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
         """None where they are few, or one of them is missing or has to go another way."""
-        if len(tensors) < MANY:
+        return self.bucketed(tensors, flags) or (self._all_riding(tensors, flags) if len(tensors) >= MANY else None)
+
+    def bucketed(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Bucketed | None:
+        """None where they are not alike, or one by one, or too large."""
+        alike = are_alike(tensors) if len(tensors) > 1 and len(set(flags)) == 1 else None
+        if alike is None:
             return None
+        counts = [tensor.numel() for tensor in alike]
+        dtype = alike[0].dtype
+        if 0 in counts or max(counts) * dtype.itemsize > BUCKETED_BYTES:
+            return None
+        unit = unit_of(dtype.itemsize, counts)
+        parts = alike if unit == 1 else filled_up(alike, counts, unit)
+        nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
+        if nbytes > RIDE_TOGETHER and self._devices is not None:  # there each tensor is named by itself
+            return None
+        shapes = [tuple(tensor.shape) for tensor in alike]
+        with torch.no_grad():
+            if nbytes <= RIDE_TOGETHER:
+                flat = flattened(parts)
+                body, slot, place = ctypes.string_at(flat.data_ptr(), nbytes), None, -1
+            else:
+                slot = self._arena.allocate(nbytes)
+                body, place = None, slot.address
+                flat = torch.frombuffer(slot.memory, dtype=dtype)
+                torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
+        self.bytes_copied += sum(counts) * dtype.itemsize
+        shared = self._flags if slot is not None else 0
+        return Bucketed(Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | shared), body, slot)
+
+    def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
         rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
@@ -494,8 +622,65 @@ def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) 
     )
 
 
-class Riders:
-    """Many small tensors made ready to send: they ride in the message. In columns, and their bytes one after another."""
+def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of one dtype."""
+    found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
+    is_whole = len(found) == len(tensors) and have_plain_memory(found) and len({tensor.dtype for tensor in found}) == 1
+    return found if is_whole and all(map(torch.Tensor.is_contiguous, found)) else None
+
+
+def filled_up(tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int) -> list[torch.Tensor]:
+    """The tensors, and between them what fills each one up to a multiple of so many elements."""
+    parts: list[torch.Tensor] = []
+    fillings = fillings_of(tensors[0].dtype, unit)
+    for tensor, count in zip(tensors, counts, strict=True):
+        parts.append(tensor)
+        if rest := count % unit:
+            parts.append(fillings[unit - rest])
+    return parts
+
+
+@functools.cache
+def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
+    with torch.inference_mode(False):
+        return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
+
+
+class Together(ABC):
+    """Many tensors made ready to send, as one."""
+
+    nbytes: int
+    holder: Slot | None = None  # of their memory, where they do not ride in the message
+
+    @abstractmethod
+    def in_payload(self, start: int) -> tuple[Sequence[TensorRef], bytes]:
+        """References to them where the payload before them is `start` bytes long, and what they add to it."""
+
+    @property
+    def message_bytes(self) -> int:
+        return self.nbytes if self.holder is None else 0
+
+
+class Bucketed(Together):
+    """Tensors that are alike, see `Bucket`."""
+
+    __slots__ = ("_body", "_bucket", "holder", "nbytes")
+
+    def __init__(self, bucket: Bucket, body: bytes | None, holder: Slot | None) -> None:
+        self._bucket = bucket
+        self._body = body
+        self.holder = holder
+        self.nbytes = bucket.nbytes
+
+    def in_payload(self, start: int) -> tuple[Bucket, bytes]:
+        if start == 0 or self._body is None:
+            return self._bucket, self._body or b""
+        dtype, shapes, counts, place, nbytes, flags = self._bucket.fields
+        return Bucket(dtype, shapes, counts, place - start, nbytes, flags), self._body
+
+
+class Riders(Together):
+    """Small tensors of all kinds, which ride in the message. In columns, and their bytes one after another."""
 
     __slots__ = ("_body", "_columns", "nbytes")
 
@@ -506,7 +691,6 @@ class Riders:
         self.nbytes = len(self._body)
 
     def in_payload(self, start: int) -> tuple[Columns, bytes]:
-        """References to them where the payload before them is `start` bytes long, and theirs."""
         if start == 0:
             return self._columns, self._body
         columns = list(self._columns.columns)
@@ -526,22 +710,26 @@ class Payload:
         return TensorRef(dtype, shape, form, address if body is None else self._append(body), nbytes, flags)
 
     @overload
-    def add_all(self, placed: Sequence[Placed] | Riders) -> Sequence[TensorRef]: ...
+    def add_all(self, placed: Sequence[Placed] | Together) -> Sequence[TensorRef]: ...
     @overload
-    def add_all(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]: ...
-    def add_all(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]:
-        if isinstance(placed, Riders):
-            return self._add_riders(placed)
+    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
+    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
+        if isinstance(placed, Together):
+            return self._add_together(placed)
         if len(placed) < MANY or None in placed:
             return [None if each is None else self.add(each) for each in placed]
         dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*placed, strict=True)
         places = [where if body is None else self._append(body) for where, body in zip(addresses, bodies, strict=True)]
         return Columns(dtypes, shapes, forms, places, sizes, flags)
 
-    def _add_riders(self, riders: Riders) -> Columns:
-        refs, body = riders.in_payload(self.nbytes)
-        self.parts.append(body)
-        self.nbytes += riders.nbytes
+    def _add_together(self, together: Together) -> Sequence[TensorRef]:
+        refs, body = together.in_payload(self.nbytes)
+        if body:
+            self.parts.append(body)
+            rest = -len(body) % ALIGNMENT
+            if rest:
+                self.parts.append(PADDING[rest])
+            self.nbytes += len(body) + rest
         return refs
 
     def _append(self, body: bytes) -> int:
@@ -559,6 +747,32 @@ def stand_in(ref: TensorRef) -> torch.Tensor:
     """A tensor like the dense one that `ref` stands for, to be given its memory later; autograd does not see the difference."""
     device = device_of(ref.flags // DEVICE)
     return torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=DTYPES[ref.dtype], device=device)
+
+
+@overload
+def views(refs: Sequence[TensorRef], payload: memoryview, borrow: Callable[[TensorRef], Any]) -> list[torch.Tensor]: ...
+@overload
+def views(
+    refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]
+) -> list[torch.Tensor | None]: ...
+def views(refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]) -> Any:
+    """The tensors that `refs` stand for, see `view`."""
+    if type(refs) is Bucket:
+        return refs.views(payload, borrow)
+    return [None if row is None else view(row, payload, borrow) for row in rows_of(refs)]
+
+
+def view_at(
+    refs: Sequence[TensorRef | None], place: int, payload: memoryview, borrow: Callable[[TensorRef], Any]
+) -> torch.Tensor | None:
+    """One of those tensors; None where there is none."""
+    ref = refs[place]
+    if ref is None:
+        return None
+    if type(refs) is Bucket and ref.place >= 0:
+        within = memoryview(borrow(refs.whole))[ref.place - refs.place :]
+        return view(ref, payload, lambda ref: within)
+    return view(ref, payload, borrow)
 
 
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:

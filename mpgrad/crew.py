@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpgrad.arena import Borrowed, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import Payload, Placed, Riders, TensorRef
+from mpgrad.carrier import Payload, Placed, TensorRef, Together
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -49,7 +49,7 @@ class Differentiation(NamedTuple):
     graph: RemoteGraph
     order: Order
     number: int | None  # of the graph of the gradients, where there is to be one
-    grads: Sequence[Placed | Promise] | Riders  # all parts of all gradients; promises, if there are any, only until it is sent
+    grads: Sequence[Placed | Promise] | Together  # all parts of all gradients; promises, if any, until it is sent
     parts: list[int]  # how many each has
     modes: Modes
 
@@ -317,7 +317,7 @@ class Worker:
 
     def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         order = what.order
-        grads = what.grads if isinstance(what.grads, Riders) else [part for part in what.grads if isinstance(part, Placed)]
+        grads = what.grads if isinstance(what.grads, Together) else [part for part in what.grads if isinstance(part, Placed)]
         return BackwardCall(
             what.graph.call,
             order.task,
@@ -357,8 +357,12 @@ class Worker:
         self._define(function, messages)
         return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent)]
 
-    def _pack(self, placed: Sequence[Placed] | Riders, payload: Payload) -> Sequence[TensorRef]:
-        for each in () if isinstance(placed, Riders) else placed:
+    def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
+        if isinstance(placed, Together):
+            if placed.holder is not None:
+                self.lend(placed.holder.address, placed.holder)
+            return payload.add_all(placed)
+        for each in placed:
             if each.holder is not None:
                 self.lend(each.address, each.holder)
         return payload.add_all(placed)

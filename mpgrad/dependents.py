@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd import Promise
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, Riders, placed_again, staged_again
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, Together, placed_again, staged_again
 from mpgrad.crew import SentGradients, Worker
 from mpgrad.operations import Delivered, Failed, Operation
 from mpgrad.packing import PackedCall
@@ -71,7 +71,7 @@ class Dependents:
     def look_at_backward(self, sent: SentGradients) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""
         what = sent.what
-        assert not isinstance(what.grads, Riders)
+        assert not isinstance(what.grads, Together)
         promises = [part for part in what.grads if isinstance(part, Promise)]
         for promise in promises:
             if not promise.reply.arrived:
@@ -96,7 +96,7 @@ class Dependents:
 def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
     """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come there."""
     refs = outcome.result.tensors
-    assert not isinstance(call.placed, Riders)
+    assert not isinstance(call.placed, Together)
     if outcome.graph is None:  # then only leaves need gradients
         refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
     if packer is None:

@@ -15,7 +15,7 @@ import torch
 from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, Row, TensorRef, placed_again, rows_of, staged_again, view
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, place_of, placed_again, staged_again, view_at, views
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
 from mpgrad.packing import SharedFunction
@@ -84,6 +84,8 @@ class GradientReply:
         ref = found[place]
         if ref is None:
             return None
+        if ref.place >= 0:
+            memories = {ref.place: memories[place_of(found, ref)]}
         return placed_again(ref, payload, memories) if staged_by is None else staged_again(staged_by, ref, payload, memories)
 
     @property
@@ -100,7 +102,7 @@ class GradientReply:
         def borrow(ref: TensorRef) -> Any:
             return memories[ref.place].memory
 
-        return [None if row is None else view(row, payload, borrow) for row in rows_of(found)]
+        return views(found, payload, borrow)
 
     def wait(self) -> None:
         """Raises what the backward raised."""
@@ -171,13 +173,13 @@ class ReadyGradients:
         return reply
 
     def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
+        if FEW * len(places) < len(self._refs):
+            grads = [view_at(self._refs, place, self._payload, self._borrow) for place in places]
+        else:
+            every = views(self._refs, self._payload, self._borrow)
+            grads = [every[place] for place in places]
         given: list[torch.Tensor | None] = []
-        few = FEW * len(places) < len(self._refs)
-        rows: Sequence[Row | None] = self._refs if few else list(rows_of(self._refs))
-        payload, borrow = self._payload, self._borrow
-        for place, factor in zip(places, factors, strict=True):
-            row = rows[place]
-            grad = None if row is None else view(row, payload, borrow)
+        for grad, factor in zip(grads, factors, strict=True):
             if not is_in_range(grad, factor):
                 return None
             given.append(scaled(grad, factor, shared=keep))

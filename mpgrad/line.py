@@ -24,7 +24,7 @@ from mpgrad.routing import next_for
 __all__ = ["CHUNKS_UNDER_WAY", "Line", "fed", "guided_size"]
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-CHUNKS_PER_WORKER = 2 * CHUNKS_UNDER_WAY  # of what is left, at least
+CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY  # of what is left, at least
 SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
 CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent

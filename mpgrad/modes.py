@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 MASK = (1 << 64) - 1
+SEED_TORCH = torch.default_generator.manual_seed
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
 
 
@@ -171,7 +172,7 @@ def draw_seed() -> int:
 def seed_item(seed: int, index: int) -> int:
     """Give torch, random and numpy the stream of item `index`; returns its seed."""
     own = split_mix(seed + index)
-    torch.default_generator.manual_seed(own)
+    SEED_TORCH(own)
     SEED_RANDOM(own)
     random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
     numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it

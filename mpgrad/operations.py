@@ -35,7 +35,7 @@ from mpgrad.autograd import (
     leaf_gate,
     modified_in_place,
 )
-from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, rows_of, stand_in, view
+from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, stand_in, views
 from mpgrad.errors import ancestor_failed, warned_again
 from mpgrad.messages import Eager, Result, Structure, Warned
 from mpgrad.modes import Modes
@@ -64,7 +64,7 @@ class Delivered(NamedTuple):
         def borrow(ref: TensorRef) -> Any:
             return memories[ref.place]
 
-        return [view(row, payload, borrow) for row in rows_of(self.result.tensors)]
+        return views(self.result.tensors, payload, borrow)
 
     def stand_ins(self) -> list[torch.Tensor]:
         """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be given their memory later."""
@@ -247,8 +247,11 @@ class Operation:
     def _build_bundle(self, outcome: Delivered) -> list[Any]:
         tensors = outcome.views()
         self._give_history(outcome, tensors)
+        shapes = outcome.result.bundle
+        if all(shape is None for shape, _ in shapes):
+            return tensors  # each item gave one
         rest = iter(tensors)
-        return [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in outcome.result.bundle]
+        return [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in shapes]
 
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad import structure
-from mpgrad._torch import outside_transforms, transforms_are_active
+from mpgrad._torch import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
 from mpgrad.carrier import (
@@ -24,7 +24,7 @@ from mpgrad.carrier import (
     SHARED,
     Packer,
     Placed,
-    Riders,
+    Together,
     are_distinct_tensors,
     check_carriable,
     flags_of,
@@ -143,13 +143,13 @@ class PackedCall:
 
     conditions: Conditions
 
-    def __init__(self, index: int, shape: Structure, placed: list[Placed] | Riders, claims: Sequence[Any] = ()) -> None:
+    def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
         self.index = index
         self.start = index  # the number of its first item in the operation
         self.bundle: Sequence[tuple[Structure, int]] = ()  # the structure and number of tensors of each item's arguments
         self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
         self.structure = shape
-        self.placed: list[Placed] | Riders = placed
+        self.placed: list[Placed] | Together = placed
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
         self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
@@ -176,12 +176,12 @@ class PackedCall:
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        return self.placed.nbytes if isinstance(self.placed, Riders) else sum([each.nbytes for each in self.placed])
+        return self.placed.nbytes if isinstance(self.placed, Together) else sum([each.nbytes for each in self.placed])
 
     @property
     def message_bytes(self) -> int:
-        if isinstance(self.placed, Riders):
-            total = self.placed.nbytes
+        if isinstance(self.placed, Together):
+            total = self.placed.message_bytes
         else:
             total = sum([len(each.body) for each in self.placed if each.body is not None])
         others = (*self.claimed, *self.bundle)
@@ -252,41 +252,61 @@ def pack_bundle(
     if transforms_are_active():
         with outside_transforms():
             return pack_bundle(packer, index, calls, grad, item, searched)
-    together: list[torch.Tensor] = []
-    flags: list[int] = []
-    bundle: list[tuple[Structure, int]] = []
-    leaves: list[list[torch.Tensor]] = []
-    for number, (args, kwargs) in enumerate(calls, item):
-        shape, tensors, claims = arguments_structure(number, args, kwargs, searched)
-        needing = []
-        for tensor in tensors:
-            check_carriable(tensor, "item", number, packer.kind)
-            own = flags_of(tensor)
-            if own & REQUIRES_GRAD:
-                if not own & LEAF or own & HOOKED:
-                    return None
-                needing.append(tensor)
-            flags.append(own)
-            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUNDLED_BYTES:
-                return None
-        if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
-            return None
-        together += tensors
-        bundle.append((shape, len(tensors)))
-        leaves.append(needing)
-    placed: list[Placed] | Riders | None = packer.all_riding(together, flags)
+    items = lone_tensors(calls)
+    placed: list[Placed] | Together | None = None if items is None else packer.bucketed(items.tensors, items.flags)
+    if placed is None:
+        items = each_item(packer, item, calls, searched)
+    if items is None or any(own & REQUIRES_GRAD and (not own & LEAF or own & HOOKED) for own in set(items.flags)):
+        return None
+    together, flags, bundle = items
+    placed = placed or packer.together(together, flags)
     if placed is None:
         placed = list(map(packer.place, together, flags))
         if any(isinstance(each.holder, Borrowed) for each in placed):  # one that is written to must not concern others
             return None
     call = PackedCall(index, None, placed)
-    call.bundle, call.leaves = bundle, leaves
-    needing = [leaf for each in leaves for leaf in each]
+    call.bundle = bundle
+    rest = iter(zip(together, flags, strict=True))
+    call.leaves = [[each for each, own in itertools.islice(rest, count) if own & REQUIRES_GRAD] for _, count in bundle]
+    needing = [leaf for each in call.leaves for leaf in each]
     if needing and grad:
         call.gated = [leaf_gate(needing)]
     elif needing:
         call.ungated = ungated(needing)
     return call
+
+
+class Items(NamedTuple):
+    """What many calls are given: all their tensors, with their flags, and the structure and number of those of each call."""
+
+    tensors: list[torch.Tensor]
+    flags: list[int]
+    shapes: list[tuple[Structure, int]]
+
+
+def lone_tensors(calls: Sequence[Arguments]) -> Items | None:
+    """None where a call has more than a tensor, or none; or where they might have tangents."""
+    found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
+    if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
+        return None
+    return Items(found, list(map(flags_of, found)), [(1, 1)] * len(found))
+
+
+def each_item(packer: Packer, first: int, calls: Sequence[Arguments], searched: Searched | None) -> Items | None:
+    """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
+    items = Items([], [], [])
+    for number, (args, kwargs) in enumerate(calls, first):
+        shape, tensors, claims = arguments_structure(number, args, kwargs, searched)
+        for tensor in tensors:
+            check_carriable(tensor, "item", number, packer.kind)
+            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUNDLED_BYTES:
+                return None
+        if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
+            return None
+        items.tensors.extend(tensors)
+        items.flags.extend(map(flags_of, tensors))
+        items.shapes.append((shape, len(tensors)))
+    return items
 
 
 def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

@@ -74,7 +74,7 @@ WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
 BUNDLES_PER_WORKER = 4  # at least, where there are items enough
-MOST_BUNDLED = 32  # items: more win next to nothing, and a backward for one of them passes by all
+MOST_BUNDLED = 48  # items: more win little, and a backward for one of them passes by all
 
 
 class Pool:

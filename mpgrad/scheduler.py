@@ -30,7 +30,7 @@ from mpgrad.answers import Answers, failed_again
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
 from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, Riders
+from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, Together
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes, Ran
 from mpgrad.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
@@ -295,13 +295,13 @@ class Scheduler(ABC):
             self.hand_over()
         return sent.reply
 
-    def _place_grads(self, parts: Sequence[torch.Tensor | Promise], worker: Worker) -> Sequence[Placed | Promise] | Riders:
+    def _place_grads(self, parts: Sequence[torch.Tensor | Promise], worker: Worker) -> Sequence[Placed | Promise] | Together:
         packer, staged = self.copying_packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
         flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]
-        riders = packer.all_riding(tensors, flags) if len(tensors) == len(parts) else None
-        if riders is not None:
-            return riders
+        together = packer.together(tensors, flags) if len(tensors) == len(parts) else None
+        if together is not None:
+            return together
         placed = (packer.place(tensor, own, None, staged) for tensor, own in zip(tensors, flags, strict=True))
         return [part if isinstance(part, Promise) else next(placed) for part in parts]
 

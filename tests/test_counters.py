@@ -63,13 +63,32 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
     for _ in range(3):  # until it is known to be cheap
         found = cost(pool, work)
     bundles = len({result_edge(result)[0] for result in results})
-    assert -(-CALLS // 32) <= bundles <= -(-CALLS // 32) + 4  # shorter ones where it took longer this time
+    assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6  # shorter ones where it took longer this time
     assert found.frames_sent <= bundles + 4 and found.frames_received <= bundles + 4
-    assert found.bytes_sent <= CALLS * (80 + 55) and found.bytes_received <= CALLS * (80 + 55)
+    assert found.bytes_sent <= CALLS * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
     assert found.system_calls <= 10 * bundles + 30
     found = cost(pool, lambda: torch.autograd.backward(results, xs, retain_graph=True))
     assert found.frames_sent <= bundles + 4 and found.frames_received <= bundles + 4
-    assert found.bytes_sent <= CALLS * (80 + 55) and found.bytes_received <= CALLS * (80 + 55)
+    assert found.bytes_sent <= CALLS * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
+
+
+def test_a_map_of_larger_tensors_in_bundles(pool: mpgrad.Pool) -> None:
+    """One slot holds those of a bundle, and its address travels: nothing of that is done for each tensor."""
+    xs = [torch.ones(5000, requires_grad=True) for _ in range(CALLS)]
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        results[:] = pool.map(double, xs)
+
+    for _ in range(3):
+        found = cost(pool, work)
+    bundles = len({result_edge(result)[0] for result in results})
+    assert found.slots_made == bundles < CALLS // 10
+    assert found.bytes_copied == CALLS * 20_000
+    assert found.bytes_sent <= CALLS * 30 and found.bytes_received <= CALLS * 40
+    grads = [torch.full((5000,), 2.0) for _ in xs]
+    found = cost(pool, lambda: torch.autograd.backward(results, grads, retain_graph=True))
+    assert found.slots_made == bundles and found.bytes_copied == CALLS * 20_000
 
 
 def test_its_backward(pool: mpgrad.Pool) -> None:

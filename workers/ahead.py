@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from mpgrad.workers.graphs import APPLIED, HOOKS, CaptureSums, Graph, is_linear, run_backward
+from mpgrad.workers.graphs import APPLIED, HOOKS, CaptureSums, Edge, edge_of, gradients_at, is_linear, still_there
 
-from mpgrad.carrier import DTYPES, REQUIRES_GRAD, TensorRef, flags_in
+from mpgrad.carrier import DTYPES, REQUIRES_GRAD, Bucket, TensorRef, flags_in
 from mpgrad.messages import ForwardCall
 from mpgrad.modes import Modes
 
@@ -32,7 +32,13 @@ class Ahead:
     """
 
     def __init__(
-        self, call: ForwardCall, sums: CaptureSums | None, at_once: bool, ones: bool, note: Callable[[int], None]
+        self,
+        call: ForwardCall,
+        captures: Sequence[Edge],
+        sums: CaptureSums | None,
+        at_once: bool,
+        ones: bool,
+        note: Callable[[int], None],
     ) -> None:
         """`ones`: gradients that hold for one only are wanted too."""
         self.found: list[torch.Tensor | None] = []
@@ -40,12 +46,14 @@ class Ahead:
         self.seconds = 0.0
         self.for_one = False  # they may say nothing of other gradients
         self.has_begun = False  # so that the call's graph is not whole any more
+        self._captures = captures
         self._wanted = own_inputs(call)
         self._at_once = at_once
         self._ones = ones and APPLIED.is_watching
         self._note = note  # which item it is at: a backward may be the end of the process
         self._items = 0  # that were differentiated, from the first on
-        self._waiting: list[tuple[Graph, torch.Tensor]] = []  # with the loss, of the items behind them
+        self._waiting: list[tuple[Sequence[Edge | None], Edge, torch.Tensor, bool]] = []  # of the items behind them
+        self._applied = self._hooks = 0
 
     @property
     def is_complete(self) -> bool:
@@ -53,61 +61,58 @@ class Ahead:
 
     def begin(self) -> None:
         """An item begins: what it does to its backward, as far as that is noticed, makes it more than a multiplication."""
-        self._noticed = noticed()
+        self._applied, self._hooks = APPLIED.count, HOOKS.count
 
-    def take(self, item: int, graph: Graph, tensors: Sequence[torch.Tensor]) -> bool:
-        """The item gave `tensors`. Returns whether its backward was run, so that its graph can go."""
+    def take(self, item: int, inputs: Sequence[Edge | None], tensors: Sequence[torch.Tensor], whole: bool) -> bool:
+        """The item gave `tensors`; `inputs` are the call's. Returns whether its backward was run, so that its graph can go."""
         loss = loss_of(tensors)
-        if loss is None or len(graph.outputs) != 1 or item != self._items + len(self._waiting):
+        if loss is None or item != self._items + len(self._waiting):
             return False
-        if HOOKS.count and any(isinstance(each, torch.Tensor) and each._backward_hooks for each in graph.captures):
+        if HOOKS.count and any(isinstance(each, torch.Tensor) and each._backward_hooks for each in self._captures):
             return False  # items to come may add to the hooks of a capture, and the caller's backward is to see them all
-        if noticed() != self._noticed or not (APPLIED.is_watching or is_linear(graph)):
+        is_more = APPLIED.count != self._applied or HOOKS.count != self._hooks
+        if is_more or not (APPLIED.is_watching or is_linear(loss)):
             if not self._ones:
                 return False
             self.for_one = True
+        own = self._wanted[item]
+        inputs, one = inputs[own.start : own.stop], torch.ones_like(loss)
         if self._at_once:
-            return self._differentiate(graph, loss)
-        self._waiting.append((graph._replace(outputs=list(graph.outputs)), loss))  # that one goes on to grow
+            return self._differentiate(inputs, loss, one, whole)
+        self._waiting.append((inputs, edge_of(loss), one, whole))
         return False
 
     def end(self) -> None:
         """All items have been run."""
         if len(self._waiting) == len(self._wanted):
-            for graph, loss in self._waiting:
-                if not self._differentiate(graph, loss):
+            for each in self._waiting:
+                self._note(self._items)
+                if not self._differentiate(*each):
                     break
         self._waiting.clear()
 
-    def _differentiate(self, graph: Graph, loss: torch.Tensor) -> bool:
+    def _differentiate(self, inputs: Sequence[Edge | None], edge: Edge, one: torch.Tensor, whole: bool) -> bool:
         """By itself: what items of a bundle have in common, by way of the function, belongs to neither's gradient."""
         self.has_begun = True
-        self._note(self._items)
-        own, started = self._wanted[self._items], time.perf_counter()
+        started = time.perf_counter()
         try:
-            found = run_backward(graph, [torch.ones_like(loss)], own, bool(graph.captures), False, False, ())
-            grads = [each.clone() if each is not None and is_sparse(each) else each for each in found]
-            if self.sums is not None and graph.captures:
-                grads, of_captures = grads[: len(own)], grads[len(own) :]
-                self.sums.add(of_captures)
+            edges = [*map(still_there, inputs), *self._captures]
+            found = gradients_at(edges, (edge,), (one,), whole)
+            for place, grad in enumerate(found):
+                if grad is not None and grad.layout is not torch.strided:
+                    found[place] = grad.clone()  # its indices may be a tensor that the function keeps, and writes to again
+            if self.sums is not None and self._captures:
+                self.sums.add(found[len(inputs) :])
+                del found[len(inputs) :]
         except KeyboardInterrupt:  # in the caller's own process
             raise
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             return False
         finally:
             self.seconds += time.perf_counter() - started
-        self.found += grads
+        self.found += found
         self._items += 1
         return True
-
-
-def is_sparse(grad: torch.Tensor) -> bool:
-    """Its indices may be a tensor that the function keeps, and writes to for the next item."""
-    return grad.layout is not torch.strided
-
-
-def noticed() -> tuple[int, int]:
-    return APPLIED.count, HOOKS.count
 
 
 def may_go_ahead(call: ForwardCall, modes: Modes, precise: bool) -> bool:
@@ -119,15 +124,19 @@ def may_go_ahead(call: ForwardCall, modes: Modes, precise: bool) -> bool:
 
 
 def are_precise(refs: Sequence[TensorRef]) -> bool:
+    if isinstance(refs, Bucket):
+        return refs.dtype in PRECISE_NUMBERS or not refs.flags & REQUIRES_GRAD
     return all(ref.dtype in PRECISE_NUMBERS for ref in refs if ref.flags & REQUIRES_GRAD)
 
 
 def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Of those that one item gave: the only one that needs a gradient, where it is a number."""
     needing = [tensor for tensor in tensors if tensor.requires_grad]
-    if len(needing) != 1 or needing[0].numel() != 1 or needing[0].dtype not in PRECISE:
+    if len(needing) != 1:
         return None
-    return needing[0] if needing[0].layout is torch.strided else None
+    loss = needing[0]
+    is_number = loss.numel() == 1 and loss.dtype in PRECISE and loss.layout is torch.strided
+    return loss if is_number else None
 
 
 def own_inputs(call: ForwardCall) -> Sequence[range]:
@@ -135,9 +144,6 @@ def own_inputs(call: ForwardCall) -> Sequence[range]:
     needing = [bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)]
     if not call.bundle:
         return [range(sum(needing))]
-    found, start, rest = list[range](), 0, iter(needing)
-    for _, count in call.bundle:
-        end = start + sum(itertools.islice(rest, count))
-        found.append(range(start, end))
-        start = end
-    return found
+    ends = [0, *itertools.accumulate(needing)]  # how many of those that need gradients come before each tensor
+    starts = itertools.accumulate([count for _, count in call.bundle], initial=0)
+    return [range(ends[start], ends[stop]) for start, stop in itertools.pairwise(starts)]

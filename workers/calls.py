@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
-from mpgrad.workers.graphs import Edge, Graph, leaves_behind
+from mpgrad.workers.graphs import Edge, Graph, edge_of, leaves_behind
 
 from mpgrad import structure
 from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, flags_of, with_more_behind
@@ -27,34 +27,35 @@ class Stage:
 
 
 class Made:
-    """What a call gave, and its graph, where one of the tensors needs gradients."""
+    """What a call gave, and where the gradients of those of its tensors that need them enter its graph."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
-        self.graph: Graph | None = None
-        self.unused: list[int] = []  # inputs that the graph does not lead to, see `Result`
+        self.outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
+        self.has_graph = False
+        self.whole = False  # see `Graph`
+        self.graph: Graph | None = None  # of all items
+        self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
 
     def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
         self.shapes.append((shape, len(tensors)))
         self.tensors += tensors
         self.flags += flags
 
-    def add_graph(self, graph: Graph) -> None:
-        if self.graph is None:
-            self.graph = graph
-            return
-        self.graph.outputs.extend(graph.outputs)
-        if graph.whole and not self.graph.whole:
-            self.graph = self.graph._replace(whole=True)
+    def add_graph(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
+        self.outputs += map(edge_of, outputs)
+        self.has_graph = True
+        self.whole = self.whole or whole
 
 
 def each_item(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors of the call, or of each item of a bundle."""
-    rest = iter(tensors)
+    start = 0
     for _, count in call.bundle:
-        yield list(itertools.islice(rest, count))
+        yield tensors[start : start + count]
+        start += count
     if not call.bundle:
         yield tensors
 
@@ -70,10 +71,13 @@ def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tu
     return args, kwargs
 
 
-def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
-    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+def flags_in_graph(tensor: torch.Tensor, given: Set[int]) -> int:
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too.
+
+    `given` are the ids of those that it was given.
+    """
     flags = flags_of(tensor)
-    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
+    if flags & LEAF and flags & REQUIRES_GRAD and id(tensor) in given:
         flags &= ~LEAF
     return flags
 

@@ -40,9 +40,11 @@ __all__ = [
     "dress",
     "edge_of",
     "edges_at",
+    "gradients_at",
     "is_linear",
     "leaves_behind",
     "run_backward",
+    "still_there",
 ]
 
 Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
@@ -152,7 +154,12 @@ def memory_in_use() -> int:
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
-    return tensor if tensor.is_leaf else get_gradient_edge(behind_own_node(tensor))
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    if isinstance(node, WRITTEN_IN_PYTHON):  # its Python object, by itself, keeps nothing
+        return get_gradient_edge(behind_own_node(tensor))
+    return GradientEdge(node, tensor.output_nr)
 
 
 def behind_own_node(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,6 +186,7 @@ class Entry(torch.autograd.Function):
 
 
 ENTRY_NODE: Any = Entry._backward_cls
+WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase
 ROOT = torch.zeros((), requires_grad=True)
 # Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
 # which waits for that lock, holding the interpreter's, would wait for ever.
@@ -244,6 +252,11 @@ class Search:
         self._left = dict(captures)
         self._found: list[int] = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is one that has not been found."""
+        return bool(self._left)
+
     def look(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
         """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
         self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, whole)]
@@ -268,20 +281,40 @@ def run_backward(
     levels: tuple[Level, ...],
 ) -> list[torch.Tensor | None]:
     """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
-    asked = [still_there(graph.inputs[k]) for k in wanted]
-    edges = [edge for edge in asked if edge is not None]
+    edges = [still_there(graph.inputs[k]) for k in wanted]
     if captures:
         edges += graph.captures
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
-    if not edges or not given:
-        return [None] * (len(asked) + len(graph.captures) * captures)
+    if not given:
+        return [None] * len(edges)
     outputs, incoming = zip(*given, strict=True)
-    if graph.whole:
-        found = run_whole(outputs, edges, incoming, keep, create)
+    return gradients_at(edges, outputs, incoming, graph.whole, keep, create, levels)
+
+
+def gradients_at(
+    edges: Sequence[Edge | None],
+    outputs: Sequence[Edge],
+    grads: Sequence[torch.Tensor],
+    whole: bool,
+    keep: bool = False,
+    create: bool = False,
+    levels: tuple[Level, ...] = (),
+) -> list[torch.Tensor | None]:
+    """None where there is no edge, and for what was not used."""
+    there = [edge for edge in edges if edge is not None]
+    found: Sequence[torch.Tensor | None]
+    if not there:
+        return [None] * len(edges)
+    if whole:
+        found = run_whole(outputs, there, grads, keep, create)
+    elif levels:
+        found = over(levels, lambda grads: gradients(outputs, there, grads, keep, create), grads)
     else:
-        found = over(levels, lambda incoming: gradients(outputs, edges, incoming, keep, create), incoming)
+        found = gradients(outputs, there, grads, keep, create)
+    if len(there) == len(edges):
+        return list(found)
     rest = iter(found)
-    return [None if edge is None else next(rest) for edge in asked] + list(rest)
+    return [None if edge is None else next(rest) for edge in edges]
 
 
 def still_there(edge: Edge | None) -> Edge | None:
@@ -306,12 +339,12 @@ def taken(edge: Edge) -> torch.Tensor | None:
     return vars(edge.node).pop("received", None)  # type: ignore[no-any-return]
 
 
-def is_linear(graph: Graph) -> bool:
+def is_linear(output: torch.Tensor) -> bool:
     """Whether twice the gradient that comes gives twice the gradients: not so where a backward, written in Python, clips.
 
     For engines in the caller's process, where `APPLIED` may not watch. Of hooks nothing is seen here.
     """
-    nodes = [edge.node for edge in graph.outputs if not isinstance(edge, torch.Tensor)]
+    nodes = [] if output.grad_fn is None else [output.grad_fn]
     seen = set(nodes)
     while nodes:
         node: Any = nodes.pop()

@@ -47,11 +47,12 @@ from mpgrad.carrier import (
     PARAMETER,
     REQUIRES_GRAD,
     SHARED,
+    Bucket,
     Packer,
     Payload,
     Placed,
-    Riders,
     TensorRef,
+    Together,
     check_carriable,
     flags_in,
     lent,
@@ -62,6 +63,7 @@ from mpgrad.carrier import (
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
 from mpgrad.devices import code_of
+from mpgrad.errors import SharedMemoryError
 from mpgrad.messages import (
     Backward,
     BackwardCall,
@@ -241,7 +243,8 @@ class Worker:
             ahead = None
             if message.eager and may_go_ahead(call, message.modes, function.precise):
                 sums = CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None
-                ahead = Ahead(call, sums, self._gives_losses.get(function.code, False), message.ones, self._note_item)
+                at_once = self._gives_losses.get(function.code, False)
+                ahead = Ahead(call, function.edges, sums, at_once, message.ones, self._note_item)
             made = self._make(message, call, function, payload, stage, ahead)
             placed = self._place(made, call.origin, stage)
             graph = made.graph
@@ -260,13 +263,15 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, stage.phase, stage.offset)
 
-    def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed] | Riders:
+    def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed] | Together:
         place, station = self._packer.place, self._station
         pairs = zip(made.tensors, made.flags, strict=True)
         if station is not None:
             return [place(tensor, flags, station.home_of(tensor, origin)) for tensor, flags in pairs]
-        if len(made.shapes) > 1 and (riders := self._packer.all_riding(made.tensors, made.flags)) is not None:
-            return riders
+        if len(made.shapes) > 1:
+            with contextlib.suppress(SharedMemoryError):  # there may be room for them one by one; if not, one of them is named
+                if (together := self._packer.together(made.tensors, made.flags)) is not None:
+                    return together
         placed: list[Placed] = []
         for stage.offset, (_, count) in enumerate(made.shapes):
             placed += [place(*pair) for pair in itertools.islice(pairs, count)]
@@ -303,9 +308,9 @@ class Worker:
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, entrances = self._inputs(refs, payload)
-        leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+        given = {id(tensor) for tensor in (*tensors, *function.captures)}
         edges = edges_at(entrances) if call.bundle else []  # of bundles all inputs are leaves
-        made = Made()
+        made, codes = Made(), list[int]()
         for stage.offset, own in enumerate(each_item(call, tensors)):
             stage.phase = "forward"
             if call.bundle:
@@ -316,30 +321,33 @@ class Worker:
             args, kwargs = arguments(call, stage.offset, own)
             shape, found = self._call(message.seed, call.item + stage.offset, function, args, kwargs, stage)
             del args, kwargs
+            flags = [flags_in_graph(tensor, given) for tensor in found]
             if not call.bundle:
                 tensors.clear()  # `own` is the same list: only what was made of an input, if that is no leaf, still holds it
                 edges = edges_at(entrances)
-            flags = [flags_in_graph(tensor, leaves, function.captures) for tensor in found]
             outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
             if outputs and not message.modes.inference:
-                names = None
-                if station is not None:
-                    names = Names(list(map(code_of, outputs)), names_of(call.tensors), function.names)
                 whole = CHECKPOINTS.count != checkpoints
-                function.search.look(outputs, whole)
+                if station is not None:
+                    codes += map(code_of, outputs)
+                if function.search.is_on:
+                    function.search.look(outputs, whole)
                 if not call.bundle:
                     made.unused = unused_inputs(refs, edges, outputs, whole)
-                graph = Graph(message.function, list(map(edge_of, outputs)), edges, function.edges, whole, names)
-                if ahead is not None and ahead.take(stage.offset, graph, found):
+                if ahead is not None and ahead.take(stage.offset, edges, found, whole):
                     # nothing may hold the graph now: then the next one gets its memory, which is in the cache
-                    graph.outputs.clear()
-                    outputs.clear()
                     found = [tensor.detach() for tensor in found]
-                made.add_graph(graph)
+                    made.has_graph = True
+                else:
+                    made.add_graph(outputs, whole)
+                outputs.clear()
             made.add(shape, found, flags)
         if ahead is not None:
             ahead.end()
         self._note_item(-1)
+        if made.has_graph:
+            names = None if station is None else Names(codes, names_of(call.tensors), function.names)
+            made.graph = Graph(message.function, made.outputs, edges, function.edges, made.whole, names)
         return made
 
     def _call(
@@ -373,6 +381,8 @@ class Worker:
         return dress(plain, [bool(own & REQUIRES_GRAD) for own in flags], [bool(own & LEAF) for own in flags])
 
     def _views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
+        if isinstance(refs, Bucket):
+            return refs.views(payload, self._borrow)
         found: list[torch.Tensor] = []
         try:
             for row in rows_of(refs):
@@ -568,21 +578,22 @@ class Worker:
     def _lend_all(self, tensors: Sequence[torch.Tensor | None], names: Sequence[int] | None) -> Sequence[TensorRef | None]:
         # all are placed before the first is lent: where memory ends half-way, nothing has been given away
         flags = [REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors]
-        riders = self._packer.all_riding(tensors, flags) if names is None else None
-        if riders is not None:
-            return self._lend(riders)
+        together = self._packer.together(tensors, flags) if names is None else None
+        if together is not None:
+            return self._lend(together)
         each_name = [None] * len(tensors) if names is None else names
         triples = zip(tensors, flags, each_name, strict=True)
         return self._lend([None if each is None else self._packer.place(each, own, name) for each, own, name in triples])
 
     @overload
-    def _lend(self, placed: Sequence[Placed] | Riders) -> Sequence[TensorRef]: ...
+    def _lend(self, placed: Sequence[Placed] | Together) -> Sequence[TensorRef]: ...
     @overload
     def _lend(self, placed: Sequence[Placed | None]) -> Sequence[TensorRef | None]: ...
-    def _lend(self, placed: Sequence[Placed | None] | Riders) -> Sequence[TensorRef | None]:
-        for each in () if isinstance(placed, Riders) else placed:
-            if each is not None and isinstance(each.holder, Slot):
-                self._lend_slot(each.holder)
+    def _lend(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
+        holders = [placed.holder] if isinstance(placed, Together) else [each.holder for each in placed if each is not None]
+        for holder in holders:
+            if isinstance(holder, Slot):
+                self._lend_slot(holder)
         return self._payload.add_all(placed)
 
     def _borrow(self, ref: TensorRef) -> Any:
