@@ -29,11 +29,14 @@ __all__ = [
     "batched",
     "descriptor_of",
     "dual_level_is_active",
+    "flattened",
     "grad_mode",
     "gradients",
     "graph_is_kept",
     "graph_task",
+    "has_plain_memory",
     "has_tangent",
+    "have_plain_memory",
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
@@ -259,20 +262,21 @@ def descriptor_of(storage: torch.UntypedStorage) -> int:
     return int(descriptor)
 
 
-if hasattr(torch._C, "_dispatch_keys"):
-    KEYS_OF = torch._C._dispatch_keys
-    with torch.inference_mode(False):
-        PLAIN_KEYS = {KEYS_OF(torch.empty(0, device="cpu")).raw_repr()}
+KEYS_OF: Any = getattr(torch._C, "_dispatch_keys", None)
+with torch.inference_mode(False):
+    PLAIN_KEYS = None if KEYS_OF is None else KEYS_OF(torch.empty(0, device="cpu")).raw_repr()
 
-    def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the elements of all lie in the CPU's memory as they are: no stand-in, sparse, quantized, conjugated one."""
-        return {KEYS_OF(tensor).raw_repr() for tensor in tensors} == PLAIN_KEYS
 
-else:
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or conjugated tensor.
 
-    def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
-        """Where PyTorch cannot be asked, none has; that is slower, and as right."""
-        return False
+    Where PyTorch cannot be asked, none has; that is slower, and as right.
+    """
+    return KEYS_OF is not None and KEYS_OF(tensor).raw_repr() == PLAIN_KEYS
+
+
+def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    return KEYS_OF is not None and {KEYS_OF(tensor).raw_repr() for tensor in tensors} == {PLAIN_KEYS}
 
 
 def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:

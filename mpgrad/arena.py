@@ -170,7 +170,9 @@ class Arena:
                 raise PoolClosedError("the pool is closed, and its shared memory is gone")
             self.slots_made += 1
             self._take_in_the_dead()
-            if capacity in self._free:
+            free = self._fitting(capacity)
+            if free is not None:
+                capacity = free
                 slab, offset = self._take_free(capacity)
             else:
                 slab, offset = self._grow(capacity, nbytes)
@@ -198,6 +200,12 @@ class Arena:
             self._free[capacity] = free  # the size used last stands last, and memory of the first is given up first
             while self._idle_bytes > self._most_idle:
                 self._give_up(next(iter(self._free)))
+
+    def _fitting(self, capacity: int) -> int | None:
+        """The smallest capacity of which a slot is free and that wastes no more than half of it."""
+        if capacity in self._free:
+            return capacity
+        return min((size for size in self._free if capacity < size <= 2 * capacity), default=None)
 
     def _take_free(self, capacity: int) -> tuple[Slab, int]:
         free = self._free.pop(capacity)

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, overload
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpgrad._torch import flattened, has_tangent, have_plain_memory, is_functorch_wrapped
+from mpgrad._torch import flattened, has_plain_memory, has_tangent, have_plain_memory, is_functorch_wrapped
 from mpgrad.arena import Arena, Borrowed, Slot
 from mpgrad.devices import Lane, Region, code_of, device_of
 
@@ -268,7 +268,7 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
     Raises:
         TypeError: naming the owner (for example "item 3") and the property that cannot be carried.
     """
-    if type(tensor) is torch.Tensor and have_plain_memory((tensor,)) and not has_tangent(tensor):
+    if type(tensor) is torch.Tensor and has_plain_memory(tensor) and not has_tangent(tensor):
         return
     reason = None
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:

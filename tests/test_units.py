@@ -138,6 +138,22 @@ def test_memory_borrowed_again_is_returned_once_for_both() -> None:
     assert lenders.collect() == [(slot.address, 2)]
 
 
+def test_a_free_slot_is_used_again_for_what_is_somewhat_smaller() -> None:
+    """Those of bundles are of many sizes, and memory that is touched for the first time is dear."""
+    arena = Arena(1)
+    slot, smaller = arena.allocate(30 * PAGE), arena.allocate(17 * PAGE)
+    address, used = slot.address, arena.bytes_in_use  # 32 pages, and 20
+    del slot
+    again = arena.allocate(18 * PAGE)  # as if it were as large as it was
+    assert again.address == address and again.memory.nbytes == 18 * PAGE and arena.bytes_in_use == used
+    del again
+    small = arena.allocate(14 * PAGE)  # would waste more than half
+    assert small.address != address
+    del small, smaller
+    exact = arena.allocate(17 * PAGE)  # of those that fit the smallest
+    assert exact.address != address and arena.allocate(30 * PAGE).address == address
+
+
 def test_threads_allocate_and_free_at_once() -> None:
     arena = Arena(1)
     errors: list[str] = []

@@ -30,6 +30,8 @@ PYTHON_AIMS = {10: (2.3, 1.92), 1: (2.1, 1.8), 0.3: (1.7, 1.5), 0.1: (1.4, 1.2)}
 OP_AIMS = {10: 1.9, 1: 1.75, 0.1: 1.15}
 ADAPTIVE_AIM = (">=", 0.95)
 LIMIT = "loops at once"  # in as many processes, between which nothing travels
+BARE = "bare pool"  # see `speed.bare`
+LONGEST_BARE = 0.3  # ms: it cuts maps into equal chunks, which is no limit for items that take longer
 
 
 # --- tiny tensors
@@ -39,6 +41,7 @@ def bench_tiny(pools: Pools, plan: Plan) -> Iterator[Figure]:
     contenders = [
         Contender("serial", partial(backward_of_all, serial, doubled)),
         Contender("pool", partial(backward_of_all, pools.keep.map, doubled)),
+        Contender(BARE, partial(backward_of_all, pools.bare.map, doubled)),
     ]
     yield from tiny_figures("tiny: x * 2, forward and backward, pool forced", contenders, plan, 40.0)
 
@@ -47,15 +50,17 @@ def bench_forward(pools: Pools, plan: Plan) -> Iterator[Figure]:
     contenders = [
         Contender("serial", partial(forward, serial, doubled)),
         Contender("pool", partial(forward, pools.keep.map, doubled)),
+        Contender(BARE, partial(forward, pools.bare.map, doubled)),
     ]
     yield from tiny_figures("forward: x * 2, forward only, no gradient, pool forced", contenders, plan, 15.0)
 
 
 def tiny_figures(row: str, contenders: Sequence[Contender], plan: Plan, most: float) -> Iterator[Figure]:
     contenders = [contender._replace(most_items=plan.tiny_items) for contender in contenders]
-    own, pool = measured(contenders, tiny_items(plan.tiny_items), plan.repeats)
+    own, pool, bare = measured(contenders, tiny_items(plan.tiny_items), plan.repeats)
     yield median_figure(row, "serial", microseconds(own), "us/item")
     yield median_figure(row, "pool", microseconds(pool), "us/item", ("<=", most))
+    yield median_figure(row, BARE, microseconds(bare), "us/item")
 
 
 def microseconds(result: Measured) -> list[float]:
@@ -81,8 +86,11 @@ def grain_figures(
 ) -> Iterator[Figure]:
     function, items = items_of(work, ms / 1e3, plan.work_seconds)
     loops = {"keep": pools.keep, "eager": pools.eager}
-    limit = Contender(LIMIT, partial(pools.loops.run, function))
-    results = side_by_side(function, items, loops, plan.repeats, limit)
+    limits = [Contender(LIMIT, partial(pools.loops.run, function))]
+    if ms <= LONGEST_BARE:
+        bare = {"keep": pools.bare, "eager": pools.bare_eager}
+        limits += [Contender(f"{BARE}, {name}", partial(one_backward, pool.map, function)) for name, pool in bare.items()]
+    results = side_by_side(function, items, loops, plan.repeats, *limits)
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     yield from absolute(row, results.values())
     yield median_figure(row, f"{LIMIT} over the best order", ratios(best_order(results), results[LIMIT].seconds), "x")
@@ -92,6 +100,8 @@ def grain_figures(
         mine = results[graphs].seconds
         yield median_figure(row, f"{graphs} over one backward", ratios(results["serial"].seconds, mine), "x", over_one)
         yield median_figure(row, f"{graphs} over the best order", ratios(best_order(results), mine), "x", over_best)
+        if (theirs := results.get(f"{BARE}, {graphs}")) is not None:
+            yield median_figure(row, f"{graphs} over the bare pool", ratios(theirs.seconds, mine), "x")
 
 
 def side_by_side(

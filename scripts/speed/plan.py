@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import mpgrad
+from speed.bare import BarePool
 from speed.limit import LoopsAtOnce
 
 
@@ -65,6 +66,19 @@ class Pools:
     @cached_property
     def loops(self) -> LoopsAtOnce:
         return self._stack.enter_context(LoopsAtOnce(self.processes))
+
+    @cached_property
+    def bare(self) -> BarePool:
+        return self._bare(eager=False)
+
+    @cached_property
+    def bare_eager(self) -> BarePool:
+        return self._bare(eager=True)
+
+    def _bare(self, eager: bool) -> BarePool:
+        pool = BarePool(self.processes, eager)
+        self._stack.callback(pool.terminate)
+        return pool
 
     @cached_property
     def keep(self) -> mpgrad.Pool:
