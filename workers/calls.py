@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from mpgrad.workers.graphs import Edge, Graph, edge_of, leaves_behind
+from mpgrad.workers.graphs import Edge, Graph, leaves_behind
 
 from mpgrad import structure
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, flags_of, with_more_behind
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, check_carriable, flags_of, with_more_behind
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
 
@@ -39,16 +39,6 @@ class Made:
         self.graph: Graph | None = None  # of all items
         self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
 
-    def add(self, shape: Structure, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
-        self.shapes.append((shape, len(tensors)))
-        self.tensors += tensors
-        self.flags += flags
-
-    def add_graph(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
-        self.outputs += map(edge_of, outputs)
-        self.has_graph = True
-        self.whole = self.whole or whole
-
 
 def each_item(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors of the call, or of each item of a bundle."""
@@ -71,13 +61,12 @@ def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tu
     return args, kwargs
 
 
-def flags_in_graph(tensor: torch.Tensor, given: Set[int]) -> int:
-    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too.
-
-    `given` are the ids of those that it was given.
-    """
+def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+    if tensor.grad_fn is not None and type(tensor) is torch.Tensor:  # most are such
+        return REQUIRES_GRAD
     flags = flags_of(tensor)
-    if flags & LEAF and flags & REQUIRES_GRAD and id(tensor) in given:
+    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
         flags &= ~LEAF
     return flags
 
@@ -91,15 +80,25 @@ def unused_inputs(
     return [number for number, edge in enumerate(edges) if edge is None] + [looked_for[each] for each in unled_to]
 
 
-def result_structure(value: Any) -> tuple[Structure, list[torch.Tensor]]:
+def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tensor]]:
+    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if it has some.
+
+    Raises:
+        TypeError, pickle.PicklingError: it cannot be carried.
+    """
+    shape: Structure = None
     if isinstance(value, torch.Tensor):
-        return None, [value]
-    if type(value) is tuple and value and are_distinct_tensors(value):
-        return len(value), list(value)
-    try:
-        return structure.dumps(value)
-    except Exception as error:
-        raise structure.transported(error, "the result") from error
+        tensors = [value]
+    elif type(value) is tuple and value and are_distinct_tensors(value):
+        shape, tensors = len(value), list(value)
+    else:
+        try:
+            shape, tensors = structure.dumps(value)
+        except Exception as error:
+            raise structure.transported(error, "the result") from error
+    for tensor in tensors:
+        check_carriable(tensor, "the result", None, kind)
+    return shape, tensors
 
 
 def failure(error: BaseException, phase: str, offset: int = 0) -> Failure:

@@ -53,7 +53,6 @@ from mpgrad.carrier import (
     Placed,
     TensorRef,
     Together,
-    check_carriable,
     flags_in,
     lent,
     renamed,
@@ -89,7 +88,6 @@ from mpgrad.messages import (
     Results,
     Returned,
     SlabsGone,
-    Structure,
     Try,
     Warned,
 )
@@ -308,41 +306,56 @@ class Worker:
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         tensors, entrances = self._inputs(refs, payload)
-        given = {id(tensor) for tensor in (*tensors, *function.captures)}
         edges = edges_at(entrances) if call.bundle else []  # of bundles all inputs are leaves
         made, codes = Made(), list[int]()
+
+        def connect(found: list[torch.Tensor], whole: bool) -> list[torch.Tensor]:
+            """Note where gradients enter the graph of an item's results, or of all items'. Returns what is to be sent."""
+            flags = [flags_in_graph(tensor, tensors, function.captures) for tensor in found]
+            made.flags += flags
+            if not call.bundle:
+                tensors.clear()  # now only what was made of an input, if that is no leaf, still holds it
+                edges[:] = edges_at(entrances)
+            outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
+            if not outputs or message.modes.inference:
+                return found
+            if station is not None:
+                codes.extend(map(code_of, outputs))
+            if function.search.is_on:
+                function.search.look(outputs, whole)
+            if not call.bundle:
+                made.unused = unused_inputs(refs, edges, outputs, whole)
+            made.has_graph = True
+            if ahead is not None and ahead.take(stage.offset, edges, found, whole):
+                # nothing may hold the graph now: then the next one gets its memory, which is in the cache
+                return [tensor.detach() for tensor in found]
+            made.outputs += map(edge_of, outputs)
+            made.whole = made.whole or whole
+            return found
+
+        before = CHECKPOINTS.count
         for stage.offset, own in enumerate(each_item(call, tensors)):
             stage.phase = "forward"
             if call.bundle:
                 self._note_item(stage.offset)
             if ahead is not None:
                 ahead.begin()
-            checkpoints = CHECKPOINTS.count
             args, kwargs = arguments(call, stage.offset, own)
-            shape, found = self._call(message.seed, call.item + stage.offset, function, args, kwargs, stage)
-            del args, kwargs
-            flags = [flags_in_graph(tensor, given) for tensor in found]
-            if not call.bundle:
-                tensors.clear()  # `own` is the same list: only what was made of an input, if that is no leaf, still holds it
-                edges = edges_at(entrances)
-            outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
-            if outputs and not message.modes.inference:
-                whole = CHECKPOINTS.count != checkpoints
-                if station is not None:
-                    codes += map(code_of, outputs)
-                if function.search.is_on:
-                    function.search.look(outputs, whole)
-                if not call.bundle:
-                    made.unused = unused_inputs(refs, edges, outputs, whole)
-                if ahead is not None and ahead.take(stage.offset, edges, found, whole):
-                    # nothing may hold the graph now: then the next one gets its memory, which is in the cache
-                    found = [tensor.detach() for tensor in found]
-                    made.has_graph = True
-                else:
-                    made.add_graph(outputs, whole)
-                outputs.clear()
-            made.add(shape, found, flags)
-        if ahead is not None:
+            if message.seed is not None:
+                self._seed(message.seed, call.item + stage.offset)
+            started = time.perf_counter()
+            value = function.target(*args, **kwargs)
+            self._own_seconds += time.perf_counter() - started
+            stage.phase = "result"
+            shape, found = result_structure(value, self._packer.kind)
+            del args, kwargs, own, value
+            made.shapes.append((shape, len(found)))
+            if ahead is not None:
+                found, before = connect(found, CHECKPOINTS.count != before), CHECKPOINTS.count
+            made.tensors += found
+        if ahead is None:
+            made.tensors = connect(made.tensors, CHECKPOINTS.count != before)
+        else:
             ahead.end()
         self._note_item(-1)
         if made.has_graph:
@@ -350,27 +363,10 @@ class Worker:
             made.graph = Graph(message.function, made.outputs, edges, function.edges, made.whole, names)
         return made
 
-    def _call(
-        self,
-        seed: int | None,
-        item: int,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        stage: Stage,
-    ) -> tuple[Structure, list[torch.Tensor]]:
-        if seed is not None:
-            own = seed_item(seed, item)
-            if self._station is not None:
-                self._station.seed(own)
-        started = time.perf_counter()
-        value = function.target(*args, **kwargs)
-        self._own_seconds += time.perf_counter() - started
-        stage.phase = "result"
-        shape, tensors = result_structure(value)
-        for tensor in tensors:
-            check_carriable(tensor, "the result", None, self._packer.kind)
-        return shape, tensors
+    def _seed(self, seed: int, item: int) -> None:
+        own = seed_item(seed, item)
+        if self._station is not None:
+            self._station.seed(own)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Entrance]]:
         plain = self._views(refs, payload)
