@@ -26,7 +26,8 @@ import itertools
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,7 +60,6 @@ __all__ = [
     "Reach",
     "RemoteGraph",
     "Reply",
-    "alone",
     "attach",
     "differentiate",
     "edges_behind_gates",
@@ -71,7 +71,6 @@ __all__ = [
     "item_of",
     "leaf_gate",
     "modified_in_place",
-    "result_edge",
 ]
 
 
@@ -81,7 +80,6 @@ WAIT = 1
 WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
 ATTACHED = itertools.count()
 
-CLONED_BYTES = 8192
 MOST_TASKS = 256  # backwards of one operation at a time: in threads, or nested
 
 
@@ -481,7 +479,7 @@ def relatives_will_run(node: Any) -> bool:
 
 
 def is_call(node: object) -> bool:
-    return isinstance(node, Call._backward_cls)
+    return isinstance(node, CALL_NODE)
 
 
 def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
@@ -621,24 +619,30 @@ class Alone(torch.autograd.Function):
         return grad
 
 
-@torch.enable_grad()
-def alone(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results of a bundle with nodes of their own, where the caller's hooks are called only when a gradient came for them."""
-    # to clone a small one costs less than a node of our own; but not where it has other strides
-    return [
-        output.clone() if output.nbytes <= CLONED_BYTES and output.is_contiguous() else apply(Alone, output)
-        for output in outputs
-    ]
+class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
+    """The hooks of a result that shares its node with those of other items: called only where a gradient has come for it.
+
+    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its own hooks expect that.
+    """
+
+    def __setitem__(self, number: int, hook: Callable[[torch.Tensor], Any]) -> None:
+        is_of_torch = getattr(hook, "__module__", "") == "torch.autograd.graph"
+        super().__setitem__(number, hook if is_of_torch else functools.partial(called_with_gradient, hook))
 
 
-def result_edge(result: torch.Tensor) -> tuple[Any, int]:
-    """The node of a pool's result and which of its outputs that is: the `Call`, where it comes from one."""
-    node = result.grad_fn
-    if node is not None and not is_call(node) and node.name() in NAMES_ALONE:
-        behind = node.next_functions[0]
-        if is_call(behind[0]) and behind[0].graph.members is not None:  # type: ignore[union-attr]
-            return behind
-    return node, result.output_nr
+def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor | None) -> Any:
+    return None if grad is None else hook(grad)
+
+
+def register_hooks(node: Any, result: torch.Tensor) -> None:
+    """In the place of the method of that name of a `Call`'s node, which `Tensor.register_hook` calls at the first hook."""
+    if node.graph.members is not None:
+        result._backward_hooks = OwnHooks()
+    super(CALL_NODE, node)._register_hook_dict(result)
+
+
+CALL_NODE: Any = Call._backward_cls
+CALL_NODE._register_hook_dict = register_hooks
 
 
 class LeafGate(torch.autograd.Function):
@@ -847,7 +851,6 @@ class Captures:
 
 ALONE_NODE: Any = Alone._backward_cls
 CAPTURE_GATE_NODE = CaptureGate._backward_cls
-NAMES_ALONE = "CloneBackward0", "AloneBackward"
 
 with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too; and see

@@ -28,7 +28,6 @@ from mpgrad.autograd import (
     Home,
     Members,
     RemoteGraph,
-    alone,
     attach,
     gate,
     gate_behind,
@@ -278,7 +277,7 @@ class Operation:
             outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
             call.leaves = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
-            for number, output in zip(inner, alone(outputs) if call.bundle else outputs, strict=True):
+            for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
 
     @torch.enable_grad()

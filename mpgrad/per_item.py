@@ -23,7 +23,6 @@ from mpgrad.autograd import (
     gate,
     is_call,
     item_of,
-    result_edge,
 )
 
 __all__ = ["per_item_grad"]
@@ -102,7 +101,7 @@ class Asked(NamedTuple):
 
 def is_here(result: torch.Tensor) -> bool:
     """Whether its graph is: of a cheap call, which ran in the caller, or of what the caller made of results."""
-    return result.grad_fn is not None and not is_call(result_edge(result)[0])
+    return result.grad_fn is not None and not is_call(result.grad_fn)
 
 
 def by_engine(asked: Asked, create: bool) -> Inputs:
@@ -118,7 +117,7 @@ def by_engine(asked: Asked, create: bool) -> Inputs:
 
 def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[Inputs]:
     """All backwards are sent at once."""
-    ends = [result_edge(each.result) for each in asked]
+    ends: list[tuple[Any, int]] = [(each.result.grad_fn, each.result.output_nr) for each in asked]
     nodes, outputs = [node for node, _ in ends], [output for _, output in ends]
     places = [places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)]
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]

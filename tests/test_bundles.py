@@ -23,7 +23,6 @@ import torch
 
 import mpgrad
 from mpgrad import packing
-from mpgrad.autograd import result_edge
 from mpgrad.line import fed, guided_size
 from mpgrad.operations import Operation
 from mpgrad.pool import bundle_size
@@ -402,7 +401,7 @@ def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
     with torch.no_grad():
         items = pool2.map(lambda k: torch.full((length,), float(k)), range(2 * SIZE))
     results = pool2.starmap(torch.mul, list(zip(items, weights, strict=True)))
-    assert len({result_edge(each)[0] for each in results}) == len(items)
+    assert len({each.grad_fn for each in results}) == len(items)
     items[0].zero_()
     torch.autograd.backward([each.sum() for each in results[1:]])
     assert all(w.grad is not None and torch.equal(w.grad, item) for w, item in zip(weights[1:], items[1:], strict=True))
@@ -413,10 +412,10 @@ def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
 def test_they_travel_together(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     xs = leaves(4 * SIZE)
     results = pool2.map(curve, xs)
-    assert len({result_edge(each)[0] for each in results}) == 4
+    assert len({each.grad_fn for each in results}) == 4
     assert sum(worker.calls for worker in pool2.stats().workers) == len(xs)
     with_chunks = pool2.map(curve, xs, chunksize=2)  # whoever says how large chunks are to be has one call an item
-    assert len({result_edge(each)[0] for each in with_chunks}) == len(xs)
+    assert len({each.grad_fn for each in with_chunks}) == len(xs)
 
 
 def test_a_tensor_that_items_share_gets_its_gradient_in_the_serial_order(pool: mpgrad.Pool) -> None:
@@ -738,6 +737,37 @@ def test_hooks_on_results_are_called_for_their_own_gradients(pool: mpgrad.Pool) 
     assert not heard
     results[2].backward()
     assert torch.equal(xs[2].grad, 6 * xs[2].detach() ** 2)  # type: ignore[arg-type]
+    results[3].register_hook(heard.append).remove()
+    results[4].retain_grad()
+    torch.stack(results[3:6]).sum().backward()
+    assert not heard and torch.equal(results[4].grad, torch.ones(()).double())  # type: ignore[arg-type]
+
+
+# of mode "all", docs/guarantees.md says what differs where a backward wants none of them
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [(m, w) for m in ("all", "any") for w in ((0,), (1, 2), (0, 1, 2))] + [("any", (3,))]
+)
+def test_hooks_on_many_results(pool: mpgrad.Pool, mode: str, wanted: tuple[int, ...]) -> None:
+    def heard(loop: Loop) -> list[Any]:
+        results, told = loop(cube, leaves()), list[Any]()
+        torch.autograd.graph.register_multi_grad_hook(results[:3], told.append, mode=mode)  # type: ignore[arg-type]
+        torch.stack([results[k] for k in wanted]).sum().backward()
+        return told
+
+    assert heard(pool.map) == heard(serial)
+
+
+def test_what_is_written_to_a_result_concerns_it_alone(pool: mpgrad.Pool) -> None:
+    def found(loop: Loop) -> list[Any]:
+        xs = leaves(9)
+        results = loop(lambda x: x.sin() * 2, xs)
+        results[0].mul_(3)
+        results[1][0] = 7
+        results[2].detach_()
+        torch.stack(results[:2] + results[3:5]).sum().backward()
+        return [*map(Tensor.tolist, results), *[None if x.grad is None else x.grad.tolist() for x in xs]]
+
+    assert found(pool.map) == found(serial)
 
 
 PATTERNS: dict[str, Callable[[list[Tensor], list[Tensor]], list[Any]]] = {

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.autograd import result_edge
 from mpgrad.stats import PoolStats
 
 CALLS = 500
@@ -62,7 +61,7 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
 
     for _ in range(3):  # until it is known to be cheap
         found = cost(pool, work)
-    bundles = len({result_edge(result)[0] for result in results})
+    bundles = len({result.grad_fn for result in results})
     assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6  # shorter ones where it took longer this time
     assert found.frames_sent <= bundles + 4 and found.frames_received <= bundles + 4
     assert found.bytes_sent <= CALLS * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
@@ -82,7 +81,7 @@ def test_a_map_of_larger_tensors_in_bundles(pool: mpgrad.Pool) -> None:
 
     for _ in range(3):
         found = cost(pool, work)
-    bundles = len({result_edge(result)[0] for result in results})
+    bundles = len({result.grad_fn for result in results})
     assert found.slots_made == bundles < CALLS // 10
     assert found.bytes_copied == CALLS * 20_000
     assert found.bytes_sent <= CALLS * 30 and found.bytes_received <= CALLS * 40
