@@ -32,6 +32,8 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
     Raises:
         TypeError: one belongs to another transform than vmap.
     """
+    if _torch.have_plain_memory([tensor for tensor in tensors if tensor is not None]):
+        return ()
     numbers: set[int] = set()
     older = False
     for tensor in tensors:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpgrad.arena import Borrowed, Slot, slab_of
 from mpgrad.autograd import Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import Payload, Placed, TensorRef, Together
+from mpgrad.carrier import TensorRef
 from mpgrad.channel import Pipe, drained, send_slabs
 from mpgrad.homes import GradientReply
 from mpgrad.messages import (
@@ -34,6 +34,7 @@ from mpgrad.messages import (
 )
 from mpgrad.modes import Modes
 from mpgrad.operations import Operation
+from mpgrad.packer import Payload, Placed, Together
 from mpgrad.packing import PackedCall, SharedFunction
 
 __all__ = ["CaptureRequest", "Chunk", "Differentiation", "SentGradients", "Worker"]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd import Promise
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Packer, Placed, Together, placed_again, staged_again
+from mpgrad.carrier import LEAF, REQUIRES_GRAD
 from mpgrad.crew import SentGradients, Worker
 from mpgrad.operations import Delivered, Failed, Operation
+from mpgrad.packer import Packer, Placed, Together, placed_again, staged_again
 from mpgrad.packing import PackedCall
 
 __all__ = ["Dependents"]

@@ -27,8 +27,8 @@ from mpgrad._torch import (
     vmap_levels,
     without_refusal,
 )
-from mpgrad.carrier import overlaps
 from mpgrad.modes import Modes, current_modes
+from mpgrad.packer import overlaps
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
 
 __all__ = ["may_be_followed", "run_followed"]

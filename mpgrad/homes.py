@@ -15,9 +15,10 @@ import torch
 from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Placed, TensorRef, place_of, placed_again, staged_again, view_at, views
+from mpgrad.carrier import REQUIRES_GRAD, TensorRef, place_of, view_at, views
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
 from mpgrad.messages import Failure, Warned
+from mpgrad.packer import Packer, Placed, placed_again, staged_again
 from mpgrad.packing import SharedFunction
 
 __all__ = ["Carrier", "GradientReply", "OperationHome"]

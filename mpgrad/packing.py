@@ -16,21 +16,10 @@ from mpgrad import structure
 from mpgrad._torch import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
-from mpgrad.carrier import (
-    HOOKED,
-    LEAF,
-    REQUIRES_GRAD,
-    RIDE_BYTES,
-    SHARED,
-    Packer,
-    Placed,
-    Together,
-    are_distinct_tensors,
-    check_carriable,
-    flags_of,
-)
+from mpgrad.carrier import HOOKED, LEAF, REQUIRES_GRAD, SHARED, are_distinct_tensors, check_carriable, flags_of
 from mpgrad.messages import Structure
 from mpgrad.modes import Modes
+from mpgrad.packer import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
 from mpgrad.routing import Request
 from mpgrad.structure import Searched
 
@@ -46,8 +35,6 @@ __all__ = [
     "pickled_function",
 ]
 
-
-BUNDLED_BYTES = 256 << 10  # of a tensor: copying a larger one takes longer than all care for its call
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
@@ -299,7 +286,7 @@ def each_item(packer: Packer, first: int, calls: Sequence[Arguments], searched: 
         shape, tensors, claims = arguments_structure(number, args, kwargs, searched)
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
-            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUNDLED_BYTES:
+            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
                 return None
         if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
             return None

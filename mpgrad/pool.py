@@ -28,7 +28,7 @@ from mpgrad import classes
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
 from mpgrad.autograd import Captures
-from mpgrad.carrier import Packer, with_more_behind
+from mpgrad.carrier import with_more_behind
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.costs import Costs
 from mpgrad.cpus import usable_cpus
@@ -42,6 +42,7 @@ from mpgrad.memory import bytes_of
 from mpgrad.messages import Eager
 from mpgrad.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
 from mpgrad.operations import Operation, Submitted
+from mpgrad.packer import Packer
 from mpgrad.packing import (
     Arguments,
     PackedCall,

@@ -30,7 +30,7 @@ from mpgrad.answers import Answers, failed_again
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
 from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
 from mpgrad.batching import Level
-from mpgrad.carrier import REQUIRES_GRAD, Packer, Payload, Placed, Together
+from mpgrad.carrier import REQUIRES_GRAD
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes, Ran
 from mpgrad.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
@@ -62,6 +62,7 @@ from mpgrad.messages import (
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Operation
 from mpgrad.output import logged_again, lowest_log_level, printed_again
+from mpgrad.packer import Packer, Payload, Placed, Together
 from mpgrad.packing import PackedCall, SharedFunction
 from mpgrad.recovery import Recovery
 from mpgrad.routing import missing_device

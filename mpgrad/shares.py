@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mpgrad._torch import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
 from mpgrad.arguments import Arguments, check_real, filled
-from mpgrad.carrier import overlaps
 from mpgrad.modes import draw_seed, seed_item
+from mpgrad.packer import overlaps
 
 FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
 PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us

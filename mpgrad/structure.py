@@ -30,8 +30,8 @@ from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad._torch import load_script, parametrize_again
-from mpgrad.carrier import RIDE_BYTES
 from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
+from mpgrad.packer import RIDE_BYTES
 
 __all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_result", "transported"]
 

@@ -15,8 +15,9 @@ import torch
 
 import mpgrad
 from mpgrad.arena import Arena
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Bucket, Packer, Payload, Together, lent, view, view_at, views
+from mpgrad.carrier import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
 from mpgrad.operations import Operation
+from mpgrad.packer import Packer, Payload, Together
 
 Tensor = torch.Tensor
 

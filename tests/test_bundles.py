@@ -25,6 +25,7 @@ import mpgrad
 from mpgrad import packing
 from mpgrad.line import fed, guided_size
 from mpgrad.operations import Operation
+from mpgrad.packer import BUCKETED_BYTES
 from mpgrad.pool import bundle_size
 
 Tensor = torch.Tensor
@@ -396,7 +397,7 @@ def test_tensors_of_many_sizes(pool: mpgrad.Pool, function: Callable[[Tensor], T
 
 def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
     """Results in shared memory, that one item's backward must find unchanged, have nothing to do with the others'."""
-    length = 1 + packing.BUNDLED_BYTES // 4  # those up to there are copied, which takes less time than calls of their own
+    length = 1 + BUCKETED_BYTES // 4  # those up to there are copied, which takes less time than calls of their own
     weights = [torch.full((length,), float(k), requires_grad=True) for k in range(2 * SIZE)]
     with torch.no_grad():
         items = pool2.map(lambda k: torch.full((length,), float(k)), range(2 * SIZE))

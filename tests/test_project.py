@@ -27,7 +27,7 @@ import mpgrad.testing
 from mpgrad.testing import assert_same_as_serial
 
 ROOT = Path(__file__).parent.parent
-BOTH_SIDES = {"messages", "channel", "carrier", "batching", "arena", "devices"}
+BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
 BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place"}
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from mpgrad import autograd, carrier, cpus, modes, structure
+from mpgrad import autograd, carrier, cpus, modes, packer, structure
 from mpgrad.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
 from mpgrad.channel import Channel
 from mpgrad.messages import NewSlab, Returned
@@ -181,8 +181,8 @@ def test_threads_allocate_and_free_at_once() -> None:
 
 def round_trip(tensor: torch.Tensor) -> torch.Tensor:
     arena, lenders = Arena(1), Lenders(lambda: None)
-    payload = carrier.Payload()
-    placed = carrier.Packer(arena).place(tensor, carrier.flags_of(tensor))
+    payload = packer.Payload()
+    placed = packer.Packer(arena).place(tensor, carrier.flags_of(tensor))
     for slab in arena.made:
         lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     ref = payload.add(placed)
@@ -204,9 +204,9 @@ def test_every_layout_of_a_tensor_arrives(size: int, dtype: torch.dtype) -> None
 
 
 def test_the_payload_keeps_tensors_aligned() -> None:
-    payload = carrier.Payload()
-    packer = carrier.Packer(Arena(1))
-    refs = [payload.add(packer.place(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
+    payload = packer.Payload()
+    packing = packer.Packer(Arena(1))
+    refs = [payload.add(packing.place(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
     assert [(-1 - ref.place) % carrier.ALIGNMENT for ref in refs] == [0, 0, 0]
 
 

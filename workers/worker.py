@@ -48,11 +48,7 @@ from mpgrad.carrier import (
     REQUIRES_GRAD,
     SHARED,
     Bucket,
-    Packer,
-    Payload,
-    Placed,
     TensorRef,
-    Together,
     flags_in,
     lent,
     renamed,
@@ -92,6 +88,7 @@ from mpgrad.messages import (
     Warned,
 )
 from mpgrad.modes import seed_item, under
+from mpgrad.packer import Packer, Payload, Placed, Together
 
 __all__ = ["Worker"]
 
@@ -475,8 +472,10 @@ class Worker:
             places = [code for count, code in zip(call.parts, graph.names.outputs, strict=True) for _ in range(count)]
             refs = [renamed(*each) for each in zip(refs, places, strict=True)]
         incoming, entrances = self._inputs(refs, payload) if create else (self._views(refs, payload), [])
-        rest = iter(incoming)
-        grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
+        grads: list[torch.Tensor | None] = [*incoming]
+        if set(call.parts) != {1}:
+            rest = iter(incoming)
+            grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
         started = time.perf_counter()
         try:
             gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
