@@ -17,7 +17,7 @@ from mpgrad.codes import Ran
 __all__ = ["Costs"]
 
 DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
-SENT_SECONDS = 60e-6  # that a call takes beyond its own time where it is sent, until it is measured
+SENT_SECONDS = 40e-6  # that a call takes beyond its own time where it is sent, until it is measured
 BACKWARD_SECONDS = 20e-6  # that its backward takes beyond that
 CARE_HERE = 20e-6  # that a call takes beyond its own time where it is run here, at most
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
