@@ -339,7 +339,7 @@ class Lenders:
     def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
         """The memory at `address`; `private` where others use it too, so that writing to it must not show.
 
-        `findable`: what looks at it may be lent on, see `find`; not where it is kept by many tensors, all or none.
+        `findable`: what looks at it may be lent on, see `find`.
 
         Raises:
             SharedMemoryError: it cannot be mapped here; it counts as given back.

@@ -626,23 +626,43 @@ class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
     """
 
     def __setitem__(self, number: int, hook: Callable[[torch.Tensor], Any]) -> None:
-        is_of_torch = getattr(hook, "__module__", "") == "torch.autograd.graph"
-        super().__setitem__(number, hook if is_of_torch else functools.partial(called_with_gradient, hook))
+        if getattr(hook, "__module__", "") != "torch.autograd.graph":
+            hook = functools.update_wrapper(functools.partial(called_with_gradient, hook), hook)
+        super().__setitem__(number, hook)
 
 
 def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor | None) -> Any:
     return None if grad is None else hook(grad)
 
 
+CALL_NODE: Any = Call._backward_cls
+REGISTER_HOOKS = CALL_NODE._register_hook_dict  # what `Tensor.register_hook` calls, of the result's node, at the first hook
+
+
 def register_hooks(node: Any, result: torch.Tensor) -> None:
-    """In the place of the method of that name of a `Call`'s node, which `Tensor.register_hook` calls at the first hook."""
     if node.graph.members is not None:
         result._backward_hooks = OwnHooks()
-    super(CALL_NODE, node)._register_hook_dict(result)
+    REGISTER_HOOKS(node, result)
 
 
-CALL_NODE: Any = Call._backward_cls
+def refusing(register: Callable[[Any, Callable[..., Any]], Any]) -> Callable[[Any, Callable[..., Any]], Any]:
+    """Nobody can tell from a node whose result it was asked for."""
+
+    @functools.wraps(register)
+    def register_or_refuse(node: Any, hook: Callable[..., Any]) -> Any:
+        if node.graph.members is not None:
+            raise RuntimeError(
+                "a hook on this node would be called for other items too: the results of cheap items, which travel together, "
+                "share it; put the hook on the result (result.register_hook), or make each item a call of its own (chunksize=1)"
+            )
+        return register(node, hook)
+
+    return register_or_refuse
+
+
 CALL_NODE._register_hook_dict = register_hooks
+CALL_NODE.register_hook = refusing(CALL_NODE.register_hook)
+CALL_NODE.register_prehook = refusing(CALL_NODE.register_prehook)
 
 
 class LeafGate(torch.autograd.Function):

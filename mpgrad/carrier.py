@@ -323,9 +323,10 @@ def views(
     refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]
 ) -> list[torch.Tensor | None]: ...
 def views(refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callable[[TensorRef], Any]) -> Any:
-    """The tensors that `refs` stand for, see `view`."""
+    """The tensors that `refs` stand for, see `view`; copied, where they lie in one slot, which one that is kept would keep."""
     if type(refs) is Bucket:
-        return refs.views(payload, borrow)
+        found = refs.views(payload, borrow)
+        return [tensor.clone() for tensor in found] if refs.place >= 0 else found
     return [None if row is None else view(row, payload, borrow) for row in rows_of(refs)]
 
 
@@ -338,7 +339,7 @@ def view_at(
         return None
     if type(refs) is Bucket and ref.place >= 0:
         within = memoryview(borrow(refs.whole))[ref.place - refs.place :]
-        return view(ref, payload, lambda ref: within)
+        return view(ref, payload, lambda ref: within).clone()
     return view(ref, payload, borrow)
 
 

@@ -44,6 +44,7 @@ from mpgrad.carrier import (
 from mpgrad.devices import Lane, code_of
 
 __all__ = [
+    "ANSWERED_BYTES",
     "BUCKETED_BYTES",
     "RIDE_BYTES",
     "Bucketed",
@@ -60,7 +61,8 @@ __all__ = [
 
 RIDE_BYTES = 8192
 RIDE_TOGETHER = 32768  # bytes of a bucket, likewise
-BUCKETED_BYTES = 256 << 10  # of a tensor: a larger one is worth a slot of its own, which is given back with it
+BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
+ANSWERED_BYTES = 64 << 10  # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
 MANY = 8  # references in one message, from which they are pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
@@ -113,12 +115,14 @@ class Packer:
         known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None,
         lasting: bool = False,
         devices: Devices | None = None,
+        most_bucketed: int = BUCKETED_BYTES,
     ) -> None:
         self._arena = arena
         self._known = known
         self._devices = devices
         self.kind = "" if devices is None else devices.kind  # of the devices whose tensors can be placed
         self._flags = SHARED if lasting else 0
+        self._most_bucketed = most_bucketed
         self.bytes_copied = 0
 
     def together(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
@@ -132,7 +136,7 @@ class Packer:
             return None
         counts = [tensor.numel() for tensor in alike]
         dtype = alike[0].dtype
-        if 0 in counts or max(counts) * dtype.itemsize > BUCKETED_BYTES:
+        if 0 in counts or max(counts) * dtype.itemsize > self._most_bucketed:
             return None
         unit = unit_of(dtype.itemsize, counts)
         parts = alike if unit == 1 else filled_up(alike, counts, unit)

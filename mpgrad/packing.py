@@ -240,10 +240,12 @@ def pack_bundle(
         with outside_transforms():
             return pack_bundle(packer, index, calls, grad, item, searched)
     items = lone_tensors(calls)
-    placed: list[Placed] | Together | None = None if items is None else packer.bucketed(items.tensors, items.flags)
+    placed: list[Placed] | Together | None = None
+    if items is not None and not have_more_behind(items):
+        placed = packer.bucketed(items.tensors, items.flags)
     if placed is None:
         items = each_item(packer, item, calls, searched)
-    if items is None or any(own & REQUIRES_GRAD and (not own & LEAF or own & HOOKED) for own in set(items.flags)):
+    if items is None or have_more_behind(items):
         return None
     together, flags, bundle = items
     placed = placed or packer.together(together, flags)
@@ -269,6 +271,11 @@ class Items(NamedTuple):
     tensors: list[torch.Tensor]
     flags: list[int]
     shapes: list[tuple[Structure, int]]
+
+
+def have_more_behind(items: Items) -> bool:
+    """Whether a backward does more than to add to what needs gradients: see `pack_bundle`."""
+    return any(own & REQUIRES_GRAD and (not own & LEAF or own & HOOKED) for own in set(items.flags))
 
 
 def lone_tensors(calls: Sequence[Arguments]) -> Items | None:

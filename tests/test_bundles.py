@@ -744,6 +744,34 @@ def test_hooks_on_results_are_called_for_their_own_gradients(pool: mpgrad.Pool) 
     assert not heard and torch.equal(results[4].grad, torch.ones(()).double())  # type: ignore[arg-type]
 
 
+def test_hooks_on_the_node_that_results_share_are_refused(pool2: mpgrad.Pool) -> None:
+    xs = leaves()
+    node = pool2.map(cube, xs)[1].grad_fn
+    assert node is not None
+    for register in (node.register_hook, node.register_prehook):
+        with pytest.raises(RuntimeError, match=r"result\.register_hook.*chunksize=1"):
+            register(print)
+    alone = pool2.map(cube, xs, chunksize=1)[1]
+    assert alone.grad_fn is not None
+    alone.grad_fn.register_prehook(lambda grads: (grads[0] * 10,))
+    alone.backward()
+    assert torch.equal(xs[1].grad, 30 * xs[1].detach() ** 2)  # type: ignore[arg-type]
+
+
+def test_a_hook_that_fails_is_named_as_in_the_serial_loop(pool: mpgrad.Pool) -> None:
+    def message(loop: Loop) -> str:
+        def shapeless(grad: Tensor) -> Tensor:
+            return torch.zeros(7)
+
+        results = loop(cube, leaves())
+        results[1].register_hook(shapeless)
+        with pytest.raises(RuntimeError) as caught:
+            torch.stack(results).sum().backward()
+        return str(caught.value)
+
+    assert message(pool.map) == message(serial)
+
+
 # of mode "all", docs/guarantees.md says what differs where a backward wants none of them
 @pytest.mark.parametrize(
     ("mode", "wanted"), [(m, w) for m in ("all", "any") for w in ((0,), (1, 2), (0, 1, 2))] + [("any", (3,))]

@@ -88,7 +88,7 @@ from mpgrad.messages import (
     Warned,
 )
 from mpgrad.modes import seed_item, under
-from mpgrad.packer import Packer, Payload, Placed, Together
+from mpgrad.packer import ANSWERED_BYTES, Packer, Payload, Placed, Together
 
 __all__ = ["Worker"]
 
@@ -115,7 +115,7 @@ class Worker:
         self._station = station  # in a pool with devices
         self.before_answer: Callable[[], None] = lambda: None
         self._arena = Arena(number)
-        self._packer = Packer(self._arena, devices=station)
+        self._packer = Packer(self._arena, devices=station, most_bucketed=ANSWERED_BYTES)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
         self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
         self._lent: dict[int, Slot] = {}
