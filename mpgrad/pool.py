@@ -68,9 +68,10 @@ ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
-FIRST_BATCH = 16  # calls that are packed before the workers hear of them; doubles up to LARGEST_BATCH
-LARGEST_BATCH = 256
-BATCH_BYTES = 1 << 20  # of tensors copied, after which the workers hear of them in any case
+LEAD = 2e-3  # seconds of work for each worker that are packed before any of it is sent; doubles
+FIRST_BATCH = 16  # items that are, where it is not known what they cost
+LARGEST_BATCH = 512  # items that are packed at most
+BATCH_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
@@ -656,7 +657,7 @@ class Pool:
         are, where cheap ones may go in bundles.
         """
         packer = self._scheduler.packer if borrow else self._scheduler.copying_packer
-        batch, packed, copied = FIRST_BATCH, 0, packer.bytes_copied
+        batch, packed, copied = self._first_batch(operation), 0, packer.bytes_copied
         try:
             for call in self._packed(operation, iter(calls), packer, shared, total):
                 operation.add(call)
@@ -670,6 +671,17 @@ class Pool:
         except BaseException:
             self._scheduler.cancel(operation)
             raise
+
+    def _first_batch(self, operation: Operation) -> int:
+        """How many items are packed before the workers hear of them.
+
+        Once they do, they take the CPUs, the caller's too where there are no more; and when it is its turn again its caches are
+        cold, and they have run dry. So of cheap items, which are packed in no time, the caller packs many first.
+        """
+        ran = self._scheduler.ran(operation.function.pickled)
+        if ran is None:
+            return FIRST_BATCH
+        return min(LARGEST_BATCH, max(self._processes, math.ceil(LEAD * self._processes / max(ran.total, 1e-9))))
 
     def _packed(
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None

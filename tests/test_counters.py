@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.codes import Ran
+from mpgrad.operations import Operation
 from mpgrad.stats import PoolStats
 
 CALLS = 500
@@ -50,6 +52,35 @@ def test_a_map_of_tiny_tensors(pool: mpgrad.Pool) -> None:
     assert found.bytes_received <= CALLS * (80 + 55)
     assert found.system_calls <= 10 * chunks + 30
     assert found.bytes_copied == CALLS * 80 and found.slots_made == 0
+
+
+@pytest.mark.parametrize(
+    ("ran", "packed"),
+    [
+        (Ran(1e-6), [512, 1000]),  # so cheap that the workers may wait
+        (Ran(0.0), [512, 1000]),
+        (Ran(1e-4), [40, 120, 280, 600, 1000]),
+        (Ran(1e-4, ahead=1e-4), [20, 60, 140, 300, 620, 1000]),
+        (Ran(1.0), [2, 6, 14, 30, 62, 126, 254, 510, 1000]),
+        (None, [16, 48, 112, 240, 496, 1000]),
+    ],
+)
+def test_how_many_items_are_packed_before_the_workers_hear_of_them(
+    pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, ran: Ran | None, packed: list[int]
+) -> None:
+    found: list[int] = []
+    admit = pool._scheduler.admit
+
+    def noted(operation: Operation, waits: bool = False) -> None:
+        found.append(operation.items)
+        admit(operation, waits)
+
+    monkeypatch.setattr(pool._scheduler, "admit", noted)
+    monkeypatch.setattr(pool._scheduler, "ran", lambda pickled: ran)
+    monkeypatch.setattr(pool, "_bundle_size", lambda operation, total: 1)
+    xs = [torch.ones(3) for _ in range(1000)]
+    assert all(torch.equal(y, x * 2) for x, y in zip(xs, pool.map(double, xs), strict=True))
+    assert found == packed
 
 
 def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
