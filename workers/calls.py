@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from mpgrad.workers.graphs import Edge, Graph, leaves_behind
+from mpgrad.workers.graphs import Edge, Entrance, Graph, Search, edge_of, edges_at, leaves_behind
 
 from mpgrad import structure
 from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, check_carriable, flags_of, with_more_behind
+from mpgrad.devices import code_of
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
 
-__all__ = ["Made", "Stage", "arguments", "each_item", "failure", "flags_in_graph", "result_structure", "unused_inputs"]
+__all__ = ["Function", "Made", "Stage", "arguments", "failure", "result_structure"]
+
+
+class Function(NamedTuple):
+    code: int
+    target: Callable[..., Any]
+    captures: list[torch.Tensor]
+    edges: list[Edge]  # of the captures that need gradients
+    versions: list[int]  # of the captures before any call
+    gathers: bool  # the tensors of its calls come to our device
+    names: list[int]  # where those captures lie in the caller
+    precise: bool  # these gradients are not of half precision
+    search: Search
 
 
 class Stage:
@@ -27,27 +40,71 @@ class Stage:
 
 
 class Made:
-    """What a call gave, and where the gradients of those of its tensors that need them enter its graph."""
+    """What a call is given and gives, and where the gradients of those of its tensors that need them enter its graph."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        call: ForwardCall,
+        function: Function,
+        refs: Sequence[TensorRef],
+        given: list[torch.Tensor],
+        entrances: Sequence[Entrance],
+        inference: bool,
+        on_devices: bool,
+    ) -> None:
+        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that need gradients."""
         self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
+        self.inputs = edges_at(entrances) if call.bundle else []  # of bundles all of these are leaves
         self.outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
+        self.codes: list[int] = []  # where the outputs lie, in a pool with devices
         self.has_graph = False
         self.whole = False  # see `Graph`
         self.graph: Graph | None = None  # of all items
         self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
+        self._call = call
+        self._refs = refs
+        self._given = given
+        self._entrances = entrances
+        self._function = function
+        self._inference = inference
+        self._on_devices = on_devices
 
+    def items(self) -> Iterator[list[torch.Tensor]]:
+        """The tensors of the call, or of each item of a bundle."""
+        start = 0
+        for _, count in self._call.bundle:
+            yield self._given[start : start + count]
+            start += count
+        if not self._call.bundle:
+            yield self._given
 
-def each_item(call: ForwardCall, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors of the call, or of each item of a bundle."""
-    start = 0
-    for _, count in call.bundle:
-        yield tensors[start : start + count]
-        start += count
-    if not call.bundle:
-        yield tensors
+    def connect(self, found: Sequence[torch.Tensor], whole: bool) -> list[torch.Tensor]:
+        """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
+        flags = [flags_in_graph(tensor, self._given, self._function.captures) for tensor in found]
+        self.flags += flags
+        alone = not self._call.bundle
+        if alone:
+            self._given.clear()  # now only what was made of an input, if that is no leaf, still holds it
+            self.inputs = edges_at(self._entrances)
+        outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
+        if not outputs or self._inference:
+            return []
+        search = self._function.search
+        if search.is_on:
+            search.look(outputs, whole)
+        if alone:
+            self.unused = unused_inputs(self._refs, self.inputs, outputs, whole)
+        self.has_graph = True
+        return outputs
+
+    def enter(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
+        """Gradients may come to these."""
+        self.outputs += map(edge_of, outputs)
+        if self._on_devices:
+            self.codes += map(code_of, outputs)
+        self.whole = self.whole or whole
 
 
 def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:

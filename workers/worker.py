@@ -15,11 +15,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TextIO, overload
+from typing import Any, TextIO, overload
 
 import torch
 from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
-from mpgrad.workers.calls import Made, Stage, arguments, each_item, failure, flags_in_graph, result_structure, unused_inputs
+from mpgrad.workers.calls import Function, Made, Stage, arguments, failure, result_structure
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
     APPLIED,
@@ -95,18 +95,6 @@ __all__ = ["Worker"]
 GARBAGE_BYTES = 64 << 20
 MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
-
-
-class Function(NamedTuple):
-    code: int
-    target: Callable[..., Any]
-    captures: list[torch.Tensor]
-    edges: list[Edge]  # of the captures that need gradients
-    versions: list[int]  # of the captures before any call
-    gathers: bool  # the tensors of its calls come to our device
-    names: list[int]  # where those captures lie in the caller
-    precise: bool  # these gradients are not of half precision
-    search: Search
 
 
 class Worker:
@@ -302,36 +290,10 @@ class Worker:
         """Run a call, the items of a bundle one after another; notes in `stage` how far it came."""
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
-        tensors, entrances = self._inputs(refs, payload)
-        edges = edges_at(entrances) if call.bundle else []  # of bundles all inputs are leaves
-        made, codes = Made(), list[int]()
-
-        def connect(found: list[torch.Tensor], whole: bool) -> list[torch.Tensor]:
-            """Note where gradients enter the graph of an item's results, or of all items'. Returns what is to be sent."""
-            flags = [flags_in_graph(tensor, tensors, function.captures) for tensor in found]
-            made.flags += flags
-            if not call.bundle:
-                tensors.clear()  # now only what was made of an input, if that is no leaf, still holds it
-                edges[:] = edges_at(entrances)
-            outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
-            if not outputs or message.modes.inference:
-                return found
-            if station is not None:
-                codes.extend(map(code_of, outputs))
-            if function.search.is_on:
-                function.search.look(outputs, whole)
-            if not call.bundle:
-                made.unused = unused_inputs(refs, edges, outputs, whole)
-            made.has_graph = True
-            if ahead is not None and ahead.take(stage.offset, edges, found, whole):
-                # nothing may hold the graph now: then the next one gets its memory, which is in the cache
-                return [tensor.detach() for tensor in found]
-            made.outputs += map(edge_of, outputs)
-            made.whole = made.whole or whole
-            return found
-
+        given, entrances = self._inputs(refs, payload)
+        made = Made(call, function, refs, given, entrances, message.modes.inference, on_devices=station is not None)
         before = CHECKPOINTS.count
-        for stage.offset, own in enumerate(each_item(call, tensors)):
+        for stage.offset, own in enumerate(made.items()):
             stage.phase = "forward"
             if call.bundle:
                 self._note_item(stage.offset)
@@ -339,7 +301,9 @@ class Worker:
                 ahead.begin()
             args, kwargs = arguments(call, stage.offset, own)
             if message.seed is not None:
-                self._seed(message.seed, call.item + stage.offset)
+                seed = seed_item(message.seed, call.item + stage.offset)
+                if station is not None:
+                    station.seed(seed)
             started = time.perf_counter()
             value = function.target(*args, **kwargs)
             self._own_seconds += time.perf_counter() - started
@@ -348,22 +312,17 @@ class Worker:
             del args, kwargs, own, value
             made.shapes.append((shape, len(found)))
             if ahead is not None:
-                found, before = connect(found, CHECKPOINTS.count != before), CHECKPOINTS.count
+                found, before = go_ahead(ahead, made, stage.offset, found, CHECKPOINTS.count != before), CHECKPOINTS.count
             made.tensors += found
-        if ahead is None:
-            made.tensors = connect(made.tensors, CHECKPOINTS.count != before)
-        else:
+        if ahead is not None:
             ahead.end()
+        elif outputs := made.connect(made.tensors, whole := CHECKPOINTS.count != before):
+            made.enter(outputs, whole)
         self._note_item(-1)
         if made.has_graph:
-            names = None if station is None else Names(codes, names_of(call.tensors), function.names)
-            made.graph = Graph(message.function, made.outputs, edges, function.edges, made.whole, names)
+            names = None if station is None else Names(made.codes, names_of(call.tensors), function.names)
+            made.graph = Graph(message.function, made.outputs, made.inputs, function.edges, made.whole, names)
         return made
-
-    def _seed(self, seed: int, item: int) -> None:
-        own = seed_item(seed, item)
-        if self._station is not None:
-            self._station.seed(own)
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Entrance]]:
         plain = self._views(refs, payload)
@@ -635,6 +594,16 @@ class Worker:
         if dropped := drained(self._arena.dropped):
             messages.append(SlabsGone(dropped))
         self._link.send(messages, self._payload.parts)
+
+
+def go_ahead(ahead: Ahead, made: Made, item: int, found: list[torch.Tensor], whole: bool) -> list[torch.Tensor]:
+    """Run the backward of what an item gave, if that is a loss; returns what is to be sent."""
+    outputs = made.connect(found, whole)
+    if outputs and ahead.take(item, made.inputs, found, whole):
+        return [tensor.detach() for tensor in found]  # nothing holds the graph now: the next one gets its memory, still cached
+    if outputs:
+        made.enter(outputs, whole)
+    return found
 
 
 def spend(made: Made) -> None:
