@@ -257,12 +257,11 @@ class Operation:
         graph, call = outcome.graph, outcome.call
         inner = []
         for number, flags in enumerate(flags_in(outcome.result.tensors)):
-            needs_grad = bool(flags & REQUIRES_GRAD)
-            if needs_grad and not flags & LEAF:
+            if flags & REQUIRES_GRAD and not flags & LEAF:
                 inner.append(number)
             elif flags & PARAMETER:
-                tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=needs_grad)
-            elif needs_grad:
+                tensors[number] = torch.nn.Parameter(tensors[number], requires_grad=bool(flags & REQUIRES_GRAD))
+            elif flags & REQUIRES_GRAD:
                 tensors[number].requires_grad_()
         if graph is not None:
             graph.inputs_lent = call.inputs_lent

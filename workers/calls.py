@@ -120,8 +120,11 @@ def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tu
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
     """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
-    if tensor.grad_fn is not None and type(tensor) is torch.Tensor:  # most are such
-        return REQUIRES_GRAD
+    if type(tensor) is torch.Tensor:  # most are
+        if not tensor.requires_grad:
+            return LEAF
+        if tensor.grad_fn is not None:
+            return REQUIRES_GRAD
     flags = flags_of(tensor)
     if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
         flags &= ~LEAF

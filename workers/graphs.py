@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mpgrad._torch import apply, gradients, is_alive, plus
 from mpgrad.batching import Level, over
+from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD
 
 __all__ = [
     "APPLIED",
@@ -194,17 +195,17 @@ ROOT_EDGE = get_gradient_edge(ROOT)
 LEAF_NODE: Any = type(ROOT_EDGE.node)
 
 
-def dress(
-    tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool], leaf: Sequence[bool]
-) -> tuple[list[torch.Tensor], list[Entrance]]:
+def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[torch.Tensor], list[Entrance]]:
     """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
     dressed, entrances = list(tensors), list[Entrance]()
-    for k, tensor in enumerate(tensors):
-        if needs_grad[k] and leaf[k]:
-            entrances.append(tensor.requires_grad_())
-        elif needs_grad[k]:
+    for k, own in enumerate(flags):
+        if own & PARAMETER:
+            dressed[k] = torch.nn.Parameter(dressed[k], requires_grad=False)
+        if own & REQUIRES_GRAD and own & LEAF:
+            entrances.append(dressed[k].requires_grad_())
+        elif own & REQUIRES_GRAD:
             with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
-                dressed[k] = apply(Entry, ROOT, [tensor])
+                dressed[k] = apply(Entry, ROOT, [dressed[k]])
             entrances.append(weakref.ref(dressed[k].grad_fn))  # now: an in-place write moves the tensor away from that node
     return dressed, entrances
 

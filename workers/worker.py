@@ -325,12 +325,7 @@ class Worker:
         return made
 
     def _inputs(self, refs: Sequence[TensorRef], payload: memoryview) -> tuple[list[torch.Tensor], list[Entrance]]:
-        plain = self._views(refs, payload)
-        flags = flags_in(refs)
-        for k, own in enumerate(flags):
-            if own & PARAMETER:
-                plain[k] = torch.nn.Parameter(plain[k], requires_grad=False)
-        return dress(plain, [bool(own & REQUIRES_GRAD) for own in flags], [bool(own & LEAF) for own in flags])
+        return dress(self._views(refs, payload), flags_in(refs))
 
     def _views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
         if isinstance(refs, Bucket):
