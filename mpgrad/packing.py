@@ -255,14 +255,21 @@ def pack_bundle(
             return None
     call = PackedCall(index, None, placed)
     call.bundle = bundle
-    rest = iter(zip(together, flags, strict=True))
-    call.leaves = [[each for each, own in itertools.islice(rest, count) if own & REQUIRES_GRAD] for _, count in bundle]
+    call.leaves = leaves_of(items)
     needing = [leaf for each in call.leaves for leaf in each]
     if needing and grad:
         call.gated = [leaf_gate(needing)]
     elif needing:
         call.ungated = ungated(needing)
     return call
+
+
+def leaves_of(items: Items) -> list[list[torch.Tensor]]:
+    """Of each call, those of its tensors that need gradients."""
+    pairs = zip(items.tensors, items.flags, strict=True)
+    if {count for _, count in items.shapes} == {1}:  # most are such
+        return [[tensor] if own & REQUIRES_GRAD else [] for tensor, own in pairs]
+    return [[each for each, own in itertools.islice(pairs, count) if own & REQUIRES_GRAD] for _, count in items.shapes]
 
 
 class Items(NamedTuple):
