@@ -69,7 +69,7 @@ GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
 LEAD = 2e-3  # seconds of work for each worker that are packed before any of it is sent; doubles
-FIRST_BATCH = 16  # items that are, where it is not known what they cost
+FIRST_BATCH = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
 LARGEST_BATCH = 512  # items that are packed at most
 BATCH_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
@@ -679,9 +679,8 @@ class Pool:
         cold, and they have run dry. So of cheap items, which are packed in no time, the caller packs many first.
         """
         ran = self._scheduler.ran(operation.function.pickled)
-        if ran is None:
-            return FIRST_BATCH
-        return min(LARGEST_BATCH, max(self._processes, math.ceil(LEAD * self._processes / max(ran.total, 1e-9))))
+        seconds = math.inf if ran is None else max(ran.total, 1e-9)
+        return min(LARGEST_BATCH, max(FIRST_BATCH, math.ceil(LEAD * self._processes / seconds)))
 
     def _packed(
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None

@@ -606,7 +606,9 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
 
     def use(seed: int) -> None:
         try:
-            for _ in range(12):
+            for done in range(1000):
+                if done >= 12 and pool.stats().deaths > 3:  # however fast it goes
+                    break
                 weight = torch.full((3,), float(seed), requires_grad=True)
                 xs: Sequence[Tensor] = [torch.full((3,), float(k), requires_grad=True) for k in range(6)]
                 results = pool.map(lambda x: x * weight, xs)
@@ -628,7 +630,7 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert len(rounds) == 48 and pool.stats().deaths > 3
+    assert len(rounds) >= 48 and pool.stats().deaths > 3
 
 
 @pytest.mark.parametrize(
