@@ -68,7 +68,7 @@ ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
-LEAD = 2e-3  # seconds of work for each worker that are packed before any of it is sent; doubles
+LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
 FIRST_BATCH = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
 LARGEST_BATCH = 512  # items that are packed at most
 BATCH_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
@@ -676,11 +676,12 @@ class Pool:
         """How many items are packed before the workers hear of them.
 
         Once they do, they take the CPUs, the caller's too where there are no more; and when it is its turn again its caches are
-        cold, and they have run dry. So of cheap items, which are packed in no time, the caller packs many first.
+        cold, and they have run dry. So of cheap items, which are packed in no time, the caller packs many first. That would be
+        too late for many workers, of which the first few leave it its CPU: so it does not depend on how many there are.
         """
         ran = self._scheduler.ran(operation.function.pickled)
         seconds = math.inf if ran is None else max(ran.total, 1e-9)
-        return min(LARGEST_BATCH, max(FIRST_BATCH, math.ceil(LEAD * self._processes / seconds)))
+        return min(LARGEST_BATCH, max(FIRST_BATCH, math.ceil(LEAD / seconds)))
 
     def _packed(
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
