@@ -70,7 +70,7 @@ ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
 LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
 FIRST_BATCH = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
-LARGEST_BATCH = 512  # items that are packed at most
+LARGEST_BATCH = 512  # items that are at most
 BATCH_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
 WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 

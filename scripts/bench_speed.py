@@ -32,6 +32,7 @@ Row = Callable[[Pools, Plan], Iterator[Figure]]
 ROWS: dict[str, Row] = {
     "tiny": grains.bench_tiny,
     "forward": grains.bench_forward,
+    "lengths": grains.bench_lengths,
     "budget": budget.bench_budget,
     "cpu": budget.bench_cpu,
     "floor": floor.bench_floor,

@@ -25,10 +25,10 @@ def run(*arguments: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_rows_of_grains_and_copies(tmp_path: Path) -> None:
-    rows = ["tiny", "forward", "budget", "cpu", "floor", "python", "op", "transfer", "captures", "tail"]
+    rows = ["tiny", "forward", "lengths", "budget", "cpu", "floor", "python", "op", "transfer", "captures", "tail"]
     table, figures = run("--rows", *rows, "--json", str(tmp_path / "quick.json"))
     assert [figure["row"].partition(":")[0] for figure in figures if figure["aim"]] == [
-        "tiny", "forward", "python", "python", "op", "transfer", "captures", "tail", "tail"
+        "tiny", "forward", *["lengths"] * 4, "python", "python", "op", "transfer", "captures", "tail", "tail"
     ]  # fmt: skip
     for figure in figures:
         assert figure["value"] > 0 and figure["row"] in table

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from bench_overhead import (
+    Batch,
     Contender,
     Function,
+    Loop,
     Measured,
+    Outcome,
     Work,
     forward,
     measured,
@@ -38,29 +41,33 @@ LONGEST_BARE = 0.3  # ms: it cuts maps into equal chunks, which is no limit for 
 
 
 def bench_tiny(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    contenders = [
-        Contender("serial", partial(backward_of_all, serial, doubled)),
-        Contender("pool", partial(backward_of_all, pools.keep.map, doubled)),
-        Contender(BARE, partial(backward_of_all, pools.bare.map, doubled)),
-    ]
-    yield from tiny_figures("tiny: x * 2, forward and backward, pool forced", contenders, plan, 40.0)
+    maps: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map, BARE: pools.bare.map}
+    row = "tiny: x * 2, forward and backward, pool forced"
+    yield from tiny_figures(row, backward_of_all, maps, plan.tiny_items, plan.repeats, 40.0)
 
 
 def bench_forward(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    contenders = [
-        Contender("serial", partial(forward, serial, doubled)),
-        Contender("pool", partial(forward, pools.keep.map, doubled)),
-        Contender(BARE, partial(forward, pools.bare.map, doubled)),
-    ]
-    yield from tiny_figures("forward: x * 2, forward only, no gradient, pool forced", contenders, plan, 15.0)
+    maps: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map, BARE: pools.bare.map}
+    row = "forward: x * 2, forward only, no gradient, pool forced"
+    yield from tiny_figures(row, forward, maps, plan.tiny_items, plan.repeats, 15.0)
 
 
-def tiny_figures(row: str, contenders: Sequence[Contender], plan: Plan, most: float) -> Iterator[Figure]:
-    contenders = [contender._replace(most_items=plan.tiny_items) for contender in contenders]
-    own, pool, bare = measured(contenders, tiny_items(plan.tiny_items), plan.repeats)
-    yield median_figure(row, "serial", microseconds(own), "us/item")
-    yield median_figure(row, "pool", microseconds(pool), "us/item", ("<=", most))
-    yield median_figure(row, BARE, microseconds(bare), "us/item")
+def bench_lengths(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """What a map takes at its beginning and at its end weighs less in a longer one."""
+    for count in plan.tiny_lengths:
+        for way, run, most in (("forward and backward", backward_of_all, 40.0), ("forward only, no gradient", forward, 15.0)):
+            maps: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map}
+            row = f"lengths: x * 2, {count:,} items in a map, {way}, pool forced"
+            yield from tiny_figures(row, run, maps, count, plan.repeats, most)
+
+
+def tiny_figures(
+    row: str, run: Callable[[Loop, Function, Batch], Outcome], maps: dict[str, Loop], count: int, repeats: int, most: float
+) -> Iterator[Figure]:
+    contenders = [Contender(name, partial(run, loop, doubled), most_items=count) for name, loop in maps.items()]
+    for result in measured(contenders, tiny_items(count), repeats):
+        aim = ("<=", most) if result.name == "pool" else None
+        yield median_figure(row, result.name, microseconds(result), "us/item", aim)
 
 
 def microseconds(result: Measured) -> list[float]:

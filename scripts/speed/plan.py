@@ -20,6 +20,7 @@ class Plan:
     processes: int = 2
     repeats: int = 9
     tiny_items: int = 1000
+    tiny_lengths: Sequence[int] = (500, 1000, 2000, 5000, 20_000)
     work_seconds: float = 0.3  # of a serial run
     grains_ms: Sequence[float] = (10, 1, 0.3, 0.1)
     adaptive_ms: Sequence[float] = (0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, 10, 50)
@@ -37,6 +38,7 @@ class Plan:
 QUICK = Plan(
     repeats=1,
     tiny_items=20,
+    tiny_lengths=(20, 40),
     work_seconds=0.02,
     grains_ms=(1,),
     adaptive_ms=(0, 1),
