@@ -58,8 +58,8 @@ class WorkerDiedError(BrokenProcessPool):
         super().__init__(item, phase, worker, exit_code, detail)
 
     def __str__(self) -> str:
-        subject = "a call" if self.item is None else f"item {self.item}"
-        message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}, {subject})"
+        subject = f", item {self.item}" if self.item is not None else "" if self.phase == "start" else ", a call"
+        message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}{subject})"
         return f"{message}; {self.detail}" if self.detail else message
 
 

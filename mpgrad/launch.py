@@ -68,23 +68,30 @@ class NurseryProcess:
                 start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
             )
         self._control = ours
-        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
         self._exit_codes: dict[int, int] = {}
 
-    def fork(self, name: int, number: int, end: socket.socket) -> None:
+    def fork(self, name: int, number: int, end: socket.socket) -> bool:
+        """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
         descriptors = array.array("i", [end.fileno()])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-        with contextlib.suppress(OSError):  # a dead nursery shows as the end of the worker's pipe
-            self._control.sendmsg([pickle.dumps(("fork", name, number))], rights)
-        end.close()
+        with self._sending:
+            if self._control.fileno() < 0:  # closed, by another pool that found it gone
+                return False
+            try:
+                self._control.sendmsg([pickle.dumps(("fork", name, number))], rights)
+            except ConnectionError:
+                return False
+        return True
 
     def kill(self, name: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended, and its workers with it
+        with self._sending, contextlib.suppress(OSError):  # it has ended, and its workers with it
             self._control.send(pickle.dumps(("kill", name, 0)))
 
     def exit_code(self, name: int, timeout: float) -> int | None:
         deadline = time.monotonic() + timeout
-        with self._lock:
+        with self._receiving:
             while name not in self._exit_codes:
                 if self._control.fileno() < 0:
                     return None
@@ -105,8 +112,10 @@ class NurseryProcess:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # the nursery sees it even where a forked child holds a copy of this end
-        self._control.close()
+            # the nursery sees it even where a forked child holds a copy of this end, and so does whoever waits for an exit code
+            self._control.shutdown(socket.SHUT_RDWR)
+        with self._sending, self._receiving:
+            self._control.close()
         self._process.wait()
 
 
@@ -136,12 +145,14 @@ class NurseryLauncher:
             return cls._shared
 
     def launch(self, number: int, end: socket.socket) -> None:
-        if not self._nursery.alive:  # killed from outside: its workers died with it, and their successors need a new one
-            self._nursery.close()
-            self._nursery = self._join()
         name = next(self._new_names)
+        with end:
+            if not (self._nursery.alive and self._nursery.fork(name, number, end)):
+                # killed from outside: its workers die with it, and their successors need a new one
+                self._nursery.close()
+                self._nursery = self._join()
+                self._nursery.fork(name, number, end)  # should that one be gone too, so is the other end of the worker's pipe
         self._born[number] = self._nursery, name
-        self._nursery.fork(name, number, end)
 
     def kill(self, number: int) -> None:
         nursery, name = self._born[number]

@@ -284,7 +284,7 @@ def test_a_failing_initializer(nursery: mpgrad.Pool) -> None:
 
 
 def test_workers_that_die_at_start(nursery: mpgrad.Pool) -> None:
-    message = r"exited with status 5 \(phase: start, a call\); so did 3 in a row"
+    message = r"exited with status 5 \(phase: start\); so did 3 in a row"
     with mpgrad.Pool(1, initializer=os._exit, initargs=(5,)) as pool, pytest.raises(mpgrad.WorkerDiedError, match=message):
         pool.map(abs, [1])
 

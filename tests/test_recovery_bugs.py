@@ -47,7 +47,9 @@ def run(code: str, **environment: str) -> str:
     """What a program prints on both streams."""
     command = [sys.executable, "-W", "error", "-c", "import os, resource, sys, time, psutil, torch, mpgrad\n" + code]
     env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=env, check=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # --- wrong numbers
@@ -260,6 +262,23 @@ def test_many_workers_that_start_die_at_once() -> None:
         "    print(pool.map(abs, [-1, -2]))\n"
     )
     assert run(code) == "[1, 2]\n"
+
+
+def test_the_nursery_is_dying_and_nobody_can_know() -> None:
+    """A process that is killed closes its pipes before its parent is told; successors of its workers were asked of it."""
+    code = (
+        "from mpgrad.launch import NurseryProcess\n"
+        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
+        "with mpgrad.Pool(2, inline='never') as first, mpgrad.Pool(1, inline='never') as second:\n"
+        "    (nursery,) = psutil.Process().children()\n"
+        "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
+        "    nursery.kill()\n"
+        "    while first.stats().deaths < 2 or second.stats().deaths < 1: time.sleep(0.001)\n"
+        "    print(first.map(abs, [-4, -5]), second.map(abs, [-6]))\n"
+        "    print(len(psutil.Process().children()))\n"
+        "print(len(psutil.Process().children()))\n"
+    )
+    assert run(code).splitlines() == ["[1, 2] [3]", "[4, 5] [6]", "1", "0"]
 
 
 # --- limits of time
