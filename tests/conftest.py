@@ -52,9 +52,7 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = pool = stack.enter_context(mpgrad.Pool(processes, engine=engine, inline="never"))
-                while len(pool.stats().workers) < processes:  # one alone may do all calls, before the others have started
-                    pool.map(abs, range(4 * processes))
+                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine, inline="never")))
             return made[engine, processes]
 
         for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
@@ -149,6 +147,13 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 # --- for tests that end processes
+
+
+def staffed(pool: mpgrad.Pool) -> mpgrad.Pool:
+    """All its workers have started: one alone may do all calls before the others have."""
+    while len(pool.stats().workers) < pool.processes:
+        pool.map(abs, range(4 * pool.processes), 1)
+    return pool
 
 
 def gone(pids: list[int], within: float) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import staffed
 
 import mpgrad
 
@@ -199,9 +200,7 @@ def test_graphs_are_released_with_their_results(pool2: mpgrad.Pool) -> None:
 
 
 def test_graphs_are_released_in_a_worker_that_has_nothing_else_to_do(fresh_pool: mpgrad.Pool) -> None:
-    while len(fresh_pool.stats().workers) < 2:
-        fresh_pool.map(abs, range(8))
-    workers = fresh_pool._scheduler._workers.values()
+    workers = staffed(fresh_pool)._scheduler._workers.values()
     results = fresh_pool.map(lambda k: (time.sleep(0.05), torch.ones(2, requires_grad=True).exp())[1], range(2))
     assert [len(worker.kept) for worker in workers] == [1, 1]
     del results

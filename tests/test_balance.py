@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import staffed
 
 import mpgrad
 from mpgrad.line import SORTED
@@ -115,9 +116,7 @@ def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Po
         time.sleep(seconds)
         return os.getpid()
 
-    while len(fresh_pool.stats().workers) < 2:
-        fresh_pool.map(abs, range(8))
-    fresh_pool.map(sleeps, [0.01] * 8)  # so that it is known how long they take
+    staffed(fresh_pool).map(sleeps, [0.01] * 8)  # so that it is known how long they take
     pids = fresh_pool.map(sleeps, [0.5, 0.01, 0.01, 0.01])
     assert pids.count(pids[0]) == 1
 
@@ -154,9 +153,7 @@ def numbered(sizes: Iterable[int]) -> list[torch.Tensor]:
 @pytest.fixture
 def noted(pool: mpgrad.Pool, tmp_path: Path) -> Noted:
     fn = Noted(tmp_path / "begun")
-    while len(pool.stats().workers) < 2:
-        pool.map(abs, range(8))
-    pool.map(fn, numbered([2] * 4))  # so that it is known how long it takes
+    staffed(pool).map(fn, numbered([2] * 4))  # so that it is known how long it takes
     fn.begun()
     return fn
 

@@ -275,15 +275,15 @@ def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.Log
 
 
 def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:
-    # symptom: the waiter woke up more than a second later. cause: it was told with the next frame only.
+    # symptom: the waiter woke up when a call ended. cause: it was told with the next frame only.
     for _ in range(4):
-        fresh_pool.submit(time.sleep, 1.5)
+        fresh_pool.submit(time.sleep, 5)
     future = fresh_pool.submit(abs, -1)
     threading.Timer(0.1, future.cancel).start()
     begin = time.monotonic()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 4
 
 
 def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:

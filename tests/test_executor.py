@@ -104,11 +104,11 @@ def test_a_map_that_nobody_looks_at_is_cancelled(kind: Any, tmp_path: Path) -> N
 @both
 def test_a_timeout_of_map(kind: Any) -> None:
     with kind(1) as executor:
-        results = executor.map(nap, [0, 0.6], timeout=0.3)
+        results = executor.map(nap, [0, 2], timeout=0.3)
         started = time.monotonic()
         with pytest.raises(TimeoutError):
             list(results)
-        assert time.monotonic() - started < 0.59
+        assert time.monotonic() - started < 1.8
     with pytest.raises(ValueError, match="chunksize"), kind(1) as executor:
         executor.map(abs, [1], chunksize=0)
 
@@ -129,11 +129,11 @@ def test_shutdown(kind: Any, tmp_path: Path) -> None:
 @both
 def test_shutdown_without_waiting(kind: Any) -> None:
     executor = kind(1)
-    future = executor.submit(nap, 0.3)
+    future = executor.submit(nap, 1)
     started = time.monotonic()
     executor.shutdown(wait=False)
-    assert time.monotonic() - started < 0.25 and not future.done()
-    assert future.result(PATIENCE) == 0.3
+    assert time.monotonic() - started < 0.9 and not future.done()
+    assert future.result(PATIENCE) == 1
 
 
 @both

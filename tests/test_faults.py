@@ -212,7 +212,7 @@ def test_a_worker_that_dies_in_forward(fresh_pool: mpgrad.Pool, how: str, text: 
     begin = time.monotonic()
     with pytest.raises(mpgrad.WorkerDiedError, match=rf"worker \d+ {text} \(phase: forward, item 3\)") as caught:
         fresh_pool.map(lambda k: die(how) if k == 3 else time.sleep(0.01), range(20))
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 5
     assert (caught.value.item, caught.value.phase) == (3, "forward")
     works(fresh_pool)
     assert len(fresh_pool._scheduler._workers) == 2
@@ -291,7 +291,7 @@ def test_workers_that_die_at_start(nursery: mpgrad.Pool) -> None:
 
 def test_ctrl_c_during_a_map(fresh_pool: mpgrad.Pool, interruptible: None) -> None:
     works(fresh_pool)
-    interrupted(lambda: fresh_pool.map(time.sleep, [0.3] * 20, 1))
+    interrupted(lambda: fresh_pool.map(time.sleep, [0.3] * 40, 1))
     works(fresh_pool)
 
 
@@ -303,7 +303,7 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            time.sleep(1)
+            time.sleep(4)
             return grad
 
     x = torch.ones(2, requires_grad=True)
@@ -313,7 +313,7 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
 
 def interrupted(work: Callable[[], object]) -> None:
-    """Run `work`, interrupt it as Ctrl-C does (the whole group, workers too), and see it end within a second."""
+    """Run `work` of four seconds or more, interrupt it as Ctrl-C does (the whole group, workers too), and see it end before."""
     for child in psutil.Process().children(recursive=True):
         child.send_signal(signal.SIGINT)
     timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
@@ -321,7 +321,7 @@ def interrupted(work: Callable[[], object]) -> None:
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert time.monotonic() - begin < 1.2
+    assert time.monotonic() - begin < 3
     timer.join()
 
 
@@ -353,7 +353,7 @@ def test_terminate_fails_what_is_under_way(nursery: mpgrad.Pool) -> None:
     iterator = pool.imap(time.sleep, [5] * 3)
     begin = time.monotonic()
     pool.terminate()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 4
     for wait in (result.get, future.result, iterator.next):
         with pytest.raises(mpgrad.PoolClosedError):
             wait()

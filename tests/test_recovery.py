@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import staffed
 
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
@@ -478,7 +479,7 @@ def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
     xs = [torch.linspace(0, 1 + k, 50_000, dtype=torch.float64, requires_grad=True) for k in range(40)]  # 800 MB of graphs
     limit = 60_000_000
     with mpgrad.Pool(2, graph_memory=limit) as pool:
-        pool.map(fn, xs[:2])
+        staffed(pool).map(fn, xs[:2])
         before = [worker.resident_bytes for worker in pool.stats().workers]
         results = pool.map(fn, xs)
         stats = pool.stats()

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import staffed
 from torch import Tensor
 
 import mpgrad
@@ -286,10 +287,10 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
 
 def test_calls_that_ended_in_time_while_nobody_looked(nursery: mpgrad.Pool) -> None:
     """A slow callback held up the pool's thread, which then killed workers for calls that were done long ago."""
-    with mpgrad.Pool(1, timeout=0.5, retries=0) as pool:
+    with mpgrad.Pool(1, timeout=1, retries=0) as pool:
         pool.map(abs, [1])
         result = pool.map_async(lambda x: time.sleep(0.2) or x, [1, 2, 3], chunksize=1)
-        pool.map_async(abs, [], callback=lambda values: time.sleep(1.2))
+        pool.map_async(abs, [], callback=lambda values: time.sleep(2))
         assert result.get(PATIENCE) == [1, 2, 3] and pool.stats().deaths == 0
 
 
@@ -301,15 +302,15 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(0.4)
+        time.sleep(0.8)
         (x,) = ctx.saved_tensors
         return grad * 3 * x**2
 
 
 def test_each_step_to_a_lost_graph_has_its_own_time(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, timeout=0.7) as pool:
+    with mpgrad.Pool(1, timeout=1.5) as pool:
         x = torch.ones(3, requires_grad=True)
-        (y,) = pool.map(lambda x: (time.sleep(0.4), Slow.apply(x))[1], [x])
+        (y,) = pool.map(lambda x: (time.sleep(0.8), Slow.apply(x))[1], [x])
         (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         kill_all(pool)
         assert torch.equal(torch.autograd.grad(d.sum(), x)[0], torch.full((3,), 6.0))
@@ -341,7 +342,7 @@ def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
         time.sleep(0.02)
         return y.sum()
 
-    fresh_pool.map(slowly, [torch.ones(3)] * 4)
+    staffed(fresh_pool).map(slowly, [torch.ones(3)] * 4)
     survivor = min(worker.pid for worker in fresh_pool.stats().workers)
     counts = []
     for _ in range(8):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import staffed
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
@@ -35,9 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", params=OPTIONS, ids=str)
 def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
-        while len(pool.stats().workers) < pool.processes:  # all before the first test, which looks for what it leaves
-            pool.map(torch.abs, list(torch.ones(64).unbind()), chunksize=1)
-        yield pool
+        yield staffed(pool)  # before the first test, which looks for what it leaves
 
 
 @pytest.fixture(params=["map", "submit"])
