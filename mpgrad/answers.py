@@ -47,7 +47,7 @@ class Answers:
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
                 if operation.eager == Eager.SUMS and operation.home.reach is not None:
-                    worker.summed.add(operation.function.number)
+                    worker.note_sum(operation.function.number, None, ())
                     summed = operation.function.summed
                     summed[worker] = summed.get(worker, 0) + 1
             elif outcome.has_graph:
@@ -89,8 +89,7 @@ class Answers:
 
     def collected(self, worker: Worker, chunk: Chunk, message: Collected, payload: memoryview) -> None:
         assert chunk.captures is not None
-        if chunk.captures.task is None:
-            worker.summed.discard(chunk.captures.function)
+        worker.forget_sum(chunk.captures.function, chunk.captures.task, chunk.captures.levels)
         chunk.captures.reply.calls = message.calls
         self._arrive(chunk.captures.reply, message.grads, payload, worker)
 

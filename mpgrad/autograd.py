@@ -135,6 +135,11 @@ class Home(Protocol):
     reach: Reach | None  # of the captures that need gradients, if there are any
 
     @property
+    def function(self) -> int:
+        """The number of the function with its captures."""
+        ...
+
+    @property
     def code(self) -> int:
         """The number of the function's pickle."""
         ...
@@ -466,7 +471,7 @@ def wanted_of_bundle(
     return tuple([number for number in inputs if leaf_will_run(leaves[number][0])])
 
 
-def forget_oldest(by_task: dict[int, Any]) -> None:
+def forget_oldest(by_task: dict[Any, Any]) -> None:
     """A backward that failed leaves behind what nobody takes any more."""
     if len(by_task) > MOST_TASKS:
         del by_task[next(iter(by_task))]

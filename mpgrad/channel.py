@@ -26,6 +26,8 @@ __all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
+ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
+CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # of what is received, where the system has that
 TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code to look at a bit
 READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
@@ -157,7 +159,7 @@ class Channel:
             self._is_dry = count < len(rest)
             self._filled += count
         else:
-            count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4 * MAX_DESCRIPTORS))
+            count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC)
             self._is_dry = count < READ_BYTES
             self._incoming += self._buffer[:count]
             received = array.array("i")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpgrad.arena import Borrowed, Slot, slab_of
-from mpgrad.autograd import Order, Promise, RemoteGraph
+from mpgrad.autograd import Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import TensorRef
 from mpgrad.channel import Pipe, drained, send_slabs
@@ -118,6 +118,7 @@ class Worker:
         self.direct = device == 0  # it and we can read each other's slots on its device
         self.ready = False
         self.retiring = False  # takes no new calls: it has done as many as one worker may
+        self.is_last = False  # when it has ended no other will make again what is missing
         self.gone: BaseException | None = None  # what its graphs answer after its end
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
@@ -133,7 +134,8 @@ class Worker:
         self.spent: set[int] = set()  # those of them that are missing because nothing was left of them
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
-        self.summed: set[int] = set()  # functions of which eager gradients are added up there
+        # of captures' gradients that are added up there: by function, then by backward (None: eager) and levels
+        self.sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
         self.functions: set[int] = set()
         self.codes: set[int] = set()
         self.slabs: set[int] = set()
@@ -163,8 +165,14 @@ class Worker:
     @property
     def is_done(self) -> bool:
         """Nothing under way, nothing waiting, nothing there that a backward could still need."""
-        kept = self.graphs > len(self.missing) or self.summed
-        return not (self.under_way or self.backlog or kept or self.releases)
+        return not self.sums and self.has_sums_before(0)
+
+    def has_sums_before(self, task: int) -> bool:
+        """It would be done, but for sums of earlier backwards."""
+        given_up = self.spent if self.is_last else self.missing
+        if self.under_way or self.backlog or self.graphs > len(given_up) or self.releases:
+            return False
+        return all(each is not None and each < task for sums in self.sums.values() for each, _ in sums)
 
     @property
     def current(self) -> Chunk | None:
@@ -192,9 +200,19 @@ class Worker:
         """Have it leave out what it has not begun of chunks that nobody waits for."""
         if self.progress is None:
             return
-        for place, (number, chunk) in zip((Progress.CANCELLED, Progress.CANCELLED + 1), self.under_way.items(), strict=False):
+        for number, chunk in self.under_way.items():
             if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
-                self.progress[place] = number
+                self._call_off(number, self.progress)
+
+    def _call_off(self, number: int, progress: memoryview) -> None:
+        """In a place that no other chunk under way has: that one, too, must stay called off.
+
+        There is one for each that a process is sent at a time; in the caller's own there may be more of them.
+        """
+        places = range(Progress.CANCELLED, Progress.COUNT)
+        free = [place for place in places if progress[place] not in self.under_way]
+        if free and all(progress[place] != number for place in places):
+            progress[free[0]] = number
 
     def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
         """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.
@@ -222,14 +240,25 @@ class Worker:
         """Take back what `unbegun` counts."""
         if self.progress is None:
             return []
-        for place, number in zip((Progress.CANCELLED, Progress.CANCELLED + 1), self.under_way, strict=False):
-            self.progress[place] = number
+        for number in self.under_way:
+            self._call_off(number, self.progress)
         taken = []
         for operation, calls, count in self.unbegun():  # counted after it can see that it is called off
             if count:
                 taken.append((operation, [call for _, call in calls[-count:]]))
                 del calls[-count:]
         return taken
+
+    def note_sum(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
+        sums = self.sums.setdefault(function, {})
+        sums[task, levels] = None
+        forget_oldest(sums)  # as the worker does
+
+    def forget_sum(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
+        sums = self.sums.get(function, {})
+        sums.pop((task, levels), None)
+        if not sums:
+            self.sums.pop(function, None)
 
     def take_leave(self) -> None:
         """It is gone, and holds nothing of ours any more; graphs may refer to it for long."""
@@ -288,6 +317,9 @@ class Worker:
                 break
             self.backlog.popleft()
             sent.append(item)
+            order = item.what.order
+            if order.captures and not order.apart:
+                self.note_sum(item.what.graph.home.function, order.task, order.levels)
             before = self._before(item.what.graph, payload, messages, item.again)
             item.again = True  # should it be lost with us
             calls.append(self._backward_call(item.what, payload, before))
@@ -390,7 +422,8 @@ class Worker:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
             self.functions.difference_update(functions)
-            self.summed.difference_update(functions)
+            for function in functions:
+                self.sums.pop(function, None)
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
         self.sent_at = time.monotonic()
         self.channel.send(news + messages, payload.parts)

@@ -19,12 +19,11 @@ from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.crew import Worker
 from mpgrad.devices import INSTALLED, Lane, Post, Region, name_of
 from mpgrad.messages import Direct, Message, NewSlab, Tried, Try
+from mpgrad.output import report
 
 __all__ = ["Crossing"]
 
 MARK_BYTES = 64
-
-log = logging.getLogger("mpgrad")
 
 
 class Crossing:
@@ -94,7 +93,8 @@ class Crossing:
         self._is_direct = False
         if not self._is_refused:
             self._is_refused = True
-            log.warning(
+            report(
+                logging.WARNING,
                 "tensors go to and from workers on %s through the CPU's memory: processes cannot share that device's (%s)",
                 name_of(code),
                 reason,

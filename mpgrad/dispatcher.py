@@ -25,6 +25,7 @@ from mpgrad.channel import Channel
 from mpgrad.crew import Worker
 from mpgrad.errors import InternalError
 from mpgrad.launch import Launcher
+from mpgrad.output import report
 from mpgrad.scheduler import Scheduler, Settings
 
 __all__ = ["Dispatcher"]
@@ -33,8 +34,6 @@ GRACE = 0.05  # seconds in which news gathers before it is sent without a messag
 EXIT_PATIENCE = 2.0  # seconds for a worker to end, and for its exit code to arrive
 
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
-
-log = logging.getLogger("mpgrad")
 
 
 class Waiter(NamedTuple):
@@ -55,11 +54,16 @@ class Dispatcher(Scheduler):
         self._sleeping_soundly = False  # without the timer that sends the news
         self._news_due = math.inf
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:  # what was opened, should no descriptor or thread be left for the rest
+            undo.callback(launcher.close)
+            self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            undo.callback(os.close, self._wake_read)
+            undo.callback(os.close, self._wake_write)
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._wake_read, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     # --- any thread
 
@@ -117,7 +121,7 @@ class Dispatcher(Scheduler):
             while not self._stopping:
                 self._turn()
         except BaseException as error:
-            log.exception("the dispatcher failed")
+            report(logging.ERROR, "the dispatcher failed", with_traceback=True)
             self._broken = InternalError(f"the dispatcher failed ({type(error).__name__}: {error}); please report it")
             self._broken.__cause__ = error
         finally:

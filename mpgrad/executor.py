@@ -179,8 +179,9 @@ UNFINISHED: weakref.WeakSet[Scheduler] = weakref.WeakSet()  # of executors
 def finish_all() -> None:
     """As the interpreter ends: what was submitted is done first, as in concurrent.futures."""
     for scheduler in list(UNFINISHED):
-        scheduler.leave()
-        scheduler.await_all()
+        if scheduler.is_ours:  # a forked child has those of its parent too
+            scheduler.leave()
+            scheduler.await_all()
 
 
 atexit.register(finish_all)  # before the pools' own end, which was registered earlier

@@ -31,13 +31,14 @@ Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slo
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_index", "_outcome", "_wait_until", "apart", "calls", "dependents", "graph", "reached", "warned")
+    __slots__ = ("_index", "_outcome", "_wait_until", "apart", "calls", "dependents", "graph", "reached", "warned", "worker")
 
     is_ready = False
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | range | None) -> None:
+    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | range | None, worker: object) -> None:
         self._wait_until = wait_until
         self._index = index
+        self.worker = worker  # in whose sum the captures' gradients are, unless they are apart: its graph may get another
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
         self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
@@ -293,11 +294,14 @@ class OperationHome:
         self._eager_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
 
     @property
+    def function(self) -> int:
+        return self._function.number
+
+    @property
     def code(self) -> int:
         return self._function.code
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
-        worker = graph.worker
         served = self._serve(graph, order, grads)
         if served is not None:
             return served
@@ -305,7 +309,7 @@ class OperationHome:
         if order.captures and not order.apart:
             sums = self._contributions.setdefault(order.task, {})
             forget_oldest(self._contributions)
-            sums.setdefault((worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
+            sums.setdefault((reply.worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
     def _serve(self, graph: RemoteGraph, order: Order, grads: Grads) -> ReadyReply | None:
@@ -397,7 +401,7 @@ class OperationHome:
         graph = alive(share.graph)
         order = share.order._replace(wanted=())
         reply = self.carrier.send_gradients(graph, order, share.grads, again=True)
-        sums.setdefault((graph.worker, ()), []).append(Contribution(share.graph, order, share.grads, reply))
+        sums.setdefault((reply.worker, ()), []).append(Contribution(share.graph, order, share.grads, reply))
 
     def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
         """Once more, of a backward that was done: its part of the sum was lost with the worker."""

@@ -31,6 +31,10 @@ __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "ThreadLauncher", "
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.workers.nursery import main; main(int(sys.argv[1]))"
 
 
+MAIN_MODULE = threading.Lock()  # while it is hidden
+NURSERY_PATIENCE = 2.0  # seconds for it to end
+
+
 class Launcher(Protocol):
     """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
 
@@ -116,7 +120,11 @@ class NurseryProcess:
             self._control.shutdown(socket.SHUT_RDWR)
         with self._sending, self._receiving:
             self._control.close()
-        self._process.wait()
+        try:
+            self._process.wait(NURSERY_PATIENCE)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._process.kill()
+            self._process.wait()
 
 
 class NurseryLauncher:
@@ -214,14 +222,15 @@ class ContextLauncher:
 @contextlib.contextmanager
 def hidden_main_module() -> Iterator[None]:
     """multiprocessing has a child import the parent's main module, which would run an unguarded script again."""
-    main = sys.modules["__main__"]
     stand_in = types.ModuleType("__main__")
     stand_in.__spec__ = None
-    sys.modules["__main__"] = stand_in
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with MAIN_MODULE:  # else one pool could take another's stand-in for the module
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = stand_in
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 class ThreadLauncher:
@@ -248,6 +257,15 @@ class ThreadLauncher:
     def close(self) -> None:
         for number in list(self._threads):
             self.exit_code(number, timeout=5)
+
+
+def unlock_in_child() -> None:
+    """Another thread may have held them as this process was forked."""
+    global MAIN_MODULE
+    NurseryLauncher._lock, MAIN_MODULE = threading.Lock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=unlock_in_child)
 
 
 def process_launcher(context: BaseContext | str | None) -> Launcher:

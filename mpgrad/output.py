@@ -6,10 +6,32 @@ import contextlib
 import logging
 import pickle
 import sys
+import traceback
 
 from mpgrad.messages import Logged, Printed
 
-__all__ = ["logged_again", "lowest_log_level", "printed_again"]
+__all__ = ["given_again", "lowest_log_level", "report"]
+
+log = logging.getLogger("mpgrad")
+
+
+def report(level: int, text: str, *arguments: object, with_traceback: bool = False) -> None:
+    """Log, from the pool's own thread, which goes on where a handler of the caller's raises."""
+    try:
+        log.log(level, text, *arguments, exc_info=with_traceback)
+    except Exception:
+        if sys.__stderr__ is not None:
+            traceback.print_exc(file=sys.__stderr__)
+
+
+def given_again(message: Printed | Logged) -> None:
+    try:
+        if isinstance(message, Printed):
+            printed_again(message)
+        else:
+            logged_again(message)
+    except Exception:  # of a stream or a handler of the caller's
+        report(logging.ERROR, "what a task has printed or logged cannot be given again here", with_traceback=True)
 
 
 def printed_again(printed: Printed) -> None:

@@ -20,12 +20,11 @@ from typing import Any, Protocol
 from mpgrad._torch import not_compiled
 from mpgrad.errors import add_note
 from mpgrad.operations import Claim, Failed, Operation, Submitted
+from mpgrad.output import report
 from mpgrad.packing import PackedCall
 from mpgrad.structure import Deferred
 
 __all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator", "Uncollected"]
-
-log = logging.getLogger("mpgrad")
 
 
 class Desk(Protocol):
@@ -151,7 +150,7 @@ class AsyncResult:
             else:
                 self._uncollected.note(self._number, failed)
         except BaseException:  # it is the caller's code in the pool's thread, which has to go on
-            log.exception("a callback of the pool raised")
+            report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
 
 
 class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
@@ -251,7 +250,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
                     self._uncollected.note(self._number, outcome)
             self.set_result(None)  # the value is made by `result`, and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
-            log.exception("a callback of a future raised")
+            report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
 class ResultIterator:

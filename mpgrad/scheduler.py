@@ -61,7 +61,7 @@ from mpgrad.messages import (
 )
 from mpgrad.modes import Modes, current_modes
 from mpgrad.operations import Operation
-from mpgrad.output import logged_again, lowest_log_level, printed_again
+from mpgrad.output import given_again, lowest_log_level, report
 from mpgrad.packer import Packer, Payload, Placed, Together
 from mpgrad.packing import PackedCall, SharedFunction
 from mpgrad.recovery import Recovery
@@ -74,9 +74,6 @@ HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for 
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
 STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
-
-
-log = logging.getLogger("mpgrad")
 
 
 class Forks:
@@ -220,8 +217,13 @@ class Scheduler(ABC):
     def state(self) -> str:
         return "broken" if self._broken is not None else "closed" if self._closing else "open"
 
+    @property
+    def is_ours(self) -> bool:
+        """This process has made it, not one of which it is a forked child."""
+        return FORKS.count == self._forks
+
     def check_process(self) -> None:
-        if FORKS.count != self._forks:
+        if not self.is_ours:
             raise RuntimeError(
                 f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; "
                 "make a new one there"
@@ -276,20 +278,21 @@ class Scheduler(ABC):
         self._check_alive()
         flat = [part for parts in grads for part in parts]
         waits_for_others = any(isinstance(part, Promise) for part in flat)
-        assert isinstance(graph.worker, Worker)
-        placed = self._place_grads(flat, graph.worker)
+        worker = graph.worker  # read once: should it die now, another may get the graph, but not the sum
+        assert isinstance(worker, Worker)
+        placed = self._place_grads(flat, worker)
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
         if task != order.task:
             modes = current_modes()
             self._task_modes = order.task, modes
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
-        sent = SentGradients(what, GradientReply(self._wait_until, what.items), graph.home.timeout, again)
+        sent = SentGradients(what, GradientReply(self._wait_until, what.items, worker), graph.home.timeout, again)
         if waits_for_others:
             self._inbox.append(lambda: self._dependents.look_at_backward(sent))
             self._settle_if_ended()
         else:
-            self._leave(graph.worker, sent)
+            self._leave(worker, sent)
         self._held_gradients += 1
         if self._held_gradients >= HELD_GRADIENTS:
             self._held_gradients = 0
@@ -310,7 +313,7 @@ class Scheduler(ABC):
         self, worker: Worker, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply:
         self._check_alive()
-        reply = GradientReply(self.wait_until, None)
+        reply = GradientReply(self.wait_until, None, worker)
         self._leave(worker, CaptureRequest(function, task, levels, timeout, reply))
         self.wake()
         return reply
@@ -407,7 +410,7 @@ class Scheduler(ABC):
     def leave(self) -> None:
         """After `close`: end each worker as soon as all that was admitted is done, and no graph is kept there."""
         self.close()
-        if FORKS.count == self._forks:
+        if self.is_ours:
             self._leaving = True
             self.wake()
 
@@ -417,7 +420,7 @@ class Scheduler(ABC):
 
     def terminate(self) -> None:
         """End the workers now; what is under way fails with `PoolClosedError`."""
-        if FORKS.count != self._forks:
+        if not self.is_ours:
             return
         self._closing = self._stopping = True
         self.wake()
@@ -425,7 +428,7 @@ class Scheduler(ABC):
 
     def abandon(self) -> None:
         """As `terminate`, without waiting: called where nobody can see the pool any more, in any thread, with any lock held."""
-        if FORKS.count == self._forks:
+        if self.is_ours:
             self._closing = self._stopping = True
             self.wake()
 
@@ -453,6 +456,7 @@ class Scheduler(ABC):
         if self._leaving and self._is_idle():
             self._settings = self._settings._replace(workers=0)
             for worker in list(self._workers.values()):
+                worker.is_last = True
                 self._retire(worker)
             self._stopping = not self._workers
 
@@ -478,7 +482,7 @@ class Scheduler(ABC):
         now = time.monotonic()
         if self._understaffed_since is None:
             self._understaffed_since = now
-            log.warning("no further worker can be started now (%s)", error)
+            report(logging.WARNING, "no further worker can be started now (%s)", error)
         if not self._workers and now - self._understaffed_since > STAFF_PATIENCE:
             self._break(error)
         self._staff_at = now + STAFF_GAP
@@ -514,12 +518,17 @@ class Scheduler(ABC):
         if not worker.retiring:
             worker.retiring = True
             self.staff()
-        if worker.is_done:
+        if worker.is_done or self._is_forsaken(worker):
             self._transmit(worker, [Stop()], Payload())
             self._bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
             self.staff()  # should it have failed before, for want of what this one had
             self._rescue(worker)
             self.tell_waiters()
+
+    def _is_forsaken(self, worker: Worker) -> bool:
+        """It has but sums of a backward that failed, it seems, as there are later ones; one that is wanted is made again."""
+        is_one_of_many = sum(each.retiring for each in self._workers.values()) > self._settings.workers
+        return is_one_of_many and not self._leaving and worker.has_sums_before(self._task_modes[0])
 
     def _bury(self, worker: Worker, reason: BaseException) -> int | None:
         """Forget a worker. Its memory stays while it is viewed."""
@@ -671,7 +680,7 @@ class Scheduler(ABC):
         self._cancel_rest(operation)
 
     def backward_is_ready(self, sent: SentGradients) -> None:
-        self._leave(sent.what.graph.worker, sent)
+        self._leave(sent.reply.worker, sent)
 
     def backward_has_failed(self) -> None:
         self.tell_waiters()
@@ -741,7 +750,7 @@ class Scheduler(ABC):
         except ConnectionError:
             pass  # it died; the end of its pipe is read next, and says so once
         except OSError as error:  # no descriptor is free for what has to wait: what it was sent is not whole
-            log.warning("a worker is given up, because nothing can be sent to it (%s)", error)
+            report(logging.WARNING, "a worker is given up, because nothing can be sent to it (%s)", error)
             self.kill(worker)
         self.watch(worker)
 
@@ -800,10 +809,8 @@ class Scheduler(ABC):
                     worker.pid = message.pid
                     worker.ready = True
                     self._failed_starts = 0
-                case Printed():
-                    printed_again(message)
-                case Logged():
-                    logged_again(message)
+                case Printed() | Logged():
+                    given_again(message)
                 case Tried() if self._crossing is not None:
                     others = [each for each in self._workers.values() if not each.retiring]
                     if told := self._crossing.tried(worker, message, self.lenders, others):

@@ -243,6 +243,24 @@ def test_gradients_after_the_shutdown() -> None:
     wait_for_threads(before)
 
 
+@pytest.mark.parametrize("options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "eager"}], ids=str)
+def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> None:
+    """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made again, counted as done."""
+    before = threading.active_count()
+    weight = torch.rand(3, requires_grad=True)
+    xs = [torch.rand(3, requires_grad=True) for _ in range(6)]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).exp().sum()
+
+    with mpgrad.Executor(2, inline="never", **options) as executor:
+        losses = list(executor.map(loss, xs))
+    expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
+    torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)
+    del losses
+    wait_for_threads(before)
+
+
 def wait_for_threads(count: int) -> None:
     """Until there are no more: the workers have ended."""
     deadline = time.monotonic() + PATIENCE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from conftest import staffed
 
 import mpgrad
+from mpgrad.packing import PackedCall
 from mpgrad.testing import assert_same_as_serial
 
 Tensor = torch.Tensor
@@ -175,7 +178,7 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     """All backwards are done and answered when the workers die; what they had added up for the capture went with them."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     xs = items(8)
-    results = fresh_pool.map(lambda x: x * weight, xs, 1)
+    results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
     scheduler: Any = fresh_pool._scheduler
     request = scheduler.request_captures
     replies = []
@@ -197,6 +200,40 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     assert fresh_pool.stats().deaths == 2
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
     assert all(torch.equal(x.grad, torch.ones(4, dtype=torch.float64)) for x in xs)
+
+
+def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a derived graph another makes its graph again: a gradient of a capture was in the sum there, and came apart too."""
+    weight = torch.linspace(0.5, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def penalized(loop: Any, xs: list[Tensor]) -> Iterator[Any]:
+        losses = list(loop(lambda x: ((x * weight).sin() * weight).sum(), xs))
+        slopes = torch.autograd.grad(sum(losses), xs, create_graph=True)
+        yield
+        yield torch.autograd.grad(sum(losses) + sum((slope**2).sum() for slope in slopes), [*xs, weight])
+
+    with mpgrad.Pool(2, inline="never") as pool:
+        scheduler: Any = pool._scheduler
+        place = scheduler._place_grads
+        rehomed = []
+
+        def after_a_death(parts: Any, worker: Any) -> Any:
+            graph = sys._getframe(1).f_locals["graph"]
+            if not rehomed and isinstance(graph.recipe, PackedCall):
+                os.kill(worker.pid, signal.SIGKILL)
+                rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
+            return place(parts, worker)
+
+        steps = penalized(functools.partial(pool.map, chunksize=1), items())
+        next(steps)
+        monkeypatch.setattr(scheduler, "_place_grads", after_a_death)
+        found = next(steps)
+        assert rehomed == [True]
+    _, expected = penalized(map, items())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
 def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,6 +586,39 @@ def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> 
     assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
 
 
+def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(nursery: mpgrad.Pool) -> None:
+    """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was ended."""
+    weight, xs = torch.ones(4, dtype=torch.float64, requires_grad=True), items(6)
+    with mpgrad.Pool(2, maxtasksperchild=1, inline="never") as pool:
+        results = pool.map(lambda x: x * weight, xs, 1)
+        sum(y.sum() for y in results).backward()
+        assert pool.stats().reruns == 0
+        assert pool._scheduler.wait_until(lambda: not any(each.retiring for each in pool.stats().workers), timeout=10)
+    torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
+
+
+def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
+    """A backward that fails leaves them behind; who has but these is not kept for long."""
+    weight, (x,) = torch.ones(4, dtype=torch.float64, requires_grad=True), items(1)
+
+    def fails(grad: Tensor) -> None:
+        raise LookupError("in the caller")
+
+    def times(x: Tensor) -> Tensor:
+        return x * weight
+
+    with mpgrad.Pool(1, maxtasksperchild=1, inline="never") as pool:
+        results = []
+        for _ in range(6):
+            inner = x * 2
+            inner.register_hook(fails)
+            results += pool.map(times, [inner])
+            with pytest.raises(LookupError):
+                results[-1].sum().backward()
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 3, timeout=10), pool.stats()
+        assert weight.grad is None
+
+
 def test_a_retiring_worker_dies(nursery: mpgrad.Pool) -> None:
     xs = items(6)
     with mpgrad.Pool(2, maxtasksperchild=2) as pool:
@@ -576,7 +646,6 @@ def test_the_nursery_dies_with_graphs_in_its_children(nursery: mpgrad.Pool) -> N
 def run_with_own_nursery() -> str:
     """In a process of its own: the nursery of this one is shared by all tests."""
     import subprocess
-    import sys
 
     program = """
 import os, signal, psutil, torch, mpgrad

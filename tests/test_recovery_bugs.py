@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -388,3 +390,151 @@ def test_the_sizes_of_graphs_that_are_gone() -> None:
         table.resize(call, 0)
         table.release(call)
     assert table.nbytes == 0 and len(table._largest) < 2000
+
+
+# --- beyond the pool's own processes and threads
+
+
+def test_a_program_that_a_call_started_and_that_outlives_its_worker(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """It held the worker's end of the pipe open: the death was seen when it had ended."""
+
+    def starts(flag: Path) -> bool:
+        if not flag.exists():
+            flag.touch()
+            os.system("sleep 20 &")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    begin = time.monotonic()
+    assert fresh_pool.map(starts, [tmp_path / "flag"]) == [True]
+    assert time.monotonic() - begin < 15
+
+
+def test_a_fork_while_another_thread_starts_the_nursery() -> None:
+    """The child waited for ever for a lock whose owner it did not have."""
+    code = (
+        "import threading\n"
+        "from mpgrad.launch import NurseryLauncher\n"
+        "held, go = threading.Event(), threading.Event()\n"
+        "def holds():\n"
+        "    with NurseryLauncher._lock: held.set(), go.wait()\n"
+        "thread = threading.Thread(target=holds)\n"
+        "thread.start(), held.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    with mpgrad.Pool(1) as pool: print(pool.map(abs, [-1]), flush=True)\n"
+        "    os._exit(0)\n"
+        "status = os.waitpid(child, 0)[1]\n"
+        "go.set(), thread.join(), print(status)\n"
+    )
+    assert run(code) == "[1]\n0\n"
+
+
+def test_a_forked_child_of_a_program_with_executors() -> None:
+    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its own."""
+    code = (
+        "executors = [mpgrad.Executor(1) for _ in range(3)]\n"
+        "assert [each.submit(abs, -1).result() for each in executors] == [1] * 3\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    own = mpgrad.Executor(1)\n"
+        "    own.submit(lambda: (time.sleep(0.3), print('done', flush=True)))\n"
+        "    sys.exit(0)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert run(code) == "done\n0\n"
+
+
+def test_a_pool_for_which_no_descriptor_is_left() -> None:
+    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its pipe."""
+    code = (
+        "first = mpgrad.Pool(1, inline='never')\n"
+        "assert first.map(abs, [-1]) == [1]\n"
+        "before = psutil.Process().num_fds()\n"
+        "for spare in range(3):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "    held = []\n"
+        "    try:\n"
+        "        while True: held.append(os.dup(0))\n"
+        "    except OSError: pass\n"
+        "    for _ in range(spare): os.close(held.pop())\n"
+        "    try: mpgrad.Pool(1)\n"
+        "    except OSError as error: print(error.errno == 24, end=' ')\n"
+        "    for each in held: os.close(each)\n"
+        "    assert psutil.Process().num_fds() == before, spare\n"
+        "first.terminate()\n"
+        "print(psutil.Process().children())\n"
+    )
+    assert run(code) == "True True True []\n"
+
+
+def test_a_nursery_that_somebody_has_stopped() -> None:
+    """The end of the last pool waited for it for ever."""
+    code = (
+        "pool = mpgrad.Pool(1, inline='never')\n"
+        "assert pool.map(abs, [-1]) == [1]\n"
+        "psutil.Process().children()[0].suspend()\n"
+        "pool.terminate()\n"
+        "print(psutil.Process().children())\n"
+    )
+    assert run(code) == "[]\n"
+
+
+def test_a_caller_that_blocks_signals() -> None:
+    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit code, and all waited."""
+    code = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "with mpgrad.Pool(1, retries=0, inline='never') as pool:\n"
+        "    try: pool.map(lambda x: os.kill(os.getpid(), 9), [1])\n"
+        "    except mpgrad.WorkerDiedError as error: print(error.exit_code)\n"
+    )
+    assert run(code) == "-9\n"
+
+
+class Refusing(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("refused")
+
+
+def test_a_handler_and_a_stream_of_the_callers_that_raise(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The pool was broken for good."""
+    handler = Refusing()
+    logging.getLogger().addHandler(handler)
+    try:
+        monkeypatch.setattr("sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None))
+        assert fresh_pool.map(lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]) == [1]
+        future = fresh_pool.submit(abs, -1)
+        future.add_done_callback(lambda future: 1 / 0)
+        assert future.result() == 1
+        assert fresh_pool.map(abs, [-1]) == [1]
+    finally:
+        logging.getLogger().removeHandler(handler)
+    monkeypatch.undo()
+    assert fresh_pool.map(abs, [-1]) == [1]
+    told = capfd.readouterr().err
+    assert told.count("RuntimeError: refused") >= 3 and "ZeroDivisionError" in told
+
+
+def test_a_chunk_stays_called_off_while_another_is() -> None:
+    """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
+    from mpgrad.crew import Chunk, Worker
+    from mpgrad.messages import Progress
+
+    def chunk(operation: Any, numbers: range) -> Any:
+        return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
+
+    first, second = (types.SimpleNamespace(chunksize=None, limit=9) for _ in range(2))
+    worker = Worker(1, None)  # type: ignore[arg-type]
+    worker.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+    worker.under_way = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
+    worker.progress[Progress.CHUNK] = 1  # which it runs
+    ((_, taken),) = worker.call_off()
+    assert len(taken) == 4
+    del worker.under_way[1]  # it is answered, and the worker has yet to look at the next
+    worker.under_way[3] = chunk(second, range(1))
+    second.limit = 0
+    worker.cancel(second)  # type: ignore[arg-type]
+    assert set(worker.progress[Progress.CANCELLED :]) == {2, 3}

@@ -29,6 +29,7 @@ MESSAGE_BYTES = 4096
 def main(descriptor: int) -> None:
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # who starts us may have blocked it
     gc.disable()  # what is imported stays: to look through it for garbage, again and again, is a fifth of what a start costs
     import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
 
@@ -70,7 +71,8 @@ class Nursery:
 
     def _obey(self) -> bool:
         try:
-            data, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4))
+            # a program that a call starts with os.system must not keep the worker's end open, when that has ended
+            data, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:
             return False
         if not data:
