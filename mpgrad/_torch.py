@@ -66,6 +66,7 @@ __all__ = [
     "when_backward_ends",
     "will_run",
     "within_dual_level",
+    "without_autocast",
     "without_refusal",
     "without_tangents",
 ]
@@ -78,15 +79,19 @@ ENGINE: Any = torch.autograd.Variable._execution_engine
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
 
 
+# a context: what is copied stays what it is
+without_autocast: Any = getattr(torch._C, "_DisableAutocast", None) or functools.partial(torch.autocast, "cpu", enabled=False)
+
+
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without loading the compiler for it."""
 
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
-        compiler: Any = sys.modules.get("torch._dynamo")
-        if compiler is None:
+        disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # another thread may be importing it just now
+        if disable is None:
             return fn(*args, **kwargs)
-        result: T = compiler.disable(fn)(*args, **kwargs)
+        result: T = disable(fn)(*args, **kwargs)
         return result
 
     uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]

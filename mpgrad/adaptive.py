@@ -198,10 +198,10 @@ class LocalFunction:
                 if time.perf_counter() > end:
                     break
             self._check_captures()
-        except UnusualError:
+        except (UnusualError, KeyboardInterrupt):
             random.put_back()
             raise
-        except Exception as error:  # the worker's will name the item
+        except BaseException as error:  # the worker's will name the item
             random.put_back()
             raise UnusualError from error
         finally:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, overload
 
 import torch
 
-from mpgrad._torch import flattened, have_plain_memory
+from mpgrad._torch import flattened, have_plain_memory, without_autocast
 from mpgrad.arena import Arena, Borrowed, Slot
 from mpgrad.carrier import (
     ALIGNMENT,
@@ -144,7 +144,7 @@ class Packer:
         if nbytes > RIDE_TOGETHER and self._devices is not None:  # there each tensor is named by itself
             return None
         shapes = [tuple(tensor.shape) for tensor in alike]
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             if nbytes <= RIDE_TOGETHER:
                 flat = flattened(parts)
                 body, slot, place = ctypes.string_at(flat.data_ptr(), nbytes), None, -1

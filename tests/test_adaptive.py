@@ -501,3 +501,24 @@ def test_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.pays(b"cheap", 2, 1000)
     costs.send_ever_after(b"cheap")
     assert not costs.pays(b"cheap", 2, 1000)
+
+
+def test_the_end_of_the_program_in_a_call(cheap: mpgrad.Pool) -> None:
+    """Symptom: map raised SystemExit, and the caller's generator had moved. Cause: only an Exception had the map sent."""
+
+    def ends(k: int) -> int:
+        if k == 57:
+            torch.rand(1)
+            raise SystemExit("at 57")
+        return k
+
+    known(cheap, ends, [1] * 60)
+    for _ in range(2):  # of which one may be sent as a trial
+        torch.manual_seed(0)
+        found = cheap.map(ends, range(60), on_error="return")
+        drawn = torch.rand(1)
+        assert found[:57] == list(range(57)) and repr(found[57]) == "SystemExit('at 57')"
+    torch.manual_seed(0)
+    with mpgrad.Pool(2, inline="never") as pool:
+        pool.map(ends, range(60), on_error="return")
+    assert torch.equal(torch.rand(1), drawn)

@@ -273,3 +273,22 @@ def test_no_room_for_all_of_them(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool, torch.no_grad():
         results = pool.map(small_arena, items(8))
     assert all(torch.equal(each, torch.full((5000,), k + 1.0)) for k, each in enumerate(results))
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
+def test_half_precision_of_another_kind_than_that_of_autocast(
+    pool2: mpgrad.Pool, autocast: torch.dtype, dtype: torch.dtype
+) -> None:
+    """They were put together under autocast, which refuses to do that: the map raised, and so did its backward."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.float() ** 2).sum().to(dtype)
+
+    xs = [torch.full((3,), float(k), dtype=dtype, requires_grad=True) for k in range(40)]
+    with torch.autocast("cpu", autocast):
+        for _ in range(3):
+            found, expected = pool2.map(fn, xs), [fn(x) for x in xs]
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+            one = torch.ones((), dtype=dtype)
+            ours, serial = (torch.autograd.grad(each, xs, [one] * len(xs)) for each in (found, expected))
+            assert all(torch.equal(*pair) for pair in zip(ours, serial, strict=True))

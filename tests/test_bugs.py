@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -617,3 +618,9 @@ def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
     c.grad = None
     sum(y.sum() for y in results).backward()
     assert torch.equal(c.grad, torch.full((3,), 2.0))
+
+
+def test_while_another_thread_imports_the_compiler(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom: AttributeError. cause: a module is in sys.modules before what it defines is there.
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    assert pool2.map(abs, [-1]) == [1]

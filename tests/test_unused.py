@@ -615,3 +615,23 @@ def test_hooks_of_leaves(loop: Loop) -> None:
     ours, theirs = hooked_leaves(loop), hooked_leaves(serial)
     assert len(theirs) == 4 + 4  # of those that are used, each hook once
     same(ours, theirs)
+
+
+def test_what_a_call_freezes(any_pool: mpgrad.Pool) -> None:
+    """The backward raised: it asked for the gradients of leaves that needed none any more."""
+    head, body = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def frozen(x: Tensor) -> Tensor:
+        body.requires_grad_(False)
+        return (x * body * head).sum()
+
+    def cut(x: Tensor) -> Tensor:
+        return (x.detach_() * head).sum()
+
+    for function, given in ((frozen, 1), (cut, None)):
+        xs = [torch.full((3,), float(k), dtype=torch.float64, requires_grad=True) for k in range(1, 5)]
+        head.grad = body.grad = None
+        sum(any_pool.map(function, xs)).backward()
+        body.requires_grad_(True)  # of which calls in the caller's own process may have written to
+        assert body.grad is None and torch.equal(head.grad, torch.full_like(head, 10))
+        assert [x.grad if x.grad is None else x.grad.tolist() for x in xs] == [given and [given] * 3] * 4

@@ -302,6 +302,9 @@ def gradients_at(
     levels: tuple[Level, ...] = (),
 ) -> list[torch.Tensor | None]:
     """None where there is no edge, and for what was not used."""
+    edges = [
+        None if isinstance(edge, torch.Tensor) and not edge.requires_grad else edge for edge in edges
+    ]  # frozen by the call
     there = [edge for edge in edges if edge is not None]
     found: Sequence[torch.Tensor | None]
     if not there:
