@@ -269,6 +269,13 @@ class RemoteGraph:
     def is_expected(self, task: int) -> bool:
         return self._derivatives is not None and task in self._derivatives
 
+    def forget(self, task: int) -> None:
+        """What nobody has taken of that backward, and nobody will."""
+        if self._derivatives is not None:
+            self._derivatives.pop(task, None)
+        if self.home.reach is not None:
+            self.home.reach.apart.pop(task, None)
+
     def _expected(self, task: int) -> Derivative:
         assert self._derivatives is not None
         return self._derivatives[task]
@@ -305,6 +312,37 @@ class RemoteGraph:
 
     def __del__(self) -> None:
         self.home.release(self)
+
+
+class Backward:
+    """One that is running, and differentiable: the engine holds this as long, and no longer, also if it fails.
+
+    What it leaves behind then are gradients with a history that leads back to the graph which keeps them. Python's collector
+    does not see a cycle through the engine's nodes.
+    """
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.graphs: list[weakref.ref[RemoteGraph]] = []
+
+    def __call__(self) -> None:
+        """The engine calls it where the backward has not failed; then all has been taken."""
+
+    def __del__(self) -> None:
+        for ref in self.graphs:
+            if (graph := ref()) is not None:
+                graph.forget(self.task)
+
+
+RUNNING: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+
+
+def forget_at_end_of_backward(graph: RemoteGraph, task: int) -> None:
+    backward = RUNNING.get(task)
+    if backward is None:
+        backward = RUNNING[task] = Backward(task)
+        when_backward_ends(backward)
+    backward.graphs.append(weakref.ref(graph))
 
 
 class Further(NamedTuple):
@@ -449,6 +487,8 @@ class Call(torch.autograd.Function):
                 reach = ctx.graph.home.reach
                 reach.apart.setdefault(derivative.order.task, []).append(derivative)
                 forget_oldest(reach.apart)
+            if create:
+                forget_at_end_of_backward(ctx.graph, task)
         return None, None, None, *ctx.graph.placeholders
 
 

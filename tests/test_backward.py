@@ -12,6 +12,7 @@ import torch
 from conftest import staffed
 
 import mpgrad
+from mpgrad.autograd import RemoteGraph
 
 
 def leaves(count: int = 5) -> list[torch.Tensor]:
@@ -225,3 +226,28 @@ def test_a_map_inside_a_custom_function(pool: mpgrad.Pool) -> None:
     x = leaves()[0]
     Outer.apply(x).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_differentiable_backwards_that_fail_leave_nothing_behind(pool2: mpgrad.Pool, captures: bool) -> None:
+    """Gradients that nobody took had a history that led to the graph which kept them, by way of the engine."""
+    weight = torch.full((3,), 2.0, requires_grad=captures)
+
+    def graphs() -> int:
+        gc.collect()
+        return sum(type(each) is RemoteGraph for each in gc.get_objects())
+
+    def fails(grad: torch.Tensor) -> None:
+        raise LookupError("in the caller")
+
+    counts = []
+    for _ in range(4):
+        xs = [torch.full((3,), float(k), requires_grad=True) for k in range(8)]
+        inner = [x * 1 for x in xs]
+        inner[3].register_hook(fails)
+        losses = [(y**2).sum() for y in pool2.map(lambda x: x * weight, inner)]
+        with pytest.raises(LookupError):
+            torch.autograd.grad(sum(losses), [*xs, weight] if captures else xs, create_graph=True)
+        del inner, losses
+        counts.append(graphs())
+    assert counts[-1] <= counts[0], counts  # of the last one the engine itself may keep some, until the next
