@@ -211,7 +211,11 @@ class Dispatcher(Scheduler):
 
     def open_channel(self, number: int) -> Channel:
         ours, theirs = socket.socketpair()
-        self._launcher.launch(number, theirs)
+        try:
+            self._launcher.launch(number, theirs)
+        except BaseException:
+            ours.close()
+            raise
         return Channel(ours, blocking=False, traffic=self.traffic)
 
     def close_channel(self, worker: Worker) -> int | None:
