@@ -96,7 +96,7 @@ class Ahead:
         self.has_begun = True
         started = time.perf_counter()
         try:
-            edges = [*map(still_there, inputs), *self._captures]
+            edges = [*map(still_there, inputs), *map(still_there, self._captures)]
             found = gradients_at(edges, (edge,), (one,), whole)
             for place, grad in enumerate(found):
                 if grad is not None and grad.layout is not torch.strided:

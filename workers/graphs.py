@@ -284,7 +284,7 @@ def run_backward(
     """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
     edges = [still_there(graph.inputs[k]) for k in wanted]
     if captures:
-        edges += graph.captures
+        edges += map(still_there, graph.captures)
     given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
     if not given:
         return [None] * len(edges)
@@ -302,9 +302,6 @@ def gradients_at(
     levels: tuple[Level, ...] = (),
 ) -> list[torch.Tensor | None]:
     """None where there is no edge, and for what was not used."""
-    edges = [
-        None if isinstance(edge, torch.Tensor) and not edge.requires_grad else edge for edge in edges
-    ]  # frozen by the call
     there = [edge for edge in edges if edge is not None]
     found: Sequence[torch.Tensor | None]
     if not there:
@@ -322,7 +319,10 @@ def gradients_at(
 
 
 def still_there(edge: Edge | None) -> Edge | None:
-    return edge if edge is None or isinstance(edge, torch.Tensor) or is_alive(edge.node) else None
+    """Not a leaf that the call has frozen, nor a node that has ended."""
+    if isinstance(edge, torch.Tensor):
+        return edge if edge.requires_grad else None
+    return edge if edge is None or is_alive(edge.node) else None
 
 
 def run_whole(
