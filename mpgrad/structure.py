@@ -249,7 +249,8 @@ def reduce_imported(value: types.ModuleType) -> Any:
     return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
 
 
-FUNCTION_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name
+FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS = {
     torch.jit.ScriptFunction: reduce_script_function,

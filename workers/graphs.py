@@ -13,6 +13,7 @@ import ctypes
 import functools
 import heapq
 import inspect
+import types
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -374,15 +375,21 @@ class Counter:
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
         method: Any = inspect.getattr_static(self._owner, self._name)
-        function = getattr(method, "__func__", method)
+        in_c = isinstance(method, types.ClassMethodDescriptorType)  # `Function.apply` from torch 2.15 on
+        function = functools.partial(call_class_method, method) if in_c else getattr(method, "__func__", method)
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return function(*args, **kwargs)
 
-        setattr(self._owner, self._name, counted if method is function else type(method)(counted))
+        bind = classmethod if in_c else type(method)
+        setattr(self._owner, self._name, counted if method is function else bind(counted))
         self.is_watching = True
+
+
+def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, owner)(*args, **kwargs)
 
 
 CHECKPOINTS = Counter(CheckpointFunction, "forward")  # reentrant ones
