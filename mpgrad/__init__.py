@@ -20,6 +20,7 @@ if _typing.TYPE_CHECKING:
         RemoteError,
         RemoteTraceback,
         SharedMemoryError,
+        UnsupportedTorchError,
         WorkerDiedError,
     )
     from mpgrad.executor import Executor
@@ -43,6 +44,7 @@ _HOMES = {
     "RemoteTraceback": "mpgrad.errors",
     "ResultIterator": "mpgrad.results",
     "SharedMemoryError": "mpgrad.errors",
+    "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
     "as_completed": "concurrent.futures",
     "hessian": "mpgrad.derivatives",
@@ -71,6 +73,7 @@ __all__ = [
     "RemoteTraceback",
     "ResultIterator",
     "SharedMemoryError",
+    "UnsupportedTorchError",
     "WorkerDiedError",
     "as_completed",
     "hessian",
@@ -93,7 +96,11 @@ def __getattr__(name: str) -> _typing.Any:
         return _importlib.import_module("mpgrad.nn")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(_importlib.import_module(_HOMES[name]), name)
+    try:
+        found = getattr(_importlib.import_module(_HOMES[name]), name)
+    except (AttributeError, ImportError):
+        _importlib.import_module("mpgrad.behaviours").check()  # where a part of PyTorch is missing, it says which
+        raise
     globals()[name] = found
     return found
 

@@ -1,14 +1,16 @@
 """The private names of PyTorch that mpgrad leans on, all in one place.
 
-Where one is missing, there is another way below, or the AttributeError names it. Everything else in the package uses the public
-API only. Tried on torch 2.13.0; the oldest supported version, 2.6, is the first whose `torch.autograd.grad` takes
-`GradientEdge`s on both sides.
+Everything else in the package uses the public API, and of tensors and nodes the attributes `_version`, `_is_view`,
+`_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`, `_indices` and `_values`. What is done here is tried by
+`mpgrad.behaviours` before a pool is made, so there are no other ways for where a name is missing: they would be ways that
+nobody has gone. The one exception is `never_compile`, which no result depends on. To be imported, this needs none of the names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import os
 import sys
@@ -24,6 +26,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
+    "MAKE_FX",
+    "NODE_IN_PYTHON",
+    "CallCounter",
     "SharedHooks",
     "apply",
     "batched",
@@ -45,6 +50,7 @@ __all__ = [
     "level_count",
     "level_of",
     "load_script",
+    "node_type",
     "not_compiled",
     "older_levels",
     "outside_transforms",
@@ -75,12 +81,15 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ENGINE: Any = torch.autograd.Variable._execution_engine
+ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+NODE_IN_PYTHON: Any = getattr(torch._C, "_FunctionBase", None)
 SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
 
 
-# a context: what is copied stays what it is
-without_autocast: Any = getattr(torch._C, "_DisableAutocast", None) or functools.partial(torch.autocast, "cpu", enabled=False)
+def without_autocast() -> contextlib.AbstractContextManager[object]:
+    """What is copied in the body stays what it is."""
+    off: Any = torch._C._DisableAutocast
+    return off()  # type: ignore[no-any-return]
 
 
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
@@ -102,10 +111,10 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 
 def never_compile(code: types.CodeType) -> None:
     """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them: slow, but right."""
-    frames: Any = torch._C._dynamo.eval_frame
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if hasattr(frames, "skip_code"):  # before torch 2.8
         frames.skip_code(code)
-    elif hasattr(frames, "set_code_exec_strategy"):
+    elif all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")):
         action = frames._FrameAction
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
@@ -148,8 +157,6 @@ def is_alive(node: Any) -> bool:
 
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
-    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-        return None
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -200,12 +207,13 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
 
 
 def set_priority(node: Any, number: int) -> None:
-    """Of the nodes that are ready, the engine runs the one with the highest number first; they are born counted up from 0.
+    """Of the nodes that are ready, the engine runs the one with the highest number first; they are born counted up from 0."""
+    node._set_sequence_nr(number)
 
-    Where PyTorch cannot be told, backward is as right as before but waits for one call at a time.
-    """
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(number)
+
+def node_type(function: type[torch.autograd.Function]) -> Any:
+    """The type of the nodes that `function` leaves in a graph."""
+    return function._backward_cls
 
 
 class SharedHooks:
@@ -223,6 +231,35 @@ class SharedHooks:
     def watch(self, tensor: torch.Tensor) -> None:
         node: Any = tensor.grad_fn
         node._register_hook_dict(self._holder)
+
+
+class CallCounter:
+    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a walk through all of it."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.count = 0
+        self.is_watching = False
+        self._owner = owner
+        self._name = name
+
+    def watch(self) -> None:
+        """From here on, in a process that belongs to us."""
+        method: Any = inspect.getattr_static(self._owner, self._name)
+        in_c = isinstance(method, types.ClassMethodDescriptorType)  # `Function.apply` from torch 2.15 on
+        function = functools.partial(call_class_method, method) if in_c else getattr(method, "__func__", method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return function(*args, **kwargs)
+
+        functools.update_wrapper(counted, method)
+        bind = classmethod if in_c else type(method)
+        setattr(self._owner, self._name, counted if method is function else bind(counted))
+        self.is_watching = True
+
+
+def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, owner)(*args, **kwargs)
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
@@ -273,15 +310,12 @@ with torch.inference_mode(False):
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or conjugated tensor.
-
-    Where PyTorch cannot be asked, none has; that is slower, and as right.
-    """
-    return KEYS_OF is not None and KEYS_OF(tensor).raw_repr() == PLAIN_KEYS
+    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or conjugated tensor."""
+    return bool(KEYS_OF(tensor).raw_repr() == PLAIN_KEYS)
 
 
 def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    return KEYS_OF is not None and {KEYS_OF(tensor).raw_repr() for tensor in tensors} == {PLAIN_KEYS}
+    return {KEYS_OF(tensor).raw_repr() for tensor in tensors} == {PLAIN_KEYS}
 
 
 def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -310,9 +344,10 @@ def tracer() -> str | None:
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     keys: Any = torch._C._TorchDispatchModeKey
-    if torch._C._get_dispatch_mode(keys.PROXY) is not None:
-        return "torch.fx (make_fx, torch.func.linearize, torch.export)"
-    return None
+    return None if torch._C._get_dispatch_mode(keys.PROXY) is None else MAKE_FX
+
+
+MAKE_FX = "torch.fx (make_fx, torch.func.linearize, torch.export)"
 
 
 def dual_level_is_active() -> bool:
@@ -373,11 +408,9 @@ def grad_mode(enabled: bool) -> Iterator[None]:
             torch.set_grad_enabled(before)
 
 
-function_modes: Any = torch.overrides._get_current_function_mode_stack
-
-
 def is_refusing_no_grad() -> bool:
-    return any(isinstance(mode, RefusingNoGrad) for mode in function_modes())
+    modes: Any = torch.overrides._get_current_function_mode_stack
+    return any(isinstance(mode, RefusingNoGrad) for mode in modes())
 
 
 @contextlib.contextmanager
@@ -460,7 +493,8 @@ def load_script(code: bytes) -> torch.jit.ScriptModule:
     """What `save_to_buffer` of a scripted module or function has saved."""
     load: Any = torch.jit.load
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # said to the one who scripted it
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)  # said to the one who scripted it
         module: torch.jit.ScriptModule = load(io.BytesIO(code))
     return module
 

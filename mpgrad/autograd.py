@@ -39,6 +39,7 @@ from mpgrad._torch import (
     graph_task,
     has_tangent,
     leaf_will_run,
+    node_type,
     outside_transforms,
     plus,
     set_priority,
@@ -680,7 +681,7 @@ def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor
     return None if grad is None else hook(grad)
 
 
-CALL_NODE: Any = Call._backward_cls
+CALL_NODE = node_type(Call)
 REGISTER_HOOKS = CALL_NODE._register_hook_dict  # what `Tensor.register_hook` calls, of the result's node, at the first hook
 
 
@@ -914,8 +915,8 @@ class Captures:
         return made[1]
 
 
-ALONE_NODE: Any = Alone._backward_cls
-CAPTURE_GATE_NODE = CaptureGate._backward_cls
+ALONE_NODE = node_type(Alone)
+CAPTURE_GATE_NODE = node_type(CaptureGate)
 
 with torch.inference_mode(False):
     # stands in as the token where only tensors that `fn` made itself need gradients: the outputs must need them too; and see

@@ -22,6 +22,7 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "SharedMemoryError",
+    "UnsupportedTorchError",
     "WorkerDiedError",
     "add_note",
     "ancestor_failed",
@@ -89,6 +90,29 @@ class AncestorFailedError(RuntimeError):
 
 class SharedMemoryError(MemoryError):
     """The outside has no room for a tensor in shared memory; nothing was changed."""
+
+
+class UnsupportedTorchError(RuntimeError):
+    """PyTorch as installed does not do what mpgrad relies on: gradients would be wrong, so nothing runs.
+
+    Attributes:
+        version: that of PyTorch.
+        behaviours: what it should do and does not, in words.
+        tried: minor versions of PyTorch that mpgrad has been tried with.
+    """
+
+    def __init__(self, version: str, behaviours: Sequence[str], tried: Sequence[str]) -> None:
+        self.version = version
+        self.behaviours = tuple(behaviours)
+        self.tried = tuple(tried)
+        super().__init__(version, self.behaviours, self.tried)
+
+    def __str__(self) -> str:
+        more = f", and {len(self.behaviours) - 1} more" if len(self.behaviours) > 1 else ""
+        return (
+            f"mpgrad relies on this, and torch {self.version} does not do it: {self.behaviours[0]}{more}; "
+            f"install a version that mpgrad has been tried with (torch {', '.join(self.tried)})"
+        )
 
 
 class InternalError(RuntimeError):

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpgrad import classes
+from mpgrad import behaviours, classes
 from mpgrad._torch import not_compiled, outside_transforms, tracer
 from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
 from mpgrad.autograd import Captures
@@ -122,6 +122,7 @@ class Pool:
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
 
     Example:
         >>> import torch, mpgrad
@@ -151,6 +152,7 @@ class Pool:
         inline: str = "auto",
         devices: Device | Sequence[Device] | None = None,
     ) -> None:
+        behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
         if engine not in ENGINES:

@@ -14,7 +14,7 @@ import mpgrad
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "batch_derivatives.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
-TORCH_ITSELF = "ignore:`torch.jit:DeprecationWarning"  # when forward-mode differentiation is first used
+TORCH_ITSELF = "ignore:`torch.jit"  # when forward-mode differentiation is first used
 JACOBIANS = ["reverse", "batched", "batched by 64", "forward", "forward by 64", "auto"]
 ALONE = ["loop of grad", *JACOBIANS, "torch.func.jacrev", "torch.func.jacfwd"]
 IN_POOL = [*(f"{name}, pool" for name in JACOBIANS), "per item, pool"]

@@ -405,7 +405,7 @@ def test_a_backward_after_the_autocast_region(pool2: mpgrad.Pool) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # deprecated, and still there
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated, and still there
 def test_tracers_are_refused(pool2: mpgrad.Pool) -> None:
     """Symptom: the traced function returned its first result for ever. Cause: a tracer sees none of a worker's operations."""
 

@@ -456,7 +456,7 @@ def test_a_parametrized_module_stays_one(pool2: mpgrad.Pool) -> None:
 
 
 # TorchScript optimises while it runs, and so rounds otherwise from the second or third run on
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 3, dtype=torch.float64))])
 def test_scripted_modules_share_their_parameters_with_the_caller(pool: mpgrad.Pool, make: Callable[[Any], Any]) -> None:
     net = Whole().eval()
@@ -475,7 +475,7 @@ def test_scripted_modules_share_their_parameters_with_the_caller(pool: mpgrad.Po
     assert torch.allclose(back(items()[0]), y, rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_functions(pool2: mpgrad.Pool) -> None:
     def cube(x: torch.Tensor, times: float = 2.0) -> torch.Tensor:
         return x * x * x * times

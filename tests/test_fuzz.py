@@ -66,16 +66,19 @@ SMOOTH: list[Callable[[Tensor, Tensor], Tensor]] = [  # of any shapes, and also 
     lambda t, u: t.unsqueeze(0).transpose(0, -1) * 2,
     lambda t, u: torch.view_as_real(torch.complex(t, t.cos()) * torch.complex(u.sum(), t.detach())).prod(-1),
     lambda t, u: t.reshape(-1).unfold(0, 1, 1).cumsum(0),
-    written,
 ]
 ORDINARY = [
     *SMOOTH,
+    written,
     constant,
     own_gradient,
     lambda t, u: Square.apply(t)[0] + Square.apply(u)[1],
     lambda t, u: torch.autograd.grad((t**2).sum(), t, create_graph=True)[0] if t.requires_grad else t,
     lambda t, u: checkpoint(lambda a: a.tanh() * a, t, use_reentrant=False),
 ]
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
+    # under grad(vmap(grad(...))) torch 2.15 refuses to write into a slice ("Cannot access storage of TensorWrapper")
+    SMOOTH.append(written)
 
 
 class Program:

@@ -69,7 +69,8 @@ def address_space():
 
 def run(code: str, *arguments: str, before: tuple[str, ...] = ()) -> str:
     """What a program prints; it has to end well and say nothing on stderr."""
-    command = [*before, sys.executable, "-c", BEGIN + code, *arguments]
+    # from Python 3.12 on it says that a fork of a process with threads may hang; the tests that fork see that it does not
+    command = [*before, sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", BEGIN + code, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
     return ended.stdout

@@ -10,10 +10,7 @@ with its own rules: `retain_graph`, and the RuntimeError of a second backward, a
 from __future__ import annotations
 
 import ctypes
-import functools
 import heapq
-import inspect
-import types
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad._torch import apply, gradients, is_alive, plus
+from mpgrad._torch import NODE_IN_PYTHON, CallCounter, apply, gradients, is_alive, node_type, plus
 from mpgrad.batching import Level, over
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD
 
@@ -159,7 +156,7 @@ def edge_of(tensor: torch.Tensor) -> Edge:
     node = tensor.grad_fn
     if node is None:
         return tensor
-    if isinstance(node, WRITTEN_IN_PYTHON):  # its Python object, by itself, keeps nothing
+    if isinstance(node, NODE_IN_PYTHON):  # its Python object, by itself, keeps nothing
         return get_gradient_edge(behind_own_node(tensor))
     return GradientEdge(node, tensor.output_nr)
 
@@ -187,8 +184,7 @@ class Entry(torch.autograd.Function):
         return None, None
 
 
-ENTRY_NODE: Any = Entry._backward_cls
-WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase
+ENTRY_NODE = node_type(Entry)
 ROOT = torch.zeros((), requires_grad=True)
 # Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
 # which waits for that lock, holding the interpreter's, would wait for ever.
@@ -363,38 +359,9 @@ def is_linear(output: torch.Tensor) -> bool:
     return True
 
 
-class Counter:
-    """Counts calls of one of PyTorch's functions whose traces nothing in a graph shows, or only a walk through all of it."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.count = 0
-        self.is_watching = False
-        self._owner = owner
-        self._name = name
-
-    def watch(self) -> None:
-        """From here on, in a process that belongs to us."""
-        method: Any = inspect.getattr_static(self._owner, self._name)
-        in_c = isinstance(method, types.ClassMethodDescriptorType)  # `Function.apply` from torch 2.15 on
-        function = functools.partial(call_class_method, method) if in_c else getattr(method, "__func__", method)
-
-        @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return function(*args, **kwargs)
-
-        bind = classmethod if in_c else type(method)
-        setattr(self._owner, self._name, counted if method is function else bind(counted))
-        self.is_watching = True
-
-
-def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
-    return method.__get__(None, owner)(*args, **kwargs)
-
-
-CHECKPOINTS = Counter(CheckpointFunction, "forward")  # reentrant ones
-APPLIED = Counter(torch.autograd.Function, "apply")  # Functions whose backward is written in Python
-HOOKS = Counter(torch.Tensor, "register_hook")
+CHECKPOINTS = CallCounter(CheckpointFunction, "forward")  # reentrant ones
+APPLIED = CallCounter(torch.autograd.Function, "apply")  # Functions whose backward is written in Python
+HOOKS = CallCounter(torch.Tensor, "register_hook")
 
 
 class CaptureSums:

@@ -36,6 +36,7 @@ from mpgrad.workers.contexts import (
 )
 from torch.autograd.function import Function
 
+from mpgrad import behaviours
 from mpgrad._torch import apply, dual_level_is_active, graph_is_kept, has_tangent, is_functorch_wrapped, transforms_are_active
 from mpgrad.errors import add_note
 from mpgrad.modes import current_modes, under
@@ -72,6 +73,7 @@ def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[An
         TypeError: `func` is no such class, or the arguments of a call are no sequence.
         ValueError: a call wrote to a tensor that another call takes too.
         NotImplementedError: an argument belongs to a `torch.func` transform.
+        UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
         Exception: what the first failing call raised, with a note that names it, and the others that failed.
 
     Example:
@@ -90,6 +92,7 @@ def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[An
         >>> a.detach(), b.detach(), x.grad
         (tensor([2., 2.]), tensor([8., 8.]), tensor([10., 10.]))
     """
+    behaviours.check()
     check_function(func)
     for call, args in enumerate(args_per_call):
         check_arguments(call, args)

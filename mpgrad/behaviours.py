@@ -1,0 +1,520 @@
+"""What mpgrad relies on PyTorch to do beyond its public interface, tried out before a pool is made.
+
+A release of PyTorch may rename its private parts, or have them do something else, and a version number says nothing about
+that. So what they do is tried, each behaviour by itself, in some milliseconds once a process: a pool on a version that differs
+raises `UnsupportedTorchError` instead of giving wrong gradients. The probes call what `mpgrad._torch` offers, not PyTorch's own
+names, so that they try what a pool runs; they follow it in order.
+
+Guarantees: a probe leaves no mode of the caller's behind, and meets none: all run in a thread of their own.
+Assumes: no other thread enters or leaves forward-mode differentiation at this very moment. The process has one level of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpgrad.errors import UnsupportedTorchError
+from mpgrad.place import PLACE
+
+try:
+    from mpgrad import _torch
+except (AttributeError, ImportError) as error:  # said by the first probe
+    MISSING: Exception | None = error
+else:
+    MISSING = None
+
+__all__ = ["BEHAVIOURS", "TRIED", "Behaviour", "check", "failures", "was_tried"]
+
+# Python versions by minor version of torch: on which pairs the tests have passed, see docs/compatibility.md
+TRIED: dict[str, tuple[str, ...]] = {"2.13": ("3.11",)}
+
+LOGGER = logging.getLogger("mpgrad")
+
+
+class Behaviour(NamedTuple):
+    name: str  # what PyTorch is expected to do, in words
+    probe: Callable[[], None]  # raises where it does something else
+
+
+class DiffersError(Exception):
+    """What a probe has found is not what it expected."""
+
+
+BEHAVIOURS: list[Behaviour] = []
+
+
+def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def remember(probe: Callable[[], None]) -> Callable[[], None]:
+        BEHAVIOURS.append(Behaviour(name, probe))
+        return probe
+
+    return remember
+
+
+class Checked:
+    """Whether this process has passed; a process that is forked has what its parent had."""
+
+    passed = False
+
+
+def check() -> None:
+    """Try all behaviours, unless this process has done so.
+
+    Raises:
+        UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its version and those tried.
+    """
+    if Checked.passed:
+        return
+    failed = failures()
+    if failed:
+        error = failed[0][1]
+        raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
+    Checked.passed = True
+    newest = max(map(minor_of, TRIED))
+    if minor_of(torch.__version__) > newest and not PLACE.in_worker:
+        LOGGER.warning(
+            "torch %s is newer than any that mpgrad has been tried with (%s); it behaves as expected in all that was checked",
+            torch.__version__,
+            ".".join(map(str, newest)),
+        )
+
+
+def failures() -> list[tuple[str, Exception]]:
+    """Of each behaviour that PyTorch does not have: its name, and what went wrong."""
+    found: list[tuple[str, Exception]] = []
+    thread = threading.Thread(target=try_all, args=(found,), name="mpgrad-check")
+    thread.start()
+    thread.join()
+    return found
+
+
+def try_all(found: list[tuple[str, Exception]]) -> None:
+    for name, probe in BEHAVIOURS:
+        try:
+            probe()
+        except Exception as error:  # whatever it is, it is no longer what mpgrad was written for
+            found.append((name, error))
+
+
+def was_tried(torch_version: str, python: tuple[int, int] = sys.version_info[:2]) -> bool:
+    """Whether the tests have passed on this pair of minor versions.
+
+    Example:
+        >>> was_tried("1.13.1+cpu", (3, 8))
+        False
+    """
+    return ".".join(map(str, python)) in TRIED.get(".".join(map(str, minor_of(torch_version))), ())
+
+
+def minor_of(version: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def expect(expected: object, found: object) -> None:
+    if found != expected:
+        raise DiffersError(f"expected {expected!r}, found {found!r}")
+
+
+# --- what the probes are made of
+
+
+class Node(torch.autograd.Function):
+    """An identity whose backward is a function of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backward: Callable[[Any], Any]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.run = backward
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, None]:
+        return ctx.run(grad), None
+
+
+class Entrance(torch.autograd.Function):
+    """Gives a tensor a history; no argument, but hidden in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, hidden: list[torch.Tensor]) -> torch.Tensor:
+        return hidden[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Hooked(Node):
+    pass
+
+
+class AsMakeFx(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in the place of that by which `make_fx` records, which it would take seconds to import."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        keys: Any = torch._C._TorchDispatchModeKey
+        self._mode_key = keys.PROXY
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def leaf() -> Any:
+    return torch.ones(2, dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> Any:
+    """`tensor` behind a node which, in a backward, puts what `look` finds into `seen`."""
+
+    def backward(grad: Any) -> Any:
+        seen.append(look())
+        return grad
+
+    return _torch.apply(Node, tensor, backward)
+
+
+# --- the probes
+
+
+@behaviour("the parts of PyTorch that mpgrad imports are there")
+def imported() -> None:
+    if MISSING is not None:
+        raise MISSING
+
+
+@behaviour("of the nodes that are ready, a backward runs the one with the highest sequence number first")
+def order_by_priority() -> None:
+    ran: list[Any] = []
+    first, second, third = (through(leaf(), lambda name=name: name, ran) for name in "abc")  # type: ignore[misc]
+    _torch.set_priority(first.grad_fn, 1 << 40)
+    _torch.set_priority(second.grad_fn, 0)
+    _torch.set_priority(third.grad_fn, 1)
+    (first + second + third).sum().backward()
+    expect(["a", "c", "b"], ran)
+
+
+@behaviour("a node can ask which other nodes the running backward will run")
+def nodes_that_will_run() -> None:
+    seen: list[Any] = []
+    x, y = leaf(), leaf()
+    left, right = x * 2, y * 2
+    nodes: list[Any] = [left.grad_fn, right.grad_fn]
+    leaves = [node.next_functions[0][0] for node in nodes]
+    top = through(left + right, lambda: [*map(_torch.will_run, nodes), *map(_torch.leaf_will_run, leaves)], seen).sum()
+    torch.autograd.grad(top, [x], retain_graph=True)
+    expect([True, False, True, False], seen.pop())
+    top.backward()
+    expect([True] * 4, seen.pop())
+
+
+@behaviour("a node can ask whether the running backward keeps the graph")
+def kept_graphs() -> None:
+    seen: list[Any] = []
+    x = leaf()
+    result = through(x, _torch.graph_is_kept, seen).sum()
+    for keep, create in ((True, False), (True, True), (False, False)):
+        _torch.gradients([result], [x], [torch.ones_like(result)], keep, create)
+    expect([True, True, False], seen)
+
+
+@behaviour("each backward has a number of its own, also one within another")
+def numbered_backwards() -> None:
+    outer, inner = list[Any](), list[Any]()
+    nested = through(leaf(), _torch.graph_task, inner).sum()
+
+    def look() -> int:
+        before = _torch.graph_task()
+        nested.backward(retain_graph=True)
+        expect(before, _torch.graph_task())
+        return before
+
+    result = through(through(leaf(), _torch.graph_task, outer), look, outer).sum()
+    result.backward(retain_graph=True)
+    result.backward()
+    first, again, second, third = outer
+    expect((-1, first, second), (_torch.graph_task(), again, third))
+    expect(4, len({first, second, *inner}))
+    expect(True, min(first, second, *inner) >= 0)
+
+
+@behaviour("what a node returns comes to the next node as the very same object, also a number that is expanded")
+def placeholders_untouched() -> None:
+    placeholder = torch.zeros((), dtype=torch.float64, device="cpu").expand(2)
+    real = torch.full((2,), 3.0, dtype=torch.float64, device="cpu")
+    came: list[Any] = []
+
+    def replace(grad: Any) -> Any:
+        came.append(grad)
+        return real
+
+    x = leaf()
+    result = _torch.apply(Node, _torch.apply(Node, x, replace), lambda grad: placeholder)
+    result.sum().backward()
+    expect(True, came[0] is placeholder)
+    expect([3.0, 3.0], [] if x.grad is None else x.grad.tolist())
+
+
+@behaviour("gradients can be asked for at edges of the graph; there are none at what it does not lead to")
+def gradients_at_edges() -> None:
+    x, aside = leaf(), leaf()
+    inner = x * 3
+    result = inner * inner
+    edges = [torch.autograd.graph.get_gradient_edge(each) for each in (result, inner, aside)]
+    ones = torch.ones_like(result)
+    found = _torch.gradients(edges[:1], [edges[1], x, edges[2]], [ones], keep=True, create=False)
+    expect([[6.0, 6.0], [18.0, 18.0], None], [None if grad is None else grad.tolist() for grad in found])
+    differentiable = _torch.gradients([result], [x], [ones], keep=True, create=True)[0]
+    expect(True, differentiable is not None and differentiable.requires_grad)
+    _torch.gradients([result], [x], [ones], keep=False, create=False)
+    try:
+        _torch.gradients([result], [x], [ones], keep=False, create=False)
+    except RuntimeError:
+        return
+    raise DiffersError("a graph that was not kept gave gradients again")
+
+
+@behaviour("at the end of a backward a callback is called once, after all nodes")
+def callbacks_at_the_end() -> None:
+    ran: list[Any] = []
+    below = through(leaf(), lambda: "below", ran)
+    through(below, lambda: _torch.when_backward_ends(lambda: ran.append("end")), ran).sum().backward()
+    expect([None, "below", "end"], ran)
+
+
+@behaviour("a node written in Python ends with the last tensor or graph that leads to it")
+def ends_of_nodes() -> None:
+    entered = _torch.apply(Entrance, leaf(), [torch.ones(2, dtype=torch.float64, device="cpu")])
+    kept = entered * 2
+    ref = weakref.ref(entered.grad_fn)
+    expect((True, True), (isinstance(ref(), _torch.NODE_IN_PYTHON), isinstance(ref(), _torch.node_type(Entrance))))
+    del entered
+    expect((True, True), (ref() is not None, _torch.is_alive(ref())))
+    del kept
+    expect(None, ref())
+
+
+@behaviour("a tensor that a Function gives out, and that was no argument, is no view; writes in place are counted")
+def outputs_are_no_views() -> None:
+    entered = _torch.apply(Entrance, leaf(), [torch.ones(2, dtype=torch.float64, device="cpu")])
+    expect((False, 0), (entered._is_view(), entered._version))
+    entered.mul_(2)
+    expect(1, entered._version)
+    expect(True, entered[:1]._is_view())
+
+
+@behaviour("a leaf's node names the leaf, and hooks on a leaf can be seen")
+def leaves_and_their_hooks() -> None:
+    x = leaf()
+    node = (x * 2).grad_fn.next_functions[0][0]
+    expect(True, node.variable is x)
+    expect((False, False), (bool(x._backward_hooks), bool(x._post_accumulate_grad_hooks)))
+    x.register_hook(lambda grad: None)
+    x.register_post_accumulate_grad_hook(lambda tensor: None)
+    expect((True, True), (bool(x._backward_hooks), bool(x._post_accumulate_grad_hooks)))
+
+
+@behaviour("hooks of many tensors may lie in one dictionary, and are put there through the tensor's node")
+def hooks_in_a_dictionary() -> None:
+    shared, x = _torch.SharedHooks(), leaf()
+    watched = x * 1
+    shared.watch(watched)
+    shared.hooks[0] = lambda grad: grad * 5
+    (grad,) = torch.autograd.grad(watched.sum(), [x], retain_graph=True)
+    expect([5.0, 5.0], grad.tolist())
+    shared.hooks.clear()
+    (grad,) = torch.autograd.grad(watched.sum(), [x])
+    expect([1.0, 1.0], grad.tolist())
+
+    registered: list[Any] = []
+    node_type = _torch.node_type(Hooked)
+    register = node_type._register_hook_dict
+
+    def register_and_tell(node: Any, tensor: torch.Tensor) -> None:
+        registered.append(node)
+        register(node, tensor)
+
+    node_type._register_hook_dict = register_and_tell
+    try:
+        result = _torch.apply(Hooked, x, lambda grad: grad)
+        result.register_hook(lambda grad: grad * 7)
+        expect(True, len(registered) == 1 and registered[0] is result.grad_fn)
+        (grad,) = torch.autograd.grad(result.sum(), [x])
+        expect([7.0, 7.0], grad.tolist())
+    finally:
+        del node_type._register_hook_dict
+
+
+@behaviour("calls of one of PyTorch's methods can be counted, whatever kind of method it is")
+def counted_calls() -> None:
+    class Owner(torch.autograd.Function):
+        forward = Node.forward
+        backward = Node.backward
+
+    applied = _torch.CallCounter(Owner, "apply")
+    applied.watch()
+    result = Owner.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
+    expect((1, True), (applied.count, isinstance(result.grad_fn, _torch.node_type(Owner))))
+
+
+@behaviour("shared memory can be made, and mapped again by its file descriptor")
+def storages_by_descriptor() -> None:
+    made = _torch.shared_storage(64)
+    again = _torch.storage_from_descriptor(os.dup(_torch.descriptor_of(made)), 64)
+    made[5] = 7
+    expect((64, 7, False), (again.nbytes(), again[5], made.data_ptr() == again.data_ptr()))
+
+
+@behaviour("a tensor says whether its elements lie in memory as they are")
+def plain_memory() -> None:
+    plain = torch.ones(2, dtype=torch.float64, device="cpu")
+    complex_ones = torch.ones(2, dtype=torch.complex64, device="cpu")
+    nothing: torch.Tensor = torch._efficientzerotensor(2, device="cpu")
+    odd = [complex_ones.conj(), complex_ones.conj().imag, plain.to_sparse(), torch.empty(2, device="meta"), nothing]
+    expect([True, True, True], [_torch.has_plain_memory(each) for each in (plain, leaf(), plain[::2])])
+    expect([False] * 5, [_torch.has_plain_memory(each) for each in odd])
+    expect((True, False), (_torch.have_plain_memory([plain, leaf()]), _torch.have_plain_memory([plain, odd[0]])))
+    expect((False, True), (plain._is_zerotensor(), nothing._is_zerotensor()))
+
+
+@behaviour("tensors of any shapes can be copied one after another in one step")
+def flattened_tensors() -> None:
+    tensors = [
+        torch.full(shape, value, dtype=torch.float64, device="cpu") for shape, value in (((), 1), ((1, 2), 2), ((1,), 3))
+    ]
+    expect([1.0, 2.0, 2.0, 3.0], _torch.flattened(tensors).flatten().tolist())
+
+
+@behaviour("a module can be made again around other tensors")
+def modules_made_again() -> None:
+    linear = torch.nn.Linear(2, 1, device="cpu", dtype=torch.float64)
+    doubled = {id(each): each.detach() * 2 for each in linear.parameters()}
+    x = leaf()
+    expect((2 * linear(x)).tolist(), _torch.replica_of(linear, doubled)(x).tolist())
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Softplus())
+    copy: Any = object.__new__(torch.nn.Linear)
+    _torch.parametrize_again(copy, vars(linear))
+    expect(linear(x).tolist(), copy(x).tolist())
+
+
+@behaviour("what records operations can be seen")
+def tracers() -> None:
+    found: list[Any] = [_torch.tracer()]
+
+    def look(*args: Any) -> Any:
+        found.append(_torch.tracer())
+        return args[0] * 2
+
+    torch._C._create_graph_by_tracing(look, (leaf().detach(),), lambda tensor: "", True, False, None, [])
+    with AsMakeFx():  # nothing is run in it: that would import seconds of code
+        found.append(_torch.tracer())
+    expect([None, "torch.jit.trace", _torch.MAKE_FX, None], [*found, _torch.tracer()])
+
+
+@behaviour("autocast can be switched off for all devices")
+def switched_off_autocast() -> None:
+    matrix = torch.ones(2, 2, device="cpu", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expect(torch.bfloat16, (matrix @ matrix).dtype)
+        with _torch.without_autocast():
+            expect(torch.float32, (matrix @ matrix).dtype)
+
+
+@behaviour("the innermost hooks for saved tensors can be had")
+def hooks_for_saved_tensors() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    outside = _torch.saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(unpack, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        expect((None, (pack, unpack)), (outside, _torch.saved_tensor_hooks()))
+
+
+@behaviour("a mode can see, and refuse, that gradients are turned off")
+def refused_no_grad() -> None:
+    with torch.enable_grad(), _torch.refusing_no_grad():
+        expect(True, _torch.is_refusing_no_grad())
+        with _torch.grad_mode(False):
+            expect(False, torch.is_grad_enabled())
+        try:
+            with torch.no_grad():
+                raise DiffersError("torch.no_grad was not refused")
+        except NotImplementedError:
+            pass
+    expect((False, True), (_torch.is_refusing_no_grad(), torch.is_grad_enabled()))
+
+
+@behaviour("within torch.func.vmap, tensors and levels say what they are")
+def levels_of_vmap() -> None:
+    plain, seen = torch.arange(6.0, device="cpu").reshape(3, 2), list[Any]()
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        level = _torch.level_of(row)
+        batch, dim = _torch.unbatched(row, level)
+        seen.append((_torch.transforms_are_active(), _torch.level_count(), _torch.vmap_levels() == {level}, dim))
+        seen.append([_torch.is_functorch_wrapped(each) and _torch.is_batched(each) for each in (row, plain)])
+        expect(plain.tolist(), batch.tolist())
+        with _torch.outside_transforms():
+            seen.append((_torch.transforms_are_active(), _torch.has_plain_memory(row)))
+        return _torch.batched(plain * 2, level, older=False)
+
+    expect((plain * 2).tolist(), torch.func.vmap(look)(plain).tolist())
+    expect([(True, 1, True, 0), [True, False], (False, False)], seen)
+    expect((False, 0, frozenset()), (_torch.transforms_are_active(), _torch.level_count(), _torch.vmap_levels()))
+
+
+@behaviour("batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before")
+def batched_gradients() -> None:
+    batch, seen = torch.arange(6.0, dtype=torch.float64, device="cpu").reshape(3, 2), list[Any]()
+
+    def look(row: torch.Tensor) -> tuple[torch.Tensor]:
+        seen.append((_torch.is_batched_the_older_way(row), _torch.older_levels(), _torch.has_plain_memory(row)))
+        older = _torch.unbatched_the_older_way(row, 1)
+        expect(batch.tolist(), older.tolist())
+        return (_torch.batched(older * 2, 1, older=True),)
+
+    (doubled,) = _torch.vmap_the_older_way(look)(batch)
+    expect((batch * 2).tolist(), doubled.tolist())
+    expect(([(True, 1, False)], 0, False), (seen, _torch.older_levels(), _torch.is_batched_the_older_way(batch)))
+
+    def is_stand_in(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_batched(grad) or _torch.is_batched_the_older_way(grad))
+        return grad
+
+    x = leaf()
+    result = _torch.apply(Node, x, is_stand_in)
+
+    def pull_back(row: torch.Tensor) -> tuple[torch.Tensor]:
+        (grad,) = _torch.gradients([result], [x], [row], keep=True, create=False)
+        assert grad is not None
+        return (grad,)
+
+    for vmap in (_torch.vmap_the_older_way, torch.func.vmap):
+        (grad,) = vmap(pull_back)(batch)
+        expect((True, batch.tolist()), (seen.pop(), grad.tolist()))
+
+
+@behaviour("forward-mode differentiation says whether it is on, and can be switched off")
+def forward_mode() -> None:
+    plain = torch.ones(2, device="cpu")
+    with _torch.within_dual_level():
+        dual = torch._VF._make_dual(plain, plain, level=forward_ad._current_level)
+        expect((True, True, False), (_torch.dual_level_is_active(), _torch.has_tangent(dual), _torch.has_tangent(plain)))
+        with _torch.without_tangents():
+            expect(False, _torch.has_tangent(dual.view(2)))
+        expect(True, _torch.has_tangent(dual.view(2)))

@@ -1,0 +1,316 @@
+"""What mpgrad relies on PyTorch to do: that each probe can fail, and that no private name can go without being missed."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.nn.utils import parametrize
+
+import mpgrad
+from mpgrad import _torch, behaviours
+from mpgrad.errors import UnsupportedTorchError
+
+ROOT = Path(__file__).parent.parent
+Patch = pytest.MonkeyPatch
+
+
+def test_this_version_behaves() -> None:
+    assert behaviours.failures() == []
+
+
+def test_the_caller_may_be_in_any_mode() -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        assert behaviours.failures() == []
+        return x * 2
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level():
+        torch.func.vmap(inside)(torch.ones(2))
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.device("meta"):
+        inside(torch.ones(2))
+
+
+# --- each probe fails where the behaviour is taken away
+
+
+class OtherEngine:
+    """PyTorch's engine with some other ways."""
+
+    def __init__(self, **other: Any) -> None:
+        self.__dict__.update(other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.autograd.Variable._execution_engine, name)
+
+
+def always_keep(outputs: Any, grads: Any, keep: bool, *rest: Any, **options: Any) -> Any:
+    return torch.autograd.Variable._execution_engine.run_backward(outputs, grads, True, *rest, **options)
+
+
+def behind_one_more(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments) * 1
+
+
+def views(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)[:]
+
+
+def kept_for_ever(function: Any, *arguments: Any) -> Any:
+    KEPT.append(function.apply(*arguments))
+    return KEPT[-1]
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def replaced(owner: Any, name: str, by: Any) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(owner, name, by, raising=False)
+
+
+def apply_out_of_reach(patch: Patch) -> None:
+    real = torch.autograd.Function.__dict__["apply"]
+    by_metaclass = property(lambda cls: real.__get__(None, cls))
+    patch.setattr(torch.autograd.function.FunctionMeta, "apply", by_metaclass, raising=False)
+
+
+TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
+    "the parts of PyTorch that mpgrad imports are there": replaced(behaviours, "MISSING", ImportError("no such name")),
+    "of the nodes that are ready, a backward runs the one with the highest sequence number first": replaced(
+        BackwardCFunction, "_set_sequence_nr", lambda node, number: None
+    ),
+    "a node can ask which other nodes the running backward will run": replaced(
+        torch._C, "_will_engine_execute_node", lambda node: True
+    ),
+    "a node can ask whether the running backward keeps the graph": replaced(
+        torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+    ),
+    "each backward has a number of its own, also one within another": replaced(torch._C, "_current_graph_task_id", lambda: 0),
+    "what a node returns comes to the next node as the very same object, also a number that is expanded": replaced(
+        _torch, "apply", behind_one_more
+    ),
+    "gradients can be asked for at edges of the graph; there are none at what it does not lead to": replaced(
+        _torch, "ENGINE", OtherEngine(run_backward=always_keep)
+    ),
+    "at the end of a backward a callback is called once, after all nodes": replaced(
+        _torch, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())
+    ),
+    "a node written in Python ends with the last tensor or graph that leads to it": replaced(_torch, "apply", kept_for_ever),
+    "a tensor that a Function gives out, and that was no argument, is no view; writes in place are counted": replaced(
+        _torch, "apply", views
+    ),
+    "a leaf's node names the leaf, and hooks on a leaf can be seen": replaced(
+        torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None, lambda tensor, hooks: None)
+    ),
+    "hooks of many tensors may lie in one dictionary, and are put there through the tensor's node": replaced(
+        BackwardCFunction, "_register_hook_dict", lambda node, tensor: None
+    ),
+    "calls of one of PyTorch's methods can be counted, whatever kind of method it is": apply_out_of_reach,
+    "shared memory can be made, and mapped again by its file descriptor": replaced(
+        _torch.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes)
+    ),
+    "a tensor says whether its elements lie in memory as they are": replaced(
+        _torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: _torch.PLAIN_KEYS)
+    ),
+    "tensors of any shapes can be copied one after another in one step": replaced(
+        torch._C._nn, "flatten_dense_tensors", lambda tensors: tensors[0]
+    ),
+    "a module can be made again around other tensors": replaced(parametrize, "_inject_property", lambda module, name: None),
+    "what records operations can be seen": replaced(torch._C, "_get_tracing_state", lambda: None),
+    "autocast can be switched off for all devices": replaced(torch._C, "_DisableAutocast", contextlib.nullcontext),
+    "the innermost hooks for saved tensors can be had": replaced(
+        torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None
+    ),
+    "a mode can see, and refuse, that gradients are turned off": replaced(
+        torch.overrides, "_get_current_function_mode_stack", list
+    ),
+    "within torch.func.vmap, tensors and levels say what they are": replaced(
+        torch._C._functorch, "get_interpreter_stack", lambda: None
+    ),
+    "batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before": replaced(
+        torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+    ),
+    "forward-mode differentiation says whether it is on, and can be switched off": replaced(
+        forward_ad, "_set_fwd_grad_enabled", contextlib.nullcontext
+    ),
+}
+
+
+def test_every_behaviour_is_taken_away_below() -> None:
+    assert set(TAKEN_AWAY) == {each.name for each in behaviours.BEHAVIOURS}
+
+
+@pytest.mark.parametrize("name", TAKEN_AWAY)
+def test_a_behaviour_that_is_taken_away_is_missed(name: str, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        TAKEN_AWAY[name](patch)
+        failed = dict(behaviours.failures())
+    KEPT.clear()
+    assert name in failed
+    assert behaviours.failures() == []
+
+
+# --- what the caller is told
+
+
+@pytest.fixture
+def unchecked(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(behaviours.Checked, "passed", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "use", [lambda: mpgrad.Pool(1), lambda: mpgrad.map_with_parallel_backward(torch.autograd.Function, (torch.ones(1),))]
+)
+def test_nothing_runs_where_a_behaviour_is_missing(use: Callable[[], object], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch._C, "_will_engine_execute_node", lambda node: True)
+    with pytest.raises(UnsupportedTorchError, match=r"a node can ask which other nodes .* will run") as caught:
+        use()
+    assert torch.__version__ in str(caught.value) and all(version in str(caught.value) for version in behaviours.TRIED)
+    assert isinstance(caught.value.__cause__, behaviours.DiffersError)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_version_that_is_newer_than_any_that_was_tried_is_told_of_once(
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(behaviours, "TRIED", {"1.9": ("3.8",), "1.13": ("3.8",)})
+    with caplog.at_level(logging.WARNING, "mpgrad"):
+        behaviours.check()
+        behaviours.check()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"torch {torch.__version__} is newer than any that mpgrad has been tried with (1.13)")
+
+
+def test_pairs_that_were_tried(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(behaviours, "TRIED", {"2.9": ("3.10", "3.12")})
+    assert behaviours.was_tried("2.9.1+cpu", (3, 12))
+    assert not behaviours.was_tried("2.9.1+cpu", (3, 11))
+    assert not behaviours.was_tried("2.10.0a0+git12", (3, 12))
+
+
+# --- each private name, taken away
+
+INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
+NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
+OF_CLASSES = {
+    "_indices": "torch.Tensor",
+    "_is_view": "torch.Tensor",
+    "_is_zerotensor": "torch.Tensor",
+    "_post_accumulate_grad_hooks": "torch.Tensor",
+    "_values": "torch.Tensor",
+    "_version": "torch.Tensor",
+    "_backward_hooks": "torch.Tensor",
+    "_backward_cls": "torch.autograd.Function",
+    "_register_hook_dict": "torch.autograd.function.BackwardCFunction",
+    "_set_sequence_nr": "torch.autograd.function.BackwardCFunction",
+    "_replicate_for_data_parallel": "torch.nn.Module",
+    "_new_shared_fd_cpu": "torch.UntypedStorage",
+    "_new_using_fd_cpu": "torch.UntypedStorage",
+    "_share_fd_cpu_": "torch.UntypedStorage",
+    "_execution_engine": "torch.autograd.Variable",
+}
+BY_STRING = {
+    "_DisableAutocast": "torch._C",
+    "_FunctionBase": "torch._C",
+    "_dispatch_keys": "torch._C",
+    "_dynamo": "torch._C",
+    "set_code_exec_strategy": "frames",
+}
+ONLY_FOR_THE_COMPILER = {
+    "_dynamo",
+    "set_code_exec_strategy",
+    "_FrameAction",
+    "_FrameExecStrategy",
+}  # no result depends on them, see `never_compile`
+
+
+def private_names() -> dict[str, str]:
+    """PyTorch's private names in our code; and where each is: a module or class, as Python."""
+    trees = [ast.parse(file.read_text()) for folder in ("mpgrad", "workers") for file in (ROOT / folder).glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} - OF_CLASSES.keys()
+    ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    private = [node for node in attributes if node.attr.startswith("_") and not node.attr.startswith("__")]
+    found = {node.attr: ast.unparse(node.value) for node in private if node.attr not in ours | NOT_TORCH | INSTANCES}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            found |= {alias.name: f"{node.module}" for alias in node.names if "._" in f"{node.module}.{alias.name}"}
+    return {**found, **OF_CLASSES, **BY_STRING}
+
+
+def test_the_private_names_are_all_of_pytorch() -> None:
+    for name, owner in private_names().items():
+        known = name in OF_CLASSES or owner.startswith(("torch", "forward_ad", "parametrize", "frames"))
+        assert known, f"{owner}.{name}: say in this module what this is an attribute of, or that it is not PyTorch's"
+
+
+PROGRAM = """
+import importlib, os, sys
+import torch
+import torch.utils.checkpoint
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+
+frames = torch._C._dynamo.eval_frame
+
+def take_away(owner, name):
+    there = eval(owner) if owner.partition(".")[0] in globals() else importlib.import_module(owner)
+    if isinstance(there, type):
+        def gone(*_):
+            raise AttributeError(name)
+        setattr(there, name, property(gone, gone))
+    elif name == "_make_dual":
+        torch._VF.__dict__[name] = None  # else it looks further
+    else:
+        delattr(there, name)
+
+def results():
+    import mpgrad
+    torch.manual_seed(0)
+    x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with mpgrad.Pool(1, engine="inline") as pool:
+        ys = pool.map(lambda t: (t * w).sin(), [x * 1, x * 2, torch.ones(3)])
+        (grad,) = torch.autograd.grad(sum(y.sum() for y in ys), [x], create_graph=True)
+        (grad * grad).sum().backward()
+    return [grad.tolist(), x.grad.tolist(), w.grad.tolist()]
+
+if os.fork() == 0:
+    print("[]", results(), flush=True)
+    os._exit(0)
+os.wait()
+for pair in sys.argv[1:]:
+    if os.fork() == 0:
+        take_away(*pair.split(":"))
+        try:
+            import mpgrad
+            found = results()
+        except Exception as error:
+            found = type(error).__name__
+        print(pair, found, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, pair
+"""
+
+
+def test_a_private_name_that_is_taken_away_is_missed_or_changes_no_result() -> None:
+    pairs = [f"{owner}:{name}" for name, owner in sorted(private_names().items()) if name != "_C"]
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, *pairs], capture_output=True, text=True, timeout=58)
+    assert ended.returncode == 0, ended.stderr
+    (_, expected), *outcomes = (line.split(" ", 1) for line in ended.stdout.splitlines())
+    assert [pair for pair, _ in outcomes] == pairs
+    for pair, outcome in outcomes:
+        allowed = {expected} if pair.partition(":")[2] in ONLY_FOR_THE_COMPILER else {"UnsupportedTorchError"}
+        assert outcome in allowed, (pair, outcome, expected)
