@@ -30,6 +30,8 @@ if _typing.TYPE_CHECKING:
     from mpgrad.workers.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
     from mpgrad.workers.parallel import map_with_parallel_backward
 
+__version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
+
 _HOMES = {
     "AncestorFailedError": "mpgrad.errors",
     "AsyncResult": "mpgrad.results",
