@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["usable_cpus"]
+__all__ = ["CGROUPS", "MEMBERSHIP", "cgroup_folders", "cgroup_quota", "read_words", "usable_cpus"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -24,21 +25,24 @@ def usable_cpus() -> int:
 
 def cgroup_quota(root: Path, membership: Path) -> float:
     """CPU seconds per second that this process's cgroup and all above it allow; infinity where nothing limits them."""
-    quota = math.inf
+    return min((quota_of(folder) for folder in cgroup_folders(root, membership, "cpu")), default=math.inf)
+
+
+def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """Where the limits of `controller` for this process are: of its cgroup and of all above it, in versions 1 and 2."""
     for line in membership.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             base = root
-        elif "cpu" in controllers.split(","):
-            base = root / "cpu"
+        elif controller in controllers.split(","):
+            base = root / controller
         else:
             continue
         folder = base / group.lstrip("/")
         for each in (folder, *folder.parents):
-            quota = min(quota, quota_of(each))
+            yield each
             if each == base:
                 break
-    return quota
 
 
 def quota_of(folder: Path) -> float:

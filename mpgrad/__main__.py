@@ -1,0 +1,37 @@
+"""`python -m mpgrad`: the commands."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+import mpgrad
+from mpgrad import doctor
+
+INTERRUPTED = 130  # as a shell has it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mpgrad", description="A worker pool for PyTorch, with gradients.")
+    parser.add_argument("--version", action="version", version=f"mpgrad {mpgrad.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor.add_command(commands)
+    options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding is no reason to fail
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

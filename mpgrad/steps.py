@@ -1,0 +1,241 @@
+"""What a trial does, step by step: from the import of torch to a timed pool and the GPUs.
+
+Each step yields findings, or raises, which becomes one. Those that are fatal build upon each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from mpgrad.findings import REPORT, Finding
+from mpgrad.machine import is_portable
+
+__all__ = ["STEPS", "Step"]
+
+MOST_TOLD = 5  # behaviours that differ
+MOST_WORKERS = 2  # that are tried: what they tell is true of more
+FURTHER_WORKERS, FURTHER_SECONDS = 5, 3.0  # starts that are measured, and when no more are begun
+ROUNDS, ROUND_SECONDS = 9, 1.5
+CALLS = 200  # of a map of tiny calls
+SHARED_NUMBERS = 1 << 16  # elements of a tensor that travels in shared memory
+SLOW_START, SLOW_FURTHER, SLOW_CALL = 15.0, 1.0, 300e-6  # seconds, beyond which there is a remark
+
+
+class Step(NamedTuple):
+    section: str  # of the finding that says that it failed
+    name: str
+    doing: str
+    find: Callable[[ExitStack], Iterator[Finding]]  # given where open pools go
+    remedy: str
+    fatal: bool = True  # no pool can work without it
+    always: bool = False  # whatever failed before
+
+
+def import_torch(pools: ExitStack) -> Iterator[Finding]:
+    import torch
+
+    version: Any = torch.version
+    builds = {"CUDA": version.cuda, "ROCm": getattr(version, "hip", None), "XPU": getattr(version, "xpu", None)}
+    build = ", ".join(f"{name} {number}" for name, number in builds.items() if number) or "for CPUs only"
+    yield Finding("software", "torch", torch.__version__, detail=build)
+    yield Finding(
+        "CPUs", "torch's threads", torch.get_num_threads(), detail="in the caller; in a worker 1, or threads_per_worker"
+    )
+
+
+def check_behaviours(pools: ExitStack) -> Iterator[Finding]:
+    import torch
+
+    from mpgrad import behaviours
+
+    ours = f"torch {'.'.join(torch.__version__.split('.')[:2])} with Python {sys.version_info[0]}.{sys.version_info[1]}"
+    was_tried = behaviours.was_tried(torch.__version__, sys.version_info[:2])
+    known = f"{ours} was {'' if was_tried else 'not '}tried"
+    start = time.perf_counter()
+    failures = behaviours.failures()
+    seconds = time.perf_counter() - start
+    if not failures:
+        yield Finding("software", "behaviour check", "passed", detail=f"in {1e3 * seconds:.0f} ms; {known}")
+        return
+    told = "; ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures[:MOST_TOLD])
+    problem = f"PyTorch does not behave as mpgrad needs it: {told}{' ...' if len(failures) > MOST_TOLD else ''}"
+    pairs = "; ".join(f"torch {minor} with Python {', '.join(pythons)}" for minor, pythons in behaviours.TRIED.items())
+    remedy = f"install what was tried ({pairs}), and please report this page"
+    yield Finding("software", "behaviour check", f"{len(failures)} failed", "", known, problem, remedy, fatal=True)
+
+
+def start_method(pools: ExitStack) -> Iterator[Finding]:
+    name = "start method"
+    if is_portable():
+        forced = "MPGRAD_PORTABLE is set" if os.environ.get("MPGRAD_PORTABLE") else "not Linux"
+        detail = f"portable mode ({forced}): each worker imports torch by itself, which takes seconds"
+        yield Finding("pool", name, "spawn", detail=detail)
+        return
+    lacking = [call for call, try_it in (("memfd_create", try_memfd), ("pidfd_open", try_pidfd)) if not try_it()]
+    detail = "workers are forked from a process that has imported torch once"
+    if not lacking:
+        yield Finding("pool", name, "nursery", detail=detail)
+        return
+    problem = f"this system refuses what it needs: {', '.join(lacking)} (since Linux 5.3; a sandbox may forbid it)"
+    remedy = "export MPGRAD_PORTABLE=1 before the program starts"
+    yield Finding("pool", name, "nursery", "", detail, problem, remedy, fatal=True)
+
+
+def try_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("mpgrad"))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def try_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def import_pool(pools: ExitStack) -> Iterator[Finding]:
+    import mpgrad.pool  # noqa: F401  # that it can be is the finding
+
+    yield from ()
+
+
+def start_first(pools: ExitStack) -> Iterator[Finding]:
+    import torch
+
+    import mpgrad
+
+    start = time.perf_counter()
+    pool = pools.enter_context(mpgrad.Pool(1, inline="never"))
+    pool.apply(abs, (-1,))
+    seconds = time.perf_counter() - start
+    item = torch.ones(SHARED_NUMBERS, requires_grad=True)
+    result = pool.apply(torch.exp, (item,))
+    result.sum().backward()
+    if not torch.equal(result, item.exp()) or not torch.equal(item.grad, item.exp()):  # type: ignore[arg-type]
+        yield Finding("pool", "first worker", None, problem="its results are wrong", remedy=REPORT, fatal=True)
+        return
+    finding = Finding("pool", "first worker", round(seconds, 2), "s", "from Pool() to its result; gradients are right")
+    if seconds > SLOW_START:
+        problem = "most of that is one more import of torch"
+        remedy = "keep one pool open for the whole program; have the packages on a local disk"
+        finding = dataclasses.replace(finding, problem=problem, remedy=remedy)
+    yield finding
+
+
+def start_further(pools: ExitStack) -> Iterator[Finding]:
+    """The first pool is open meanwhile, so that its nursery serves them."""
+    import mpgrad
+
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < FURTHER_WORKERS and time.perf_counter() - begun < FURTHER_SECONDS:
+        start = time.perf_counter()
+        with mpgrad.Pool(1, inline="never") as pool:
+            pool.apply(abs, (-1,))
+            times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    finding = Finding("pool", "further worker", round(1e3 * seconds, 1), "ms", f"median of {len(times)}, as a pool of its own")
+    if seconds > SLOW_FURTHER and not is_portable():
+        problem = "a fork should take some 30 ms: the machine is busy, or short of memory"
+        finding = dataclasses.replace(finding, problem=problem, remedy="see CPUs and memory above")
+    yield finding
+
+
+def time_calls(pools: ExitStack) -> Iterator[Finding]:
+    """Maps of tiny calls by a loop, in the caller and on workers, and calls one by one, in turns: the median of each."""
+    import torch
+
+    import mpgrad
+    from mpgrad.cpus import usable_cpus
+
+    workers = min(MOST_WORKERS, usable_cpus())
+    sending = pools.enter_context(mpgrad.Pool(workers, inline="never"))
+    keeping = pools.enter_context(mpgrad.Pool(workers))
+    items = [torch.ones(3) for _ in range(CALLS)]
+    ways: dict[str, Callable[[], object]] = {
+        "loop": lambda: [torch.sin(item) for item in items],
+        "kept": lambda: keeping.map(torch.sin, items),
+        "sent": lambda: sending.map(torch.sin, items),
+        "awaited": lambda: sending.apply(torch.sin, (items[0],)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    begun = time.perf_counter()
+    for turn in range(1 + ROUNDS):
+        for name, way in ways.items():
+            calls_here, start = keeping.stats().calls_here, time.perf_counter()
+            way()
+            taken = time.perf_counter() - start
+            was_kept = keeping.stats().calls_here - calls_here == CALLS
+            if turn > 0 and (name != "kept" or was_kept):  # the first is for what comes once
+                seconds[name].append(taken / (1 if name == "awaited" else CALLS))
+        if turn > 1 and time.perf_counter() - begun > ROUND_SECONDS:
+            break
+    yield from judged_calls({name: statistics.median(times) for name, times in seconds.items() if times}, workers)
+
+
+def judged_calls(seconds: dict[str, float], workers: int) -> Iterator[Finding]:
+    """`seconds` of a call, by its way."""
+
+    def found(name: str, way: str, detail: str) -> Finding:
+        value = round(1e6 * seconds[way], 1) if way in seconds else None
+        return Finding("pool", name, value, "us" if value is not None else "", detail)
+
+    loop = round(1e6 * seconds["loop"], 1)
+    yield found("tiny call, kept", "kept", f"in the caller, on copies; {loop} us in a plain loop")
+    sent = found("tiny call, sent", "sent", f"one of {CALLS} in a map, {workers} worker{'s' if workers > 1 else ''}")
+    if seconds["sent"] > SLOW_CALL:
+        problem = "30 to 60 us are usual: other programs want these CPUs, too"
+        sent = dataclasses.replace(sent, problem=problem, remedy="see CPUs above; cheap calls gain nothing here")
+    yield sent
+    yield found("tiny call, alone", "awaited", "sent, and its result awaited")
+
+
+def look_for_gpus(pools: ExitStack) -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError:
+        return  # which the first step says
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        yield Finding("GPUs", "found", "none")
+        return
+    count = torch.accelerator.device_count()
+    module: Any = torch.get_device_module(accelerator)
+    names = [str(module.get_device_name(number)) for number in range(count)] if hasattr(module, "get_device_name") else []
+    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    yield Finding("GPUs", accelerator.type, count, detail=told)
+
+
+def close_pools(pools: ExitStack) -> Iterator[Finding]:
+    pools.close()
+    yield from ()
+
+
+TORCH = "install PyTorch again (2.6 or newer; pip install torch), and see that no file or folder of yours is named torch"
+UNFIT = "install a torch version that was tried (constraints.txt names it), and please report this page"
+DRIVER = "see that the driver of the GPU works (nvidia-smi); pools on the CPU do"
+START = "see limits and memory above, and ps for what else runs"
+
+STEPS = (
+    Step("software", "torch", "importing torch", import_torch, TORCH),
+    Step("software", "behaviour check", "checking the behaviour of PyTorch", check_behaviours, UNFIT),
+    Step("pool", "start method", "looking at the start method", start_method, REPORT),
+    Step("pool", "import", "importing mpgrad.pool", import_pool, UNFIT),
+    Step("pool", "first worker", "starting the first worker", start_first, START),
+    Step("pool", "further worker", "starting further workers", start_further, START),
+    Step("pool", "tiny calls", "timing tiny calls", time_calls, START),
+    Step("GPUs", "found", "looking for GPUs", look_for_gpus, DRIVER, fatal=False, always=True),
+    Step("pool", "close", "closing the pools", close_pools, REPORT, always=True),
+)
