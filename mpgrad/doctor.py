@@ -6,6 +6,7 @@ python -m mpgrad doctor [--json]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["add_command"]
 
 TRIAL_SECONDS = 60.0  # torch may be imported twice, from a slow disk; otherwise it takes some 5 s
+LONGEST = 86_400
 
 
 def add_command(commands: Commands) -> None:
@@ -37,10 +39,10 @@ def add_command(commands: Commands) -> None:
 
 
 def positive_seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"must be above 0 ({text})")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= LONGEST:
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number above 0, and at most {LONGEST} (given: {text!r})")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ __all__ = ["GIB", "MIB", "Finding", "as_json", "found_by", "page", "size_of", "w
 SECTIONS = ("software", "CPUs", "memory", "limits", "pool", "GPUs")  # in the page's order
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH = 110
-NAME_WIDTH, VALUE_WIDTH = 16, 12
+NAME_WIDTH, VALUE_WIDTH = 17, 12
 REPORT = "please report this page, with what you ran"
 
 
@@ -53,8 +53,7 @@ def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
         try:
             finding = probe()
         except ImportError as error:
-            problem = f"not looked at, because {error.name or 'a package'} cannot be imported ({error})"
-            finding = Finding("doctor", name, None, problem=problem, remedy="install it again")
+            finding = Finding("doctor", name, "not looked at", detail=str(error))  # the package has a line of its own
         except Exception as error:
             problem = f"this probe failed ({type(error).__name__}: {error})"
             finding = Finding("doctor", name, None, problem=problem, remedy=REPORT)

@@ -38,7 +38,8 @@ LEAST_MEMORY = GIB  # a process with torch takes a third of it
 LEAST_ADDRESSES = 8 * GIB
 LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
 LOADER_FOLDER = GIB  # below, torch's DataLoader has been seen to run out of it
-POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 16, 8  # with room for some tensors that are too large for common memory
+# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so does the rest of a program
+POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # that a pool may want beside its workers
 
 

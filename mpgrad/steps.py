@@ -6,6 +6,7 @@ Each step yields findings, or raises, which becomes one. Those that are fatal bu
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import statistics
 import sys
@@ -39,15 +40,20 @@ class Step(NamedTuple):
 
 
 def import_torch(pools: ExitStack) -> Iterator[Finding]:
+    place = importlib.util.find_spec("torch")
+    if place is None:
+        remedy = "pip install torch (2.6 or newer)"
+        yield Finding("software", "torch", "not installed", problem="mpgrad needs PyTorch", remedy=remedy, fatal=True)
+        return
+    print(f"torch lies in {place.origin or list(place.submodule_search_locations or ())}", flush=True)  # shown if it fails
     import torch
 
     version: Any = torch.version
     builds = {"CUDA": version.cuda, "ROCm": getattr(version, "hip", None), "XPU": getattr(version, "xpu", None)}
     build = ", ".join(f"{name} {number}" for name, number in builds.items() if number) or "for CPUs only"
     yield Finding("software", "torch", torch.__version__, detail=build)
-    yield Finding(
-        "CPUs", "torch's threads", torch.get_num_threads(), detail="in the caller; in a worker 1, or threads_per_worker"
-    )
+    detail = "in the caller; in a worker 1, or threads_per_worker"
+    yield Finding("CPUs", "torch's threads", torch.get_num_threads(), detail=detail)
 
 
 def check_behaviours(pools: ExitStack) -> Iterator[Finding]:
@@ -74,7 +80,7 @@ def check_behaviours(pools: ExitStack) -> Iterator[Finding]:
 def start_method(pools: ExitStack) -> Iterator[Finding]:
     name = "start method"
     if is_portable():
-        forced = "MPGRAD_PORTABLE is set" if os.environ.get("MPGRAD_PORTABLE") else "not Linux"
+        forced = "MPGRAD_PORTABLE is set" if sys.platform == "linux" else "not Linux"
         detail = f"portable mode ({forced}): each worker imports torch by itself, which takes seconds"
         yield Finding("pool", name, "spawn", detail=detail)
         return
@@ -202,10 +208,7 @@ def judged_calls(seconds: dict[str, float], workers: int) -> Iterator[Finding]:
 
 
 def look_for_gpus(pools: ExitStack) -> Iterator[Finding]:
-    try:
-        import torch
-    except ImportError:
-        return  # which the first step says
+    import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -224,9 +227,9 @@ def close_pools(pools: ExitStack) -> Iterator[Finding]:
 
 
 TORCH = "install PyTorch again (2.6 or newer; pip install torch), and see that no file or folder of yours is named torch"
-UNFIT = "install a torch version that was tried (constraints.txt names it), and please report this page"
+UNFIT = "install the package if one is missing; else take a torch that was tested (the README names it), and report this page"
 DRIVER = "see that the driver of the GPU works (nvidia-smi); pools on the CPU do"
-START = "see limits and memory above, and ps for what else runs"
+START = "see memory and limits above, and ps for what else runs"
 
 STEPS = (
     Step("software", "torch", "importing torch", import_torch, TORCH),
@@ -234,8 +237,8 @@ STEPS = (
     Step("pool", "start method", "looking at the start method", start_method, REPORT),
     Step("pool", "import", "importing mpgrad.pool", import_pool, UNFIT),
     Step("pool", "first worker", "starting the first worker", start_first, START),
-    Step("pool", "further worker", "starting further workers", start_further, START),
-    Step("pool", "tiny calls", "timing tiny calls", time_calls, START),
+    Step("pool", "further worker", "starting further workers", start_further, START, fatal=False),
+    Step("pool", "tiny calls", "timing tiny calls", time_calls, START, fatal=False),
     Step("GPUs", "found", "looking for GPUs", look_for_gpus, DRIVER, fatal=False, always=True),
     Step("pool", "close", "closing the pools", close_pools, REPORT, always=True),
 )

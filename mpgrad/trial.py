@@ -29,7 +29,7 @@ __all__ = ["main", "tried"]
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.trial import main; main(float(sys.argv[1]))"
 MARK = "mpgrad-trial: "  # what others print to stdout has no such mark
 GRACE = 10.0  # seconds after which a child whose doctor has been killed ends by itself
-LAST_WORDS = 3  # lines of a child that died
+LAST_WORDS = 2  # lines of a child that died
 
 
 # --- the doctor's side
@@ -51,8 +51,8 @@ def tried(limit: float, command: Sequence[str] | None = None) -> list[Finding]:
             start_new_session=True,  # Ctrl-C is for the doctor, who ends it
         )
     except OSError as error:
-        remedy = "see the limits above"
-        return [Finding("pool", "trial", None, problem=f"no process can be started ({error})", remedy=remedy, fatal=True)]
+        problem, remedy = f"no process can be started ({error})", "see memory and limits above"
+        return [Finding("pool", "trial", None, problem=problem, remedy=remedy, fatal=True)]
     in_time = True
     try:
         try:
@@ -87,26 +87,33 @@ def end_with_all(process: subprocess.Popen[str]) -> None:
 
 def read_trial(output: str, status: int, limit: float | None) -> list[Finding]:
     """The findings in a child's output, and one more where it did not come to its end: past its `limit`, or by dying."""
-    findings, at, words = [], STEPS[0], []
+    findings: list[Finding] = []
+    words: list[str] = []  # of the step, that are no findings
+    at = STEPS[0]
     for line in output.splitlines():
         word, mark, rest = line.partition(MARK)
         words += [word.strip()] if word.strip() else []
-        if not mark:
-            continue
-        told = json.loads(rest)
+        told = json.loads(rest) if mark else {}
         if "begins" in told:
-            at = STEPS[told["begins"]]
-        else:
-            findings.append(Finding(**told["finding"]))
+            at, words = STEPS[told["begins"]], []
+        elif "finding" in told:
+            finding = Finding(**told["finding"])
+            findings.append(with_words(finding, words) if finding.value is None and finding.problem else finding)
     if limit is not None:
         problem = f"hung: {at.doing} had not ended after {limit:g} s in all, and was killed"
         remedy = f"{at.remedy}; if the machine is only slow, give it more time (--timeout {5 * limit:g})"
     elif status != 0:
-        problem, remedy = f"the process died ({ending(status)}) while {at.doing}", at.remedy
+        problem = f"the process died ({ending(status)}) while {at.doing}"
+        remedy = f"see memory and limits above; {at.remedy}"
     else:
         return findings
-    detail = f"its last words: {' / '.join(words[-LAST_WORDS:])}" if words else ""
-    return [*findings, Finding(at.section, at.name, None, "", detail, problem, remedy, at.fatal)]
+    fatal = at.section != "GPUs"  # a pool that raises at times may work at others, one that hangs does not
+    return [*findings, with_words(Finding(at.section, at.name, None, problem=problem, remedy=remedy, fatal=fatal), words)]
+
+
+def with_words(finding: Finding, words: list[str]) -> Finding:
+    told = " / ".join(words[-LAST_WORDS:])
+    return dataclasses.replace(finding, problem=f"{finding.problem}; it said: {told}") if told else finding
 
 
 def ending(status: int) -> str:
@@ -116,6 +123,8 @@ def ending(status: int) -> str:
 
 
 # --- the child's side
+
+NOT_TRIED = Finding("pool", "further steps", "not tried", detail="because of what is marked X")
 
 
 def main(limit: float) -> None:
@@ -129,7 +138,11 @@ def main(limit: float) -> None:
             tell("begins", number)
             for finding in carefully(step, pools):
                 tell("finding", dataclasses.asdict(finding))
-                broken = broken or finding.fatal
+                if finding.fatal and not broken:
+                    broken = True
+                    tell("finding", dataclasses.asdict(NOT_TRIED))
+            if broken and number == 0:
+                return  # nothing is open, and nothing works without torch
 
 
 def tell(kind: str, content: object) -> None:

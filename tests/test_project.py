@@ -34,7 +34,7 @@ BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours"}
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("mpgrad-*.whl")
+    (wheel,) = tmp_path.glob(f"mpgrad-{mpgrad.__version__}-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"mpgrad/{path.relative_to(ROOT / 'mpgrad')}" for path in (ROOT / "mpgrad").rglob("*.py")}
     expected |= {f"mpgrad/workers/{path.relative_to(ROOT / 'workers')}" for path in (ROOT / "workers").rglob("*.py")}
