@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +34,7 @@ __all__ = [
     "batched",
     "descriptor_of",
     "dual_level_is_active",
+    "edge_that_keeps",
     "flattened",
     "grad_mode",
     "gradients",
@@ -153,6 +154,17 @@ def is_alive(node: Any) -> bool:
         return node.next_functions is not None
     except RuntimeError:
         return False
+
+
+def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
+    """The edge to a tensor whose node is written in Python, and with it the graph behind."""
+    if tensor.layout is torch.strided:
+        edge = get_gradient_edge(tensor)
+        if getattr(edge, "ownership_token", None) is not None:  # from torch 2.9 on, and made by way of a view
+            return edge
+    with torch.enable_grad():
+        # of sparse tensors there are no views
+        return get_gradient_edge(tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone())
 
 
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

@@ -286,6 +286,14 @@ def gradients_at_edges() -> None:
     raise DiffersError("a graph that was not kept gave gradients again")
 
 
+@behaviour("an edge to a node written in Python keeps the graph behind it")
+def edges_that_keep() -> None:
+    x = leaf()
+    edge = _torch.edge_that_keeps(_torch.apply(Node, x * 3, lambda grad: grad * 2))
+    (grad,) = _torch.gradients([edge], [x], [torch.ones(2, dtype=torch.float64, device="cpu")], keep=False, create=False)
+    expect([6.0, 6.0], None if grad is None else grad.tolist())
+
+
 @behaviour("at the end of a backward a callback is called once, after all nodes")
 def callbacks_at_the_end() -> None:
     ran: list[Any] = []

@@ -109,8 +109,14 @@ def footprint() -> dict[str, set[str]]:
         "processes": set(running_children()),
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "descriptors": {f"{name} {target}" for name, target in open_descriptors()},
-        "shared memory": set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set(),
+        "shared memory": set(shared_memory()),
     }
+
+
+def shared_memory() -> Iterator[str]:
+    """Names; but semaphores, which are multiprocessing's, and come and go with any program on the machine."""
+    if Path("/dev/shm").exists():
+        yield from (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
 
 
 def running_children() -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad._torch import NODE_IN_PYTHON, CallCounter, apply, gradients, is_alive, node_type, plus
+from mpgrad._torch import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
 from mpgrad.batching import Level, over
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD
 
@@ -157,16 +157,8 @@ def edge_of(tensor: torch.Tensor) -> Edge:
     if node is None:
         return tensor
     if isinstance(node, NODE_IN_PYTHON):  # its Python object, by itself, keeps nothing
-        return get_gradient_edge(behind_own_node(tensor))
+        return edge_that_keeps(tensor)
     return GradientEdge(node, tensor.output_nr)
-
-
-def behind_own_node(tensor: torch.Tensor) -> torch.Tensor:
-    """`get_gradient_edge` makes a view where a node is written in Python; of a sparse tensor there are no views, but copies."""
-    if tensor.layout is torch.strided:
-        return tensor
-    with torch.enable_grad():
-        return tensor.clone()
 
 
 class Entry(torch.autograd.Function):
