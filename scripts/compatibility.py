@@ -1,0 +1,221 @@
+"""Runs the tests with other versions of Python, torch and the dependencies, and says in docs/compatibility.md what came of it.
+
+MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean. Environments are made, used and removed
+one at a time: torch with its CUDA packages takes 5 GB.
+
+    python scripts/compatibility.py
+    python scripts/compatibility.py --only py312-torch29-core
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+EPILOG = "exit status: 0 if all suites that were run passed, 1 if one failed or could not be installed, 2 for wrong arguments"
+
+MATRIX = (
+    # the whole suite; the first has the oldest versions of everything
+    "py310-torch28-lowest",
+    "py311-cpu213",
+    "py312-torch211",
+    "py313-torch215",
+    # the core tests; each Python with two versions of torch at least. torch 2.15 has no wheel for Python 3.10.
+    "py310-torch29-core",
+    "py311-torch210-core",
+    "py311-torch212-core",
+    "py312-torch214-core",
+    "py313-torch213-core",
+)
+CANDIDATES = ("py310-torch26-core", "py310-torch27-core")  # run only where they are asked for
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "compatibility.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- table: scripts/compatibility.py writes it -->\n", "<!-- end of the table -->\n"
+
+ASK_VERSIONS = """
+import importlib.util, json, pathlib, platform, runpy
+from importlib.metadata import version
+torch = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py")
+versions = {name: version(name) for name in ("mpgrad", "cloudpickle", "psutil", "numpy")}
+print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
+"""  # torch's metadata do not say +cu128, and it need not be one that can be imported
+SHOWN = {"python": "Python", "torch": "torch", "cloudpickle": "cloudpickle", "psutil": "psutil", "numpy": "NumPy"}
+HEADS = ("environment", *SHOWN.values(), "tests", "passed", "failed", "skipped", "seconds", "date")
+
+Entry = dict[str, Any]  # what came of an environment
+Entries = dict[str, Entry]  # ... by its name
+
+
+# --- one environment
+
+
+def tried(name: str, workdir: Path) -> Entry:
+    """Installs an environment, runs its tests and removes it again."""
+    entry: Entry = {"date": datetime.date.today().isoformat(), "tests": "core" if name.endswith("-core") else "whole"}
+    shutil.rmtree(workdir / name, ignore_errors=True)  # an interrupted run may have left it
+    try:
+        print(f"{name}: installing", flush=True)
+        made = tox(name, workdir, "--notest", "--skip-missing-interpreters", "false", stdout=subprocess.PIPE)
+        if made.returncode != 0:
+            print(made.stdout, flush=True)
+            return {**entry, "outcome": "not installed", "reason": reason_in(made.stdout)}
+        status = tox(name, workdir, "--skip-pkg-install").returncode
+        return {**entry, "versions": versions_in(workdir / name), **outcome(workdir / name / "junit.xml", status)}
+    finally:
+        shutil.rmtree(workdir / name, ignore_errors=True)
+
+
+def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tox", "run", "--colored", "no", "--workdir", str(workdir), "-e", name, *options]
+    environment = {**os.environ, "PIP_NO_CACHE_DIR": "1"}  # it would grow by what each environment takes
+    return subprocess.run(command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+
+
+def reason_in(output: str) -> str:
+    """pip's, or tox's."""
+    reasons = re.findall(r"(?:ERROR: |failed with )(.+)", output)
+    return str(reasons[-1]) if reasons else "tox gave no reason"
+
+
+def versions_in(environment: Path) -> dict[str, str]:
+    command = [str(environment / "bin" / "python"), "-c", ASK_VERSIONS]
+    found: dict[str, str] = json.loads(subprocess.run(command, cwd=environment, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
+def outcome(report: Path, status: int) -> Entry:
+    if not report.exists():
+        return {"outcome": "failed", "reason": f"pytest ended without a report (exit status: {status})"}
+    counts = counts_in(report.read_text())
+    return {"outcome": "passed" if status == 0 and not counts["failed"] else "failed", **counts}
+
+
+def counts_in(junit: str) -> Entry:
+    """From pytest's report: how many passed, which failed, how many were skipped for each reason, seconds."""
+    suites = ElementTree.fromstring(junit)
+    outcomes: dict[str, set[str]] = collections.defaultdict(set)  # a test that failed has a second case if its end did, too
+    for case in suites.iter("testcase"):
+        outcomes[f"{case.get('classname')}::{case.get('name')}"].update(part.tag for part in case)
+    failed = [test for test, tags in outcomes.items() if tags & {"failure", "error"}]
+    skipped = collections.Counter(part.get("message", "") for part in suites.iter("skipped"))
+    return {
+        "passed": sum(not tags & {"failure", "error", "skipped"} for tags in outcomes.values()),
+        "failed": sorted(failed),
+        "skipped": dict(sorted(skipped.items())),
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites.iter("testsuite"))),
+    }
+
+
+# --- what is kept of them
+
+
+def minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def by_number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
+    """For each minor version of torch with which an environment passed, those of Python: as `mpgrad.behaviours.TRIED`."""
+    pythons: dict[str, set[str]] = collections.defaultdict(set)
+    for entry in entries.values():
+        if entry["outcome"] == "passed":
+            pythons[minor(entry["versions"]["torch"])].add(minor(entry["versions"]["python"]))
+    return {torch: tuple(sorted(pythons[torch], key=by_number)) for torch in sorted(pythons, key=by_number)}
+
+
+def read() -> Entries:
+    entries: Entries = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return entries
+
+
+def write(entries: Entries) -> None:
+    RESULTS.write_text(json.dumps(entries, indent=2) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text(), entries))
+
+
+def merged(old: Entries, new: Entries) -> Entries:
+    """The matrix first and in its order."""
+    both = {**old, **new}
+    order = [name for name in (*MATRIX, *CANDIDATES) if name in both]
+    return {name: both[name] for name in dict.fromkeys([*order, *both])}
+
+
+def with_table(page: str, entries: Entries) -> str:
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page needs the two lines between which the table belongs: {BEGIN}{END}")
+    return "".join([before, begin, *(f"{line}\n" for line in lines_of(entries)), end, after])
+
+
+def lines_of(entries: Entries) -> Iterator[str]:
+    yield f"| {' | '.join(HEADS)} |"
+    yield "| --- " * len(HEADS) + "|"
+    yield from (f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items())
+    yield ""
+    skipped: Entry = collections.Counter()
+    for name, entry in entries.items():
+        if "reason" in entry:
+            yield f"* `{name}`: {entry['reason']}"
+        yield from (f"* `{name}`: `{test}` failed" for test in entry.get("failed", ()))
+        skipped.update(entry.get("skipped", {}))
+    yield from (f"* {count} skipped: {why}" for why, count in sorted(skipped.items()))
+
+
+def cells(name: str, entry: Entry) -> list[object]:
+    versions = [entry.get("versions", {}).get(package, "") for package in SHOWN]
+    if "passed" in entry:
+        counts = [entry["passed"], len(entry["failed"]), sum(entry["skipped"].values()), entry["seconds"]]
+    else:
+        counts = [entry["outcome"], "", "", ""]
+    return [f"`{name}`", *versions, entry["tests"], *counts, entry["date"]]
+
+
+# --- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.list:
+        print(*MATRIX, *(f"{name} (only with --only)" for name in CANDIDATES), sep="\n")
+        return 0
+    old = read() if options.only or options.table else {}
+    if options.table:
+        write(old)
+        return 0
+    new: Entries = {}
+    for name in options.only or MATRIX:
+        new[name] = tried(name, options.workdir.resolve())
+        write(merged(old, new))  # after each: what is done stays, whatever becomes of the next
+    print(*(f"{name}: {entry['outcome']}" for name, entry in new.items()), sep="\n")
+    return int(any(entry["outcome"] != "passed" for entry in new.values()))
+
+
+def parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    made = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
+    made.add_argument("--only", nargs="+", metavar="ENV", help="run these; other results are kept (default: the matrix anew)")
+    made.add_argument("--list", action="store_true", help="name the environments of the matrix")
+    made.add_argument("--table", action="store_true", help="run nothing, only write the table again")
+    made.add_argument("--workdir", type=Path, default=ROOT / ".tox", metavar="DIR", help="of tox: needs 10 GB (default: .tox)")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
