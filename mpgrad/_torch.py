@@ -23,6 +23,8 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from mpgrad.system import PORTABLE
+
 __all__ = [
     "SharedHooks",
     "apply",
@@ -237,11 +239,13 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """Shared memory made as torch.multiprocessing makes it.
 
-    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
-    an anonymous memory file has no such limit, and never a name that could stay behind.
+    torch itself makes a name for it, maps it, and removes the name again. On Linux that is a file in /dev/shm, which in a
+    container often ends at 64 MiB, and writing past that end is a SIGBUS; an anonymous memory file has no such limit, and
+    never a name that could stay behind.
     """
-    if not hasattr(os, "memfd_create"):
-        storage: torch.UntypedStorage = SHARED_STORAGE._new_shared(nbytes, device="cpu")
+    if PORTABLE:
+        # not `_new_shared`: on macOS it leaves the name to a helper process, and has no descriptor to hand over
+        storage: torch.UntypedStorage = SHARED_STORAGE._new_using_fd_cpu(nbytes)
         return storage
     descriptor = os.memfd_create("mpgrad", os.MFD_CLOEXEC)
     try:

@@ -9,17 +9,20 @@ import math
 import os
 from pathlib import Path
 
+from mpgrad.system import PORTABLE, PROC
+
 __all__ = ["usable_cpus"]
 
 CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
     """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup_quota(CGROUPS, MEMBERSHIP) if MEMBERSHIP.exists() else math.inf
-    return max(1, math.ceil(min(affinity, quota)))
+    if PORTABLE or PROC is None:
+        return os.cpu_count() or 1
+    membership = PROC / "self/cgroup"
+    quota = cgroup_quota(CGROUPS, membership) if membership.exists() else math.inf
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota)))
 
 
 def cgroup_quota(root: Path, membership: Path) -> float:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpgrad._torch import apply, gradients, is_alive, plus
 from mpgrad.batching import Level, over
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD
+from mpgrad.system import PORTABLE
 
 __all__ = [
     "APPLIED",
@@ -140,11 +141,9 @@ class Mallinfo(ctypes.Structure):
     ]
 
 
-try:
-    MALLINFO: Any = ctypes.CDLL(None).mallinfo2  # glibc from 2.33 on
+MALLINFO: Any = None if PORTABLE else getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
+if MALLINFO is not None:
     MALLINFO.restype = Mallinfo
-except AttributeError:
-    MALLINFO = None
 
 
 def memory_in_use() -> int:

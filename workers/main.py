@@ -1,7 +1,7 @@
 """The main loop of a worker, for each place where a worker can live: its own process, or a thread of the parent.
 
-Assumes: in a process this is the only thread, and it dies with whoever forked it: by the kernel's word on Linux, by the end
-    of the pipe, wherever it reads, elsewhere.
+Assumes: in a process this is the only thread, and it dies with whoever made it: by the kernel's word, or, where the kernel has
+    none (`PORTABLE`), by the end of the pipe, the next time that it reads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from mpgrad import classes
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
 from mpgrad.place import PLACE
+from mpgrad.system import PORTABLE
 
-__all__ = ["begin", "serve", "serve_in_process"]
+__all__ = ["begin", "serve", "serve_in_process", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -88,6 +89,13 @@ def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) ->
     serve(end, number, in_process=True)
 
 
+def serve_spawned(descriptor: int, number: int) -> None:
+    """`serve` in a program of its own, which has inherited its end of the pipe."""
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)  # else a program that a call starts would keep it open, when this one has ended
+    serve_in_process(end, number, None)
+
+
 def settle(start: Start) -> None:
     """Make this process look like the parent to the code that will run in it."""
     sys.path[:] = start.path
@@ -105,7 +113,7 @@ def settle(start: Start) -> None:
 
 def die_with(parent_pid: int | None) -> None:
     """Have the kernel kill this process when the one that made it dies, however busy this one is then."""
-    if sys.platform != "linux":
+    if PORTABLE:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
