@@ -18,6 +18,7 @@ import pickle
 import select
 import socket
 import struct
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +37,18 @@ TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code t
 NO_ROOM = (errno.EAGAIN, errno.EMSGSIZE)
 READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
+
+
+OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_child() -> None:
+    """A process that this one forks must not hold its pipes open: their end tells of its death."""
+    for end in OPEN:
+        end.close()
+
+
+os.register_at_fork(after_in_child=close_in_child)
 
 
 class Traffic:
@@ -71,6 +84,7 @@ class Channel:
         self._socket = end
         self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
+        OPEN.add(end)
         self._blocking = blocking
         self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost

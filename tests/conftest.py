@@ -24,6 +24,7 @@ import tqdm
 
 import mpgrad
 from mpgrad.costs import Costs
+from mpgrad.system import PORTABLE
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py
 
@@ -126,13 +127,26 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             # warm pools may keep more shared memory than they had when the test began; its own tests look at that
-            if "memfd:mpgrad" not in target:
+            if not is_shared_memory(target):
                 yield name, target
+
+
+def is_shared_memory(target: str) -> bool:
+    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed at once."""
+    return "memfd:mpgrad" in target or (target.startswith("/dev/shm/torch_") and target.endswith(" (deleted)"))
 
 
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
     now = footprint()
     return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
+
+
+# --- for tests of what not all systems have
+
+
+def linux_only(mechanism: str) -> pytest.MarkDecorator:
+    """The test is about something that the portable branches do without."""
+    return pytest.mark.skipif(PORTABLE, reason=f"about {mechanism}, which only Linux has")
 
 
 # --- for tests of scripts

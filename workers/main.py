@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import warnings
+from typing import NoReturn
 
 import torch
 from mpgrad.workers.calls import failure
@@ -27,7 +28,7 @@ from mpgrad.messages import Start, StartFailed, Stop
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 
-__all__ = ["begin", "serve", "serve_in_process", "serve_spawned"]
+__all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -84,16 +85,30 @@ def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) ->
     """`serve` in a process of its own, made by `parent_pid` where that is known."""
     die_with(parent_pid)
     PLACE.in_worker = True
-    os.register_at_fork(after_in_child=end.close)  # else a process that a task forks would hide our end from the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
     serve(end, number, in_process=True)
 
 
-def serve_spawned(descriptor: int, number: int) -> None:
-    """`serve` in a program of its own, which has inherited its end of the pipe."""
+def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None) -> NoReturn:
+    """`serve_in_process` in one that is nobody else's."""
+    status = 1
+    try:
+        serve_in_process(end, number, parent_pid)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def serve_spawned(descriptor: int, number: int) -> NoReturn:
+    """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
     end.set_inheritable(False)  # else a program that a call starts would keep it open, when this one has ended
-    serve_in_process(end, number, None)
+    serve_and_exit(end, number, None)
 
 
 def settle(start: Start) -> None:
