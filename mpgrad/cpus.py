@@ -9,16 +9,15 @@ import math
 import os
 from pathlib import Path
 
-from mpgrad.system import PORTABLE, PROC
+from mpgrad.system import CGROUPS, PORTABLE, PROC
 
 __all__ = ["usable_cpus"]
 
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> int:
     """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
-    if PORTABLE or PROC is None:
+    if PORTABLE:
         return os.cpu_count() or 1
     membership = PROC / "self/cgroup"
     quota = cgroup_quota(CGROUPS, membership) if membership.exists() else math.inf

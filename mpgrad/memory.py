@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 
-from mpgrad.system import PROC
+from mpgrad.system import PORTABLE, PROC
 
 __all__ = ["bytes_of", "kills_for_memory"]
 
@@ -35,7 +35,7 @@ def bytes_of(name: str, amount: int | str) -> int:
 
 def kills_for_memory() -> int:
     """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0 where it does not say."""
-    if PROC is None:
+    if PORTABLE:
         return 0
     with contextlib.suppress(OSError):
         for line in (PROC / "vmstat").read_text().splitlines():

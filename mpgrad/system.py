@@ -12,7 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
-__all__ = ["PORTABLE", "PROC"]
+__all__ = ["CGROUPS", "PORTABLE", "PROC"]
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
@@ -28,4 +28,4 @@ def wants_portable(value: str) -> bool:
 
 
 PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux"
-PROC = None if PORTABLE else Path("/proc")  # where the kernel tells of processes and memory
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
