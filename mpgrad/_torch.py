@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from mpgrad.system import PORTABLE
+from mpgrad.system import anonymous_memory
 
 __all__ = [
     "SharedHooks",
@@ -237,17 +237,12 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Shared memory made as torch.multiprocessing makes it.
+    """Shared memory mapped as torch.multiprocessing maps it.
 
-    torch itself makes a name for it, maps it, and removes the name again. On Linux that is a file in /dev/shm, which in a
-    container often ends at 64 MiB, and writing past that end is a SIGBUS; an anonymous memory file has no such limit, and
-    never a name that could stay behind.
+    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
+    an anonymous memory file has no such limit, and never a name that could stay behind.
     """
-    if PORTABLE:
-        # not `_new_shared`: on macOS it leaves the name to a helper process, and has no descriptor to hand over
-        storage: torch.UntypedStorage = SHARED_STORAGE._new_using_fd_cpu(nbytes)
-        return storage
-    descriptor = os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+    descriptor = anonymous_memory()
     try:
         os.truncate(descriptor, nbytes)
     except OSError:

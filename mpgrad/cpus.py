@@ -14,7 +14,6 @@ from mpgrad.system import CGROUPS, PORTABLE, PROC
 __all__ = ["usable_cpus"]
 
 
-
 def usable_cpus() -> int:
     """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
     if PORTABLE:

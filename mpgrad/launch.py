@@ -27,7 +27,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-from mpgrad.system import PORTABLE
+from mpgrad.system import PORTABLE, remove_name
 
 __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
 
@@ -215,7 +215,7 @@ class SpawnLauncher:
             code = self._processes[number].wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        del self._processes[number]
+        remove_name(self._processes.pop(number).pid)
         return code
 
     def close(self) -> None:
@@ -249,6 +249,8 @@ class ContextLauncher:
         process.join(timeout)
         code = process.exitcode
         if code is not None:
+            assert process.pid is not None
+            remove_name(process.pid)
             process.close()
             del self._processes[number]
         return code

@@ -7,12 +7,13 @@ workers from. Whatever else has Unix sockets, macOS first of all, takes the port
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 from pathlib import Path
 
-__all__ = ["CGROUPS", "PORTABLE", "PROC"]
+__all__ = ["CGROUPS", "PORTABLE", "PROC", "anonymous_memory", "remove_name"]
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
@@ -29,3 +30,37 @@ def wants_portable(value: str) -> bool:
 
 PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux"
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
+
+
+def anonymous_memory() -> int:
+    """The descriptor of a file in memory that has no name, and as yet no size.
+
+    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process is killed meanwhile, the
+    name stays, and on macOS the memory with it, until the next start of the machine.
+    """
+    if not PORTABLE:
+        return os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+    import _posixshmem  # as multiprocessing.shared_memory does
+
+    while True:
+        try:
+            descriptor = _posixshmem.shm_open(name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        except FileExistsError:  # another thread's, which is about to remove it, or a dead process's that had this number
+            remove_name(os.getpid())
+        else:
+            remove_name(os.getpid())
+            return int(descriptor)
+
+
+def name_of(pid: int) -> str:
+    return f"/mpgrad-{pid}"  # macOS allows 31 characters
+
+
+def remove_name(pid: int) -> None:
+    """What a process had not come to if it was killed between two lines of `anonymous_memory`."""
+    if not PORTABLE:
+        return
+    import _posixshmem
+
+    with contextlib.suppress(FileNotFoundError):
+        _posixshmem.shm_unlink(name_of(pid))

@@ -133,7 +133,7 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 
 def is_shared_memory(target: str) -> bool:
     """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed at once."""
-    return "memfd:mpgrad" in target or (target.startswith("/dev/shm/torch_") and target.endswith(" (deleted)"))
+    return "memfd:mpgrad" in target or (target.startswith("/dev/shm/mpgrad-") and target.endswith(" (deleted)"))
 
 
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:

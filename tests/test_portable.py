@@ -84,12 +84,10 @@ def descriptors():
     return sorted(target for _, target in links() if "/dev/shm" in target or "socket" in target)
 
 def names_of(processes):
-    """In /dev/shm: torch puts the number of the process into them."""
-    pids = {str(each.pid) for each in processes} | {str(os.getpid())}
-    return [name for name in os.listdir("/dev/shm") if pids & set(name.split("_"))]
+    return set(os.listdir("/dev/shm")) & {f"mpgrad-{pid}" for pid in (os.getpid(), *(each.pid for each in processes))}
 
 def lacks(_):
-    shared = [os.get_inheritable(number) for number, target in links() if "torch_" in target]
+    shared = [os.get_inheritable(number) for number, target in links() if "/dev/shm" in target]
     return hasattr(os, "memfd_create"), any(shared), len(shared) > 0
 
 def writes(x, large):
