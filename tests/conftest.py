@@ -109,7 +109,8 @@ def footprint() -> dict[str, set[str]]:
     return {
         "processes": set(running_children()),
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
-        "descriptors": {f"{name} {target}" for name, target in open_descriptors()},
+        # warm pools may keep more shared memory than they had when the test began; its own tests look at that
+        "descriptors": {f"{name} {target}" for name, target in open_descriptors() if not is_shared_memory(target)},
         "shared memory": set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set(),
     }
 
@@ -125,15 +126,17 @@ def running_children() -> Iterator[str]:
 def open_descriptors() -> Iterator[tuple[str, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            # warm pools may keep more shared memory than they had when the test began; its own tests look at that
-            if not is_shared_memory(target):
-                yield name, target
+            yield name, os.readlink(f"/proc/self/fd/{name}")
 
 
 def is_shared_memory(target: str) -> bool:
-    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed at once."""
-    return "memfd:mpgrad" in target or (target.startswith("/dev/shm/mpgrad-") and target.endswith(" (deleted)"))
+    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed."""
+    return target.startswith(("/memfd:mpgrad", "/dev/shm/mpgrad-"))
+
+
+def shared_memory_files() -> int:
+    gc.collect()
+    return sum(is_shared_memory(target) for _, target in open_descriptors())
 
 
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
