@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import alive, gone, linux_only, shared_memory_files
+from conftest import alive, gone, linux_only, shared_memory_files, staffed
 
 import mpgrad
 from mpgrad.system import PORTABLE
@@ -251,7 +251,7 @@ def test_a_replaced_worker_stays_while_it_keeps_graphs(nursery: mpgrad.Pool) -> 
 
 
 def test_an_idle_pool_uses_no_cpu(fresh_pool: mpgrad.Pool) -> None:
-    fresh_pool.map(abs, range(10))
+    staffed(fresh_pool).map(abs, range(10))
     time.sleep(0.2)  # the news of the last map is sent
     workers = psutil.Process().children(recursive=True)
 
