@@ -25,6 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from mpgrad.system import anonymous_memory
+
 __all__ = [
     "MAKE_FX",
     "NODE_IN_PYTHON",
@@ -284,15 +286,12 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Shared memory made as torch.multiprocessing makes it.
+    """Shared memory mapped as torch.multiprocessing maps it.
 
     torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
     an anonymous memory file has no such limit, and never a name that could stay behind.
     """
-    if not hasattr(os, "memfd_create"):
-        storage: torch.UntypedStorage = SHARED_STORAGE._new_shared(nbytes, device="cpu")
-        return storage
-    descriptor = os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+    descriptor = anonymous_memory()
     try:
         os.truncate(descriptor, nbytes)
     except OSError:

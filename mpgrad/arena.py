@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -31,6 +30,7 @@ import torch
 
 from mpgrad._torch import descriptor_of, shared_storage, storage_from_descriptor
 from mpgrad.errors import PoolClosedError, SharedMemoryError
+from mpgrad.system import PORTABLE
 
 if TYPE_CHECKING:
     from mpgrad.devices import DeviceSlab
@@ -62,6 +62,7 @@ class Slab:
         self.number = number
         self.nbytes = storage.nbytes()
         self.descriptor = descriptor_of(storage)
+        os.set_inheritable(self.descriptor, False)  # it is a duplicate that torch has made for itself
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
@@ -80,7 +81,7 @@ class Slab:
         """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
         if nbytes > psutil.virtual_memory().available:
             raise no_room(nbytes)
-        if hasattr(os, "posix_fallocate"):
+        if not PORTABLE:
             try:
                 os.posix_fallocate(self.descriptor, offset, size)
             except OSError as error:
@@ -88,11 +89,13 @@ class Slab:
 
     def hollow_out(self, offset: int, size: int) -> None:
         """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
-        if sys.platform == "linux":
+        if not PORTABLE:
             LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
         """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
+        if PORTABLE:  # macOS maps named shared memory for all or not at all
+            return memoryview(bytearray(borrowed))
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
         mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)

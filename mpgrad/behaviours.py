@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import mpgrad.system  # noqa: F401  # says what a system lacks: that is no fault of PyTorch's
 from mpgrad.errors import UnsupportedTorchError
 from mpgrad.place import PLACE
 
@@ -158,18 +158,6 @@ class Entrance(torch.autograd.Function):
 
 class Hooked(Node):
     pass
-
-
-class AsMakeFx(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in the place of that by which `make_fx` records, which it would take seconds to import."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        keys: Any = torch._C._TorchDispatchModeKey
-        self._mode_key = keys.PROXY
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def leaf() -> Any:
@@ -419,6 +407,13 @@ def modules_made_again() -> None:
 
 @behaviour("what records operations can be seen")
 def tracers() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class AsMakeFx(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """In the place of the mode by which `make_fx` records, which it would take seconds to import."""
+
+        _mode_key = torch._C._TorchDispatchModeKey.PROXY
+
     found: list[Any] = [_torch.tracer()]
 
     def look(*args: Any) -> Any:
@@ -426,7 +421,7 @@ def tracers() -> None:
         return args[0] * 2
 
     torch._C._create_graph_by_tracing(look, (leaf().detach(),), lambda tensor: "", True, False, None, [])
-    with AsMakeFx():  # nothing is run in it: that would import seconds of code
+    with AsMakeFx():  # type: ignore[no-untyped-call]  # nothing is run in it: that would import seconds of code
         found.append(_torch.tracer())
     expect([None, "torch.jit.trace", _torch.MAKE_FX, None], [*found, _torch.tracer()])
 

@@ -12,25 +12,43 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import pickle
+import select
 import socket
 import struct
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpgrad.messages import Message, NewSlab
+from mpgrad.system import PORTABLE
 
 __all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
-CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # of what is received, where the system has that
+CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of what is received
 TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code to look at a bit
+# macOS has no room for descriptors while the pipe is nearly full, and calls that EMSGSIZE
+NO_ROOM = (errno.EAGAIN, errno.EMSGSIZE)
 READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
+
+
+OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_child() -> None:
+    """A process that this one forks must not hold its pipes open: their end tells of its death."""
+    for end in OPEN:
+        end.close()
+
+
+os.register_at_fork(after_in_child=close_in_child)
 
 
 class Traffic:
@@ -66,6 +84,7 @@ class Channel:
         self._socket = end
         self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
+        OPEN.add(end)
         self._blocking = blocking
         self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
@@ -100,7 +119,10 @@ class Channel:
             sent = self._send_some(data, descriptors)
             data, descriptors = data[sent:], () if sent else descriptors
             while data and self._blocking:  # who is stopped and continued while it waits for room has sent a part
-                data = data[self._send_some(data, ()) :]
+                if not sent:
+                    self._wait_for_room()
+                sent = self._send_some(data, descriptors)
+                data, descriptors = data[sent:], () if sent else descriptors
         if data:
             # the receiver may get to it after the sender has closed its own: duplicates are kept until they are on their way
             self._outgoing.append((data, duplicates(descriptors)))
@@ -128,8 +150,15 @@ class Channel:
             if descriptors:
                 return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
             return self._socket.send(data)
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
             return 0
+
+    def _wait_for_room(self) -> None:
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        room.poll()
 
     def receive(self) -> Frame | None:
         """The next frame; None where the parent's end has no whole frame yet, and should wait until there is more to read.
@@ -159,7 +188,13 @@ class Channel:
             self._is_dry = count < len(rest)
             self._filled += count
         else:
-            count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC)
+            try:
+                count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], ANCILLARY_BYTES, CLOSE_ON_EXEC)
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:
+                    raise
+                self._received.append(None)  # as `TRUNCATED` below, in macOS's words; the bytes come with the next look
+                return
             self._is_dry = count < READ_BYTES
             self._incoming += self._buffer[:count]
             received = array.array("i")
@@ -171,6 +206,8 @@ class Channel:
                 self._received.append(None)
             elif received:
                 self._received.append(received.tolist())
+                for descriptor in received if PORTABLE else ():
+                    os.set_inheritable(descriptor, False)
         if count == 0:
             raise EOFError
 

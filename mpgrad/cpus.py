@@ -10,17 +10,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpgrad.system import CGROUPS, PORTABLE, PROC
+
 __all__ = ["CGROUPS", "MEMBERSHIP", "cgroup_folders", "cgroup_quota", "read_words", "usable_cpus"]
 
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
+MEMBERSHIP = PROC / "self/cgroup"
 
 
 def usable_cpus() -> int:
     """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if PORTABLE:
+        return os.cpu_count() or 1
     quota = cgroup_quota(CGROUPS, MEMBERSHIP) if MEMBERSHIP.exists() else math.inf
-    return max(1, math.ceil(min(affinity, quota)))
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota)))
 
 
 def cgroup_quota(root: Path, membership: Path) -> float:

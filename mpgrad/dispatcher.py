@@ -56,9 +56,11 @@ class Dispatcher(Scheduler):
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
         with contextlib.ExitStack() as undo:  # what was opened, should no descriptor or thread be left for the rest
             undo.callback(launcher.close)
-            self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._wake_read, self._wake_write = os.pipe()
             undo.callback(os.close, self._wake_read)
             undo.callback(os.close, self._wake_write)
+            os.set_blocking(self._wake_read, False)
+            os.set_blocking(self._wake_write, False)
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._selector.register(self._wake_read, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)

@@ -1,8 +1,9 @@
 """How worker processes and threads come to be, and how one learns that they are gone.
 
-A launcher gives a worker its end of a socket pair and later tells its exit code. `Nursery` is the default on Linux: workers
-are forked from a process that has imported torch and nothing of the user's. `ContextLauncher` takes any start method of
-multiprocessing; `ThreadLauncher` runs the same loop in threads.
+A launcher gives a worker its end of a socket pair and later tells its exit code. `NurseryLauncher` is the default on Linux:
+workers are forked from a process that has imported torch and nothing of the user's. `SpawnLauncher` is the default elsewhere:
+each worker is a program of its own. `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the
+same loop in threads.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-__all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "ThreadLauncher", "enter", "process_launcher"]
+from mpgrad.system import PORTABLE, remove_name
 
-BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.workers.nursery import main; main(int(sys.argv[1]))"
-
+__all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
 
 MAIN_MODULE = threading.Lock()  # while it is hidden
 NURSERY_PATIENCE = 2.0  # seconds for it to end
@@ -58,19 +58,26 @@ def enter(module: str, function: str, *arguments: Any) -> None:
     getattr(importlib.import_module(module), function)(*arguments)
 
 
+def program(module: str, function: str, end: socket.socket, *numbers: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that calls an entry point of the workers' side with its end of a pipe, and `numbers`."""
+    arguments = ", ".join(map(str, (end.fileno(), *numbers)))
+    boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return subprocess.Popen(
+        [sys.executable, *flags, "-c", boot, *sys.path],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
+    )
+
+
 class NurseryProcess:
     """The parent's end of the nursery, shared by all pools of this process and ended with the last of them."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-            self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", BOOT, str(theirs.fileno()), *sys.path],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
-            )
+            self._process = program("mpgrad.workers.nursery", "main", theirs)
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -184,6 +191,39 @@ class NurseryLauncher:
         nursery.close()
 
 
+class SpawnLauncher:
+    """Workers that are programs of their own.
+
+    multiprocessing's "spawn" would have each import the parent's main module, lets none have children of its own, and starts
+    none where the parent is a worker of a pool itself.
+    """
+
+    can_kill = True
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def launch(self, number: int, end: socket.socket) -> None:
+        with end:
+            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", end, number)
+
+    def kill(self, number: int) -> None:
+        self._processes[number].kill()
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        try:
+            code = self._processes[number].wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        remove_name(self._processes.pop(number).pid)
+        return code
+
+    def close(self) -> None:
+        for number in list(self._processes):
+            self.kill(number)
+            self.exit_code(number, timeout=5)
+
+
 class ContextLauncher:
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver"."""
 
@@ -209,6 +249,8 @@ class ContextLauncher:
         process.join(timeout)
         code = process.exitcode
         if code is not None:
+            assert process.pid is not None
+            remove_name(process.pid)
             process.close()
             del self._processes[number]
         return code
@@ -276,8 +318,8 @@ def process_launcher(context: BaseContext | str | None) -> Launcher:
         TypeError: `context` is neither a name nor a context of multiprocessing.
     """
     if context is None:
-        # a fork server without names needs message boundaries and the death signal, which only Linux has
-        return NurseryLauncher() if sys.platform == "linux" else ContextLauncher(multiprocessing.get_context("spawn"))
+        # a nursery needs message boundaries and the death signal, which only Linux has
+        return SpawnLauncher() if PORTABLE else NurseryLauncher()
     if isinstance(context, str):
         return ContextLauncher(multiprocessing.get_context(context))
     if isinstance(context, BaseContext):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from pathlib import Path
+
+from mpgrad.system import PORTABLE, PROC
 
 __all__ = ["bytes_of", "kills_for_memory"]
 
@@ -34,8 +35,10 @@ def bytes_of(name: str, amount: int | str) -> int:
 
 def kills_for_memory() -> int:
     """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0 where it does not say."""
+    if PORTABLE:
+        return 0
     with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
+        for line in (PROC / "vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)

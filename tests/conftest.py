@@ -24,6 +24,7 @@ import tqdm
 
 import mpgrad
 from mpgrad.costs import Costs
+from mpgrad.system import PORTABLE
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py
 
@@ -108,12 +109,13 @@ def footprint() -> dict[str, set[str]]:
     return {
         "processes": set(running_children()),
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
-        "descriptors": {f"{name} {target}" for name, target in open_descriptors()},
-        "shared memory": set(shared_memory()),
+        # warm pools may keep more shared memory than they had when the test began; its own tests look at that
+        "descriptors": {f"{name} {target}" for name, target in open_descriptors() if not is_shared_memory(target)},
+        "shared memory": set(names_of_shared_memory()),
     }
 
 
-def shared_memory() -> Iterator[str]:
+def names_of_shared_memory() -> Iterator[str]:
     """Names; but semaphores, which are multiprocessing's, and come and go with any program on the machine."""
     if Path("/dev/shm").exists():
         yield from (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
@@ -130,15 +132,30 @@ def running_children() -> Iterator[str]:
 def open_descriptors() -> Iterator[tuple[str, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            # warm pools may keep more shared memory than they had when the test began; its own tests look at that
-            if "memfd:mpgrad" not in target:
-                yield name, target
+            yield name, os.readlink(f"/proc/self/fd/{name}")
+
+
+def is_shared_memory(target: str) -> bool:
+    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been removed."""
+    return target.startswith(("/memfd:mpgrad", "/dev/shm/mpgrad-"))
+
+
+def shared_memory_files() -> int:
+    gc.collect()
+    return sum(is_shared_memory(target) for _, target in open_descriptors())
 
 
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
     now = footprint()
     return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
+
+
+# --- for tests of what not all systems have
+
+
+def linux_only(mechanism: str) -> pytest.MarkDecorator:
+    """The test is about something that the portable branches do without."""
+    return pytest.mark.skipif(PORTABLE, reason=f"about {mechanism}, which only Linux has")
 
 
 # --- for tests of scripts

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import staffed
 
 import mpgrad
 from mpgrad.adaptive import CALLS_AT_ONCE
@@ -30,6 +31,7 @@ weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
 def cheap(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool for which sending is so dear that whatever is known runs here."""
     with mpgrad.Pool(2) as pool:
+        staffed(pool)  # what a call takes here, while workers start, says nothing
         pool._costs._sending = 1.0
         yield pool
 
@@ -350,7 +352,7 @@ def within_some_attempts(attempt: Callable[[], bool], attempts: int = 20) -> boo
 
 def test_what_the_backward_takes_counts(nursery: mpgrad.Pool) -> None:
     xs = [torch.ones(3, requires_grad=True) for _ in range(40)]
-    with mpgrad.Pool(2) as pool:
+    with staffed(mpgrad.Pool(2)) as pool:
         for _ in range(3):
             run_here(pool, SlowBackward, xs)
         assert within_some_attempts(lambda: run_here(pool, SlowBackward, xs) < len(xs))
@@ -361,7 +363,7 @@ def test_what_the_backward_takes_counts(nursery: mpgrad.Pool) -> None:
 def test_backwards_count_where_there_will_be_some(nursery: mpgrad.Pool) -> None:
     plain = [torch.ones(3) for _ in range(40)]
     leaves = [torch.ones(3, requires_grad=True) for _ in range(40)]
-    with mpgrad.Pool(2) as pool:
+    with staffed(mpgrad.Pool(2)) as pool:
 
         def runs_here(xs: list[Tensor]) -> bool:
             return run_here(pool, SlowBackward, xs) == len(xs)

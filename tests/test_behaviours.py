@@ -218,7 +218,7 @@ OF_CLASSES = {
     "_values": "torch.Tensor",
     "_version": "torch.Tensor",
     "_backward_hooks": "torch.Tensor",
-    "_backward_cls": "torch.autograd.Function",
+    "_backward_cls": "torch.autograd.function.FunctionMeta",
     "_register_hook_dict": "torch.autograd.function.BackwardCFunction",
     "_set_sequence_nr": "torch.autograd.function.BackwardCFunction",
     "_replicate_for_data_parallel": "torch.nn.Module",
@@ -278,7 +278,7 @@ def take_away(owner, name):
     if isinstance(there, type):
         def gone(*_):
             raise AttributeError(name)
-        setattr(there, name, property(gone, gone))
+        setattr(there, name, property(gone, lambda *_: None))
     elif name == "_make_dual":
         torch._VF.__dict__[name] = None  # else it looks further
     else:

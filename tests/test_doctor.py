@@ -15,10 +15,11 @@ import pytest
 from conftest import gone
 
 import mpgrad
-from mpgrad import cpus, machine, steps, trial
+from mpgrad import cpus
 from mpgrad.__main__ import main
-from mpgrad.findings import GIB, MIB, Finding, as_json, found_by, page, works
-from mpgrad.steps import STEPS, Step
+from mpgrad.doctor import machine, steps, trial
+from mpgrad.doctor.findings import GIB, MIB, Finding, as_json, found_by, page, works
+from mpgrad.doctor.steps import STEPS, Step
 
 LIMIT = 55  # seconds; below that of a test
 

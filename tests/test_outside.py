@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import gone
+from conftest import gone, linux_only
 
 import mpgrad
 
@@ -103,6 +103,7 @@ print("right")
 """
 
 
+@linux_only("memfd: memory that is no file of /dev/shm")
 def test_a_small_dev_shm_and_a_full_disk(tmp_path: Path) -> None:
     mounts = (
         "mount --make-rprivate / && mount -t tmpfs -o size=16m tmpfs /dev/shm && "
@@ -636,6 +637,7 @@ time.sleep(1000)
 """
 
 
+@linux_only("the death signal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_the_parent_is_killed_while_workers_are_busy(tmp_path: Path, number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", BEGIN + BUSY, str(tmp_path)], stderr=subprocess.PIPE) as parent:

@@ -28,7 +28,7 @@ from mpgrad.testing import assert_same_as_serial
 
 ROOT = Path(__file__).parent.parent
 BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
-BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours"}
+BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours", "system"}
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) ->
 
 def test_the_package_root_shows_the_public_names_only() -> None:
     shown = {name for name in dir(mpgrad) if not name.startswith("_")}
-    submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers"}
+    submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers", "doctor"}
     assert shown - (submodules - {"nn"}) == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
     assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)

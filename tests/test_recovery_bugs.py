@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import staffed
+from conftest import linux_only, staffed
 from torch import Tensor
 
 import mpgrad
@@ -169,7 +169,7 @@ def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Ex
     assert pool.map(abs, [-1]) == [1]
 
 
-@pytest.mark.parametrize("moment", ["in the launcher", "in the arena"])
+@pytest.mark.parametrize("moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"])
 def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its finalizer waited for a thread that waited for the lock."""
     dropped: Any = mpgrad.Pool(1)
@@ -234,6 +234,7 @@ def test_many_open_files() -> None:
     assert run(code) == "[1, 2]\n"
 
 
+@linux_only("the nursery")
 def test_a_fork_that_fails(tmp_path: Path) -> None:
     """It ended the nursery, and with it all workers of all pools."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -267,6 +268,7 @@ def test_many_workers_that_start_die_at_once() -> None:
     assert run(code) == "[1, 2]\n"
 
 
+@linux_only("the nursery")
 def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     """A process that is killed closes its pipes before its parent is told; successors of its workers were asked of it."""
     code = (
@@ -410,6 +412,7 @@ def test_a_program_that_a_call_started_and_that_outlives_its_worker(fresh_pool: 
     assert time.monotonic() - begin < 15
 
 
+@linux_only("the nursery")
 def test_a_fork_while_another_thread_starts_the_nursery() -> None:
     """The child waited for ever for a lock whose owner it did not have."""
     code = (

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import linux_only, shared_memory_files
 
 from mpgrad import autograd, carrier, cpus, modes, packer, structure
 from mpgrad.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
@@ -52,20 +53,15 @@ def test_large_slots_have_slabs_of_their_own_and_go_back_to_the_system() -> None
     slots = [arena.allocate(SLAB_BYTES) for _ in range(6)]
     assert len({slot.slab.number for slot in slots}) == 6
     arena.made.clear()  # as when borrowers have been told
-    before = memory_files()
+    before = shared_memory_files()
     slots.clear()
     arena.tidy()
-    assert len(arena.dropped) == 2 and memory_files() == before - 2  # 256 MiB stay for reuse
+    assert len(arena.dropped) == 2 and shared_memory_files() == before - 2  # 256 MiB stay for reuse
     arena.allocate(SLAB_BYTES).memory[0] = 1
-    assert memory_files() == before - 2
+    assert shared_memory_files() == before - 2
 
 
-def memory_files() -> int:
-    gc.collect()
-    names = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return sum("memfd:mpgrad" in os.readlink(name) for name in names if os.path.lexists(name))
-
-
+@linux_only("punching holes into a memory file")
 def test_small_slots_beyond_what_is_kept_lose_their_memory_and_get_it_back() -> None:
     arena = Arena(1)
     slots = [arena.allocate(SLAB_BYTES // 4) for _ in range(24)]
@@ -309,19 +305,19 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
     ours.close()
 
 
-def test_descriptors_arrive_with_their_frames() -> None:
+def test_descriptors_arrive_with_their_frames(tmp_path: Path) -> None:
     ours, theirs = pair()
-    files = [os.memfd_create(f"file{number}") for number in range(3)]
-    for number, file in enumerate(files):
-        ours.send([NewSlab(number, 1)], [b"x" * 1000], [file])
-        os.close(file)
+    for number in range(3):
+        with open(tmp_path / f"file{number}", "w") as file:
+            ours.send([NewSlab(number, 1)], [b"x" * 1000], [file.fileno()])
     for number in range(3):
         frame = theirs.receive()
         if frame is None:  # one read takes the descriptors of one frame; the pipe is still readable
             frame = theirs.receive()
         assert frame is not None and frame.messages == [NewSlab(number, 1)]
         descriptor = theirs.take_descriptor()
-        assert f"file{number}" in os.readlink(f"/proc/self/fd/{descriptor}")
+        assert descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(tmp_path / f"file{number}"))
+        assert not os.get_inheritable(descriptor)
         os.close(descriptor)
     ours.close()
     theirs.close()
@@ -402,6 +398,7 @@ def test_cgroup_quotas(tmp_path: Path) -> None:
     assert cpus.cgroup_quota(tmp_path, membership) == 0.5
 
 
+@linux_only("sched_getaffinity and cgroups")
 def test_usable_cpus_follow_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "cgroup_quota", lambda root, membership: math.inf)
     assert cpus.usable_cpus() == len(os.sched_getaffinity(0))

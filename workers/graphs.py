@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpgrad._torch import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
 from mpgrad.batching import Level, over
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD
+from mpgrad.system import PORTABLE
 
 __all__ = [
     "APPLIED",
@@ -137,11 +138,9 @@ class Mallinfo(ctypes.Structure):
     ]
 
 
-try:
-    MALLINFO: Any = ctypes.CDLL(None).mallinfo2  # glibc from 2.33 on
+MALLINFO: Any = None if PORTABLE else getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
+if MALLINFO is not None:
     MALLINFO.restype = Mallinfo
-except AttributeError:
-    MALLINFO = None
 
 
 def memory_in_use() -> int:

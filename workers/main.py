@@ -1,7 +1,7 @@
 """The main loop of a worker, for each place where a worker can live: its own process, or a thread of the parent.
 
-Assumes: in a process this is the only thread, and it dies with whoever forked it: by the kernel's word on Linux, by the end
-    of the pipe, wherever it reads, elsewhere.
+Assumes: in a process this is the only thread, and it dies with whoever made it: by the kernel's word, or, where the kernel has
+    none (`PORTABLE`), by the end of the pipe, the next time that it reads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import warnings
+from typing import NoReturn
 
 import torch
 from mpgrad.workers.calls import failure
@@ -25,8 +26,9 @@ from mpgrad import classes
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
 from mpgrad.place import PLACE
+from mpgrad.system import PORTABLE
 
-__all__ = ["begin", "serve", "serve_in_process"]
+__all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -83,9 +85,30 @@ def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) ->
     """`serve` in a process of its own, made by `parent_pid` where that is known."""
     die_with(parent_pid)
     PLACE.in_worker = True
-    os.register_at_fork(after_in_child=end.close)  # else a process that a task forks would hide our end from the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
     serve(end, number, in_process=True)
+
+
+def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None) -> NoReturn:
+    """`serve_in_process` in one that is nobody else's."""
+    status = 1
+    try:
+        serve_in_process(end, number, parent_pid)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def serve_spawned(descriptor: int, number: int) -> NoReturn:
+    """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)  # else a program that a call starts would keep it open, when this one has ended
+    serve_and_exit(end, number, None)
 
 
 def settle(start: Start) -> None:
@@ -105,7 +128,7 @@ def settle(start: Start) -> None:
 
 def die_with(parent_pid: int | None) -> None:
     """Have the kernel kill this process when the one that made it dies, however busy this one is then."""
-    if sys.platform != "linux":
+    if PORTABLE:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

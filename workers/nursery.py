@@ -101,23 +101,13 @@ class Nursery:
         self._children[pid] = name
 
     def _become_worker(self, end: socket.socket, number: int, nursery_pid: int) -> NoReturn:
-        status = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for inherited in (self._control, self._woken, self._waker):
-                inherited.close()
-            from mpgrad.workers.main import serve_in_process
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for inherited in (self._control, self._woken, self._waker):
+            inherited.close()
+        from mpgrad.workers.main import serve_and_exit
 
-            serve_in_process(end, number, nursery_pid)
-            status = 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
+        serve_and_exit(end, number, nursery_pid)
 
     def _reap(self) -> None:
         while self._children:

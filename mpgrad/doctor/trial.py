@@ -21,12 +21,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpgrad.findings import Finding
-from mpgrad.steps import STEPS, Step
+from mpgrad.doctor.findings import Finding
+from mpgrad.doctor.steps import STEPS, Step
 
 __all__ = ["main", "tried"]
 
-BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.trial import main; main(float(sys.argv[1]))"
+BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.doctor.trial import main; main(float(sys.argv[1]))"
 MARK = "mpgrad-trial: "  # what others print to stdout has no such mark
 GRACE = 10.0  # seconds after which a child whose doctor has been killed ends by itself
 LAST_WORDS = 2  # lines of a child that died

@@ -1,6 +1,10 @@
 """One page for bug reports, and for people whose pool is slow: what mpgrad runs on, what that costs, and what is amiss.
 
-python -m mpgrad doctor [--json]
+    python -m mpgrad doctor [--json]
+
+It uses the package from outside, as a program would, and nothing of the package imports it. It has to come out whatever is
+broken, so `machine`, which looks at this computer, needs no torch, and `steps`, which do, are run by `trial` in a process of
+their own. Each gives `findings`.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import mpgrad
-from mpgrad.findings import as_json, found_by, page, works
-from mpgrad.machine import PROBES
-from mpgrad.trial import tried
+from mpgrad.doctor.findings import as_json, found_by, page, works
+from mpgrad.doctor.machine import PROBES
+from mpgrad.doctor.trial import tried
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

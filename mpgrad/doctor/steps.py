@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from mpgrad.findings import REPORT, Finding
-from mpgrad.machine import is_portable
+from mpgrad.doctor.findings import REPORT, Finding
+from mpgrad.doctor.machine import is_portable
 
 __all__ = ["STEPS", "Step"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import mpgrad
 from mpgrad import cpus
-from mpgrad.findings import GIB, MIB, Finding, size_of
+from mpgrad.doctor.findings import GIB, MIB, Finding, size_of
 
 __all__ = ["PROBES", "is_portable"]
 

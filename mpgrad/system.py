@@ -1,0 +1,66 @@
+"""What systems differ in, asked in one place: elsewhere nobody asks for a system's name, or whether it has some function.
+
+Linux has anonymous memory files, private mappings of them, processes that die with their parent, and so a nursery to fork
+workers from. Whatever else has Unix sockets, macOS first of all, takes the portable branches; so does Linux itself where
+`MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those branches are tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+__all__ = ["CGROUPS", "PORTABLE", "PROC", "anonymous_memory", "remove_name"]
+
+if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
+    raise ImportError(
+        "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks "
+        f"(system: {sys.platform}); on Windows run it in WSL 2"
+    )
+
+
+def wants_portable(value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise ValueError(f"MPGRAD_PORTABLE must be 0 or 1 (MPGRAD_PORTABLE: {value!r})")
+    return value == "1"
+
+
+PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux"
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
+
+
+def anonymous_memory() -> int:
+    """The descriptor of a file in memory that has no name, and as yet no size.
+
+    torch itself leaves a name for as long as it takes to map the memory, or longer. If the process is killed meanwhile, the
+    name stays, and on macOS the memory with it, until the next start of the machine.
+    """
+    if not PORTABLE:
+        return os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+    import _posixshmem  # as multiprocessing.shared_memory does
+
+    while True:
+        try:
+            descriptor = _posixshmem.shm_open(name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        except FileExistsError:  # another thread's, which is about to remove it, or a dead process's that had this number
+            remove_name(os.getpid())
+        else:
+            remove_name(os.getpid())
+            return int(descriptor)
+
+
+def name_of(pid: int) -> str:
+    return f"/mpgrad-{pid}"  # macOS allows 31 characters
+
+
+def remove_name(pid: int) -> None:
+    """What a process had not come to if it was killed between two lines of `anonymous_memory`."""
+    if not PORTABLE:
+        return
+    import _posixshmem
+
+    with contextlib.suppress(FileNotFoundError):
+        _posixshmem.shm_unlink(name_of(pid))
