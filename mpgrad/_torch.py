@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpgrad.system import anonymous_memory
 
@@ -67,6 +68,8 @@ __all__ = [
     "storage_from_descriptor",
     "tracer",
     "transforms_are_active",
+    "tree_leaves",
+    "tree_map_only",
     "unbatched",
     "unbatched_the_older_way",
     "vmap_levels",
@@ -115,9 +118,7 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 def never_compile(code: types.CodeType) -> None:
     """Have the compiler leave frames of `code` alone. Where it cannot be told, it compiles them: slow, but right."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if hasattr(frames, "skip_code"):  # before torch 2.8
-        frames.skip_code(code)
-    elif all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")):
+    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")):
         action = frames._FrameAction
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 

@@ -37,7 +37,16 @@ else:
 __all__ = ["BEHAVIOURS", "TRIED", "Behaviour", "check", "failures", "was_tried"]
 
 # Python versions by minor version of torch: on which pairs the tests have passed, see docs/compatibility.md
-TRIED: dict[str, tuple[str, ...]] = {"2.13": ("3.11",)}
+TRIED: dict[str, tuple[str, ...]] = {
+    "2.8": ("3.10",),
+    "2.9": ("3.10",),
+    "2.10": ("3.11",),
+    "2.11": ("3.12",),
+    "2.12": ("3.11",),
+    "2.13": ("3.11", "3.13"),
+    "2.14": ("3.12",),
+    "2.15": ("3.13",),
+}
 
 LOGGER = logging.getLogger("mpgrad")
 
@@ -383,6 +392,13 @@ def plain_memory() -> None:
     expect([False] * 5, [_torch.has_plain_memory(each) for each in odd])
     expect((True, False), (_torch.have_plain_memory([plain, leaf()]), _torch.have_plain_memory([plain, odd[0]])))
     expect((False, True), (plain._is_zerotensor(), nothing._is_zerotensor()))
+
+
+@behaviour("a sparse tensor gives its indices and values as they are")
+def parts_of_sparse_tensors() -> None:
+    indices = torch.tensor([[1, 0, 1]], device="cpu")
+    sparse = torch.sparse_coo_tensor(indices, torch.ones(3, dtype=torch.float64, device="cpu"), (2,), check_invariants=False)
+    expect(([[1, 0, 1]], [1.0, 1.0, 1.0]), (sparse._indices().tolist(), sparse._values().tolist()))
 
 
 @behaviour("tensors of any shapes can be copied one after another in one step")

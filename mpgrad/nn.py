@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import parallel
-from torch.utils._pytree import tree_leaves
 
-from mpgrad._torch import apply, replica_of
+from mpgrad._torch import apply, replica_of, tree_leaves
 from mpgrad.pool import Pool, PoolWorker
 
 __all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mpgrad._torch import tree_leaves, tree_map_only
 
 __all__ = ["Block", "Finish", "Reduction", "blocks_of", "reduction_named"]
 

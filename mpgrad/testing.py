@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpgrad import structure
+from mpgrad._torch import tree_leaves, tree_map_only
 from mpgrad.pool import Pool
 
 __all__ = ["assert_same_as_serial"]

@@ -38,7 +38,6 @@ MATRIX = (
     "py312-torch214-core",
     "py313-torch213-core",
 )
-CANDIDATES = ("py310-torch26-core", "py310-torch27-core")  # run only where they are asked for
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "compatibility.json"
@@ -152,7 +151,7 @@ def write(entries: Entries) -> None:
 def merged(old: Entries, new: Entries) -> Entries:
     """The matrix first and in its order."""
     both = {**old, **new}
-    order = [name for name in (*MATRIX, *CANDIDATES) if name in both]
+    order = [name for name in MATRIX if name in both]
     return {name: both[name] for name in dict.fromkeys([*order, *both])}
 
 
@@ -193,7 +192,7 @@ def cells(name: str, entry: Entry) -> list[object]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.list:
-        print(*MATRIX, *(f"{name} (only with --only)" for name in CANDIDATES), sep="\n")
+        print(*MATRIX, sep="\n")
         return 0
     old = read() if options.only or options.table else {}
     if options.table:

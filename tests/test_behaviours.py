@@ -129,6 +129,9 @@ TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "a tensor says whether its elements lie in memory as they are": replaced(
         _torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: _torch.PLAIN_KEYS)
     ),
+    "a sparse tensor gives its indices and values as they are": replaced(
+        torch.Tensor, "_indices", lambda tensor: tensor.coalesce().indices()
+    ),
     "tensors of any shapes can be copied one after another in one step": replaced(
         torch._C._nn, "flatten_dense_tensors", lambda tensors: tensors[0]
     ),
@@ -223,7 +226,6 @@ OF_CLASSES = {
     "_set_sequence_nr": "torch.autograd.function.BackwardCFunction",
     "_replicate_for_data_parallel": "torch.nn.Module",
     "_new_shared_fd_cpu": "torch.UntypedStorage",
-    "_new_using_fd_cpu": "torch.UntypedStorage",
     "_share_fd_cpu_": "torch.UntypedStorage",
     "_execution_engine": "torch.autograd.Variable",
 }
@@ -255,6 +257,8 @@ def private_names() -> dict[str, str]:
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
             found |= {alias.name: f"{node.module}" for alias in node.names if "._" in f"{node.module}.{alias.name}"}
+    named = {node.attr for node in attributes} | {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert named >= OF_CLASSES.keys() | BY_STRING.keys()
     return {**found, **OF_CLASSES, **BY_STRING}
 
 
@@ -271,6 +275,8 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
+import mpgrad.errors  # with what it imports; not what binds any of the names
+
 frames = torch._C._dynamo.eval_frame
 
 def take_away(owner, name):
@@ -278,7 +284,8 @@ def take_away(owner, name):
     if isinstance(there, type):
         def gone(*_):
             raise AttributeError(name)
-        setattr(there, name, property(gone, lambda *_: None))
+        # a metaclass sets it on each class that is made
+        setattr(there, name, property(gone, (lambda *_: None) if issubclass(there, type) else gone))
     elif name == "_make_dual":
         torch._VF.__dict__[name] = None  # else it looks further
     else:
