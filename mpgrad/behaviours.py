@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -331,7 +332,7 @@ def leaves_and_their_hooks() -> None:
     expect((True, True), (bool(x._backward_hooks), bool(x._post_accumulate_grad_hooks)))
 
 
-@behaviour("hooks of many tensors may lie in one dictionary, and are put there through the tensor's node")
+@behaviour("hooks of many tensors may lie in one dictionary")
 def hooks_in_a_dictionary() -> None:
     shared, x = _torch.SharedHooks(), leaf()
     watched = x * 1
@@ -343,19 +344,26 @@ def hooks_in_a_dictionary() -> None:
     (grad,) = torch.autograd.grad(watched.sum(), [x])
     expect([1.0, 1.0], grad.tolist())
 
-    registered: list[Any] = []
+
+class OwnDictionary(OrderedDict[int, Any]):
+    pass
+
+
+@behaviour("the first hook on a tensor asks its node for the dictionary, which may be one of another type")
+def hooks_in_a_dictionary_of_our_own() -> None:
     node_type = _torch.node_type(Hooked)
     register = node_type._register_hook_dict
 
-    def register_and_tell(node: Any, tensor: torch.Tensor) -> None:
-        registered.append(node)
+    def register_our_own(node: Any, tensor: torch.Tensor) -> None:
+        tensor._backward_hooks = OwnDictionary()
         register(node, tensor)
 
-    node_type._register_hook_dict = register_and_tell
+    node_type._register_hook_dict = register_our_own
     try:
+        x = leaf()
         result = _torch.apply(Hooked, x, lambda grad: grad)
         result.register_hook(lambda grad: grad * 7)
-        expect(True, len(registered) == 1 and registered[0] is result.grad_fn)
+        expect((OwnDictionary, 1), (type(result._backward_hooks), len(result._backward_hooks)))
         (grad,) = torch.autograd.grad(result.sum(), [x])
         expect([7.0, 7.0], grad.tolist())
     finally:

@@ -119,7 +119,8 @@ TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "a leaf's node names the leaf, and hooks on a leaf can be seen": replaced(
         torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None, lambda tensor, hooks: None)
     ),
-    "hooks of many tensors may lie in one dictionary, and are put there through the tensor's node": replaced(
+    "hooks of many tensors may lie in one dictionary": replaced(_torch.SharedHooks, "watch", lambda hooks, tensor: None),
+    "the first hook on a tensor asks its node for the dictionary, which may be one of another type": replaced(
         BackwardCFunction, "_register_hook_dict", lambda node, tensor: None
     ),
     "calls of one of PyTorch's methods can be counted, whatever kind of method it is": apply_out_of_reach,
