@@ -506,6 +506,7 @@ def test_recomputing_runs_the_function_again_and_keeps_nothing(nursery: mpgrad.P
     assert all(torch.equal(x.grad, 2 * y.detach()) for x, y in zip(xs, results, strict=True))  # the same mask each time
 
 
+@linux_only("mallinfo2: the allocator's own count")
 def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(50):  # 400 kB each
