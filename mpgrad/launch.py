@@ -27,6 +27,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
+from mpgrad.place import working_directory
 from mpgrad.system import PORTABLE, remove_name
 
 __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
@@ -66,6 +67,7 @@ def program(module: str, function: str, end: socket.socket, *numbers: int) -> su
     return subprocess.Popen(
         [sys.executable, *flags, "-c", boot, *sys.path],
         pass_fds=[end.fileno()],
+        cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
     )

@@ -64,6 +64,7 @@ from mpgrad.operations import Operation
 from mpgrad.output import given_again, lowest_log_level, report
 from mpgrad.packer import Packer, Payload, Placed, Together
 from mpgrad.packing import PackedCall, SharedFunction
+from mpgrad.place import working_directory
 from mpgrad.recovery import Recovery
 from mpgrad.routing import missing_device
 from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
@@ -860,10 +861,3 @@ class Scheduler(ABC):
         if operation.finished:
             self._unfinished.pop(operation, None)
             self.tell_waiters()
-
-
-def working_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it was deleted, and a worker can do without one as well as we can
-        return None

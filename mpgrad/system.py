@@ -30,6 +30,8 @@ def wants_portable(value: str) -> bool:
 
 PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux"
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
+if PORTABLE:
+    import _posixshmem  # as multiprocessing.shared_memory does
 
 
 def anonymous_memory() -> int:
@@ -40,8 +42,6 @@ def anonymous_memory() -> int:
     """
     if not PORTABLE:
         return os.memfd_create("mpgrad", os.MFD_CLOEXEC)
-    import _posixshmem  # as multiprocessing.shared_memory does
-
     while True:
         try:
             descriptor = _posixshmem.shm_open(name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
@@ -58,9 +58,6 @@ def name_of(pid: int) -> str:
 
 def remove_name(pid: int) -> None:
     """What a process had not come to if it was killed between two lines of `anonymous_memory`."""
-    if not PORTABLE:
-        return
-    import _posixshmem
-
-    with contextlib.suppress(FileNotFoundError):
-        _posixshmem.shm_unlink(name_of(pid))
+    if PORTABLE:
+        with contextlib.suppress(FileNotFoundError):
+            _posixshmem.shm_unlink(name_of(pid))

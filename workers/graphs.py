@@ -138,17 +138,30 @@ class Mallinfo(ctypes.Structure):
     ]
 
 
-MALLINFO: Any = None if PORTABLE else getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
+class Mstats(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")]
+
+
+LIBC = ctypes.CDLL(None)
+MALLINFO: Any = None if PORTABLE else getattr(LIBC, "mallinfo2", None)  # glibc from 2.33 on
 if MALLINFO is not None:
     MALLINFO.restype = Mallinfo
+MSTATS: Any = getattr(LIBC, "mstats", None) if PORTABLE else None  # macOS
+if MSTATS is not None:
+    MSTATS.restype = Mstats
 
 
 def memory_in_use() -> int:
-    """Bytes: what the allocator has given out, or else what the process has resident. Its rise over a call is what stays."""
-    if MALLINFO is None:
-        return int(psutil.Process().memory_info().rss)
-    state = MALLINFO()
-    return int(state.uordblks + state.hblkhd)
+    """Bytes that the allocator has given out: their rise over a call is what stays.
+
+    Where it does not say, those that the process has resident, which memory that is used again does not add to.
+    """
+    if MALLINFO is not None:
+        state = MALLINFO()
+        return int(state.uordblks + state.hblkhd)
+    if MSTATS is not None:
+        return int(MSTATS().bytes_used)
+    return int(psutil.Process().memory_info().rss)
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
