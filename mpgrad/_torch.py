@@ -272,6 +272,17 @@ class CallCounter:
         setattr(self._owner, self._name, counted if method is function else bind(counted))
         self.is_watching = True
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """In the body only, where other threads may call it too, and are counted."""
+        method = inspect.getattr_static(self._owner, self._name)
+        self.watch()
+        try:
+            yield
+        finally:
+            setattr(self._owner, self._name, method)
+            self.is_watching = False
+
 
 def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
     return method.__get__(None, owner)(*args, **kwargs)

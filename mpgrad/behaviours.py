@@ -5,12 +5,14 @@ that. So what they do is tried, each behaviour by itself, in some milliseconds o
 raises `UnsupportedTorchError` instead of giving wrong gradients. The probes call what `mpgrad._torch` offers, not PyTorch's own
 names, so that they try what a pool runs; they follow it in order.
 
-Guarantees: a probe leaves no mode of the caller's behind, and meets none: all run in a thread of their own.
+Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own, where they meet no mode of
+    the caller's. Those that belong to the process (anomaly detection, default dtype, ...) they bear.
 Assumes: no other thread enters or leaves forward-mode differentiation at this very moment. The process has one level of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -18,11 +20,13 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 import mpgrad.system  # noqa: F401  # says what a system lacks: that is no fault of PyTorch's
 from mpgrad.errors import UnsupportedTorchError
@@ -72,27 +76,46 @@ def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return remember
 
 
-class Checked:
-    """Whether this process has passed; a process that is forked has what its parent had."""
+class Check:
+    """That of this process. One that is forked has what its parent had."""
 
-    passed = False
+    def __init__(self) -> None:
+        self.passed = False
+        self.lock = threading.RLock()  # two probes at once would meet each other's changes
+
+
+CHECK = Check()
+
+
+def unlock_in_child() -> None:
+    """Another thread may have held it as this process was forked."""
+    CHECK.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=unlock_in_child)
 
 
 def check() -> None:
-    """Try all behaviours, unless this process has done so.
+    """Try all behaviours, unless this process has done so, or is the worker of one that has.
 
     Raises:
         UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its version and those tried.
     """
-    if Checked.passed:
+    if CHECK.passed or PLACE.in_worker:
         return
+    with CHECK.lock:
+        if not CHECK.passed:
+            check_now()
+
+
+def check_now() -> None:
     failed = failures()
     if failed:
         error = failed[0][1]
         raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
-    Checked.passed = True
+    CHECK.passed = True
     newest = max(map(minor_of, TRIED))
-    if minor_of(torch.__version__) > newest and not PLACE.in_worker:
+    if minor_of(torch.__version__) > newest:
         LOGGER.warning(
             "torch %s is newer than any that mpgrad has been tried with (%s); it behaves as expected in all that was checked",
             torch.__version__,
@@ -103,9 +126,10 @@ def check() -> None:
 def failures() -> list[tuple[str, Exception]]:
     """Of each behaviour that PyTorch does not have: its name, and what went wrong."""
     found: list[tuple[str, Exception]] = []
-    thread = threading.Thread(target=try_all, args=(found,), name="mpgrad-check")
-    thread.start()
-    thread.join()
+    with CHECK.lock:
+        thread = threading.Thread(target=try_all, args=(found,), name="mpgrad-check")
+        thread.start()
+        thread.join()
     return found
 
 
@@ -164,10 +188,6 @@ class Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
-
-
-class Hooked(Node):
-    pass
 
 
 def leaf() -> Any:
@@ -305,11 +325,22 @@ def ends_of_nodes() -> None:
     entered = _torch.apply(Entrance, leaf(), [torch.ones(2, dtype=torch.float64, device="cpu")])
     kept = entered * 2
     ref = weakref.ref(entered.grad_fn)
-    expect((True, True), (isinstance(ref(), _torch.NODE_IN_PYTHON), isinstance(ref(), _torch.node_type(Entrance))))
+    kinds = _torch.NODE_IN_PYTHON, BackwardCFunction, _torch.node_type(Entrance), _torch.node_type(Node)
+    expect([True, True, True, False], [isinstance(ref(), kind) for kind in kinds])
     del entered
     expect((True, True), (ref() is not None, _torch.is_alive(ref())))
     del kept
     expect(None, ref())
+
+
+@behaviour("a node written in Python that outlives its tensors says so, or can still be asked for its gradient")
+def nodes_that_outlive_their_tensors() -> None:
+    node = _torch.apply(Entrance, leaf(), [torch.ones(2, dtype=torch.float64, device="cpu")]).grad_fn
+    if _torch.is_alive(node):  # so it is from torch 2.9 on
+        x, edge = leaf(), torch.autograd.graph.GradientEdge(node, 0)
+        ones = torch.ones(2, dtype=torch.float64, device="cpu")
+        (grad,) = _torch.gradients([x * 2], [edge], [ones], keep=False, create=False)
+        expect(None, grad)
 
 
 @behaviour("a tensor that a Function gives out, and that was no argument, is no view; writes in place are counted")
@@ -345,41 +376,57 @@ def hooks_in_a_dictionary() -> None:
     expect([1.0, 1.0], grad.tolist())
 
 
-class OwnDictionary(OrderedDict[int, Any]):
-    pass
+class Doubling(OrderedDict[int, Any]):
+    """Hooks whose results are doubled."""
+
+    def __setitem__(self, number: int, hook: Callable[[Any], Any]) -> None:
+        super().__setitem__(number, lambda grad: 2 * hook(grad))
 
 
 @behaviour("the first hook on a tensor asks its node for the dictionary, which may be one of another type")
 def hooks_in_a_dictionary_of_our_own() -> None:
+    class Hooked(Node):
+        pass
+
     node_type = _torch.node_type(Hooked)
     register = node_type._register_hook_dict
 
     def register_our_own(node: Any, tensor: torch.Tensor) -> None:
-        tensor._backward_hooks = OwnDictionary()
+        tensor._backward_hooks = Doubling()
         register(node, tensor)
 
     node_type._register_hook_dict = register_our_own
-    try:
-        x = leaf()
-        result = _torch.apply(Hooked, x, lambda grad: grad)
-        result.register_hook(lambda grad: grad * 7)
-        expect((OwnDictionary, 1), (type(result._backward_hooks), len(result._backward_hooks)))
-        (grad,) = torch.autograd.grad(result.sum(), [x])
-        expect([7.0, 7.0], grad.tolist())
-    finally:
-        del node_type._register_hook_dict
+    x = leaf()
+    result = _torch.apply(Hooked, x, lambda grad: grad)
+    result.register_hook(lambda grad: grad * 7)
+    expect((Doubling, 1), (type(result._backward_hooks), len(result._backward_hooks)))
+    (grad,) = torch.autograd.grad(result.sum(), [x])
+    expect([14.0, 14.0], grad.tolist())
 
 
-@behaviour("calls of one of PyTorch's methods can be counted, whatever kind of method it is")
+@behaviour("PyTorch's own hooks tell by their module that they are")
+def hooks_of_pytorch() -> None:
+    x = leaf()
+    torch.autograd.graph.register_multi_grad_hook([x], lambda grads: None)
+    expect(["torch.autograd.graph"], [hook.__module__ for hook in x._backward_hooks.values()])
+    expect("torch.utils.checkpoint", torch.utils.checkpoint._checkpoint_hook.__module__)
+
+
+@behaviour("calls of PyTorch's methods can be counted, of whatever class they are asked for")
 def counted_calls() -> None:
-    class Owner(torch.autograd.Function):
-        forward = Node.forward
-        backward = Node.backward
-
-    applied = _torch.CallCounter(Owner, "apply")
-    applied.watch()
-    result = Owner.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
-    expect((1, True), (applied.count, isinstance(result.grad_fn, _torch.node_type(Owner))))
+    applied = _torch.CallCounter(torch.autograd.Function, "apply")
+    checkpoints = _torch.CallCounter(CheckpointFunction, "forward")
+    hooks = _torch.CallCounter(torch.Tensor, "register_hook")
+    with applied.watching(), checkpoints.watching(), hooks.watching():
+        result: Any = Node.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
+        expect(True, isinstance(result.grad_fn, _torch.node_type(Node)))
+        torch.nn.Parameter(torch.ones(1, device="cpu")).register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
+        expect((1, 0, 1), (applied.count, checkpoints.count, hooks.count))
+        # as `checkpoint(use_reentrant=True)`, whose first use takes seconds
+        CheckpointFunction.apply(torch.neg, False, leaf())  # type: ignore[no-untyped-call]
+        expect(1, checkpoints.count)
+    Node.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
+    expect(2, applied.count)  # the checkpoint is one, too
 
 
 @behaviour("shared memory can be made, and mapped again by its file descriptor")
@@ -419,14 +466,22 @@ def flattened_tensors() -> None:
 
 @behaviour("a module can be made again around other tensors")
 def modules_made_again() -> None:
-    linear = torch.nn.Linear(2, 1, device="cpu", dtype=torch.float64)
-    doubled = {id(each): each.detach() * 2 for each in linear.parameters()}
-    x = leaf()
-    expect((2 * linear(x)).tolist(), _torch.replica_of(linear, doubled)(x).tolist())
-    torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Softplus())
-    copy: Any = object.__new__(torch.nn.Linear)
-    _torch.parametrize_again(copy, vars(linear))
-    expect(linear(x).tolist(), copy(x).tolist())
+    module = torch.nn.PReLU(device="cpu", dtype=torch.float64)  # draws no random numbers
+    doubled = {id(module.weight): module.weight.detach() * 2}
+    x = -leaf()
+    expect((2 * module(x)).tolist(), _torch.replica_of(module, doubled)(x).tolist())
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", torch.nn.Softplus())
+    copy: Any = object.__new__(torch.nn.PReLU)
+    _torch.parametrize_again(copy, vars(module))
+    expect(module(x).tolist(), copy(x).tolist())
+
+
+@behaviour("the tensors in a structure can be had, and replaced")
+def tensors_in_structures() -> None:
+    plain = torch.ones(2, device="cpu")
+    found = _torch.tree_leaves({"a": [plain, 3], "b": (None,)})
+    expect((True, [3]), (found[0] is plain, [each for each in found[1:] if each is not None]))
+    expect(([0], 3), _torch.tree_map_only(torch.Tensor, lambda tensor: 0, ([plain], 3)))
 
 
 @behaviour("what records operations can be seen")
@@ -455,8 +510,10 @@ def switched_off_autocast() -> None:
     matrix = torch.ones(2, 2, device="cpu", dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expect(torch.bfloat16, (matrix @ matrix).dtype)
+        torch.set_autocast_enabled("cuda", True)  # of this thread, and there need be none
         with _torch.without_autocast():
             expect(torch.float32, (matrix @ matrix).dtype)
+            expect((False, False), (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
 
 
 @behaviour("the innermost hooks for saved tensors can be had")
@@ -478,12 +535,21 @@ def refused_no_grad() -> None:
         expect(True, _torch.is_refusing_no_grad())
         with _torch.grad_mode(False):
             expect(False, torch.is_grad_enabled())
-        try:
+        expect_refusal()
+        with _torch.without_refusal():
             with torch.no_grad():
-                raise DiffersError("torch.no_grad was not refused")
-        except NotImplementedError:
-            pass
+                expect(False, torch.is_grad_enabled())
+            with _torch.refusing_no_grad():
+                expect_refusal()
     expect((False, True), (_torch.is_refusing_no_grad(), torch.is_grad_enabled()))
+
+
+def expect_refusal() -> None:
+    try:
+        with torch.no_grad():
+            raise DiffersError("torch.no_grad was not refused")
+    except NotImplementedError:
+        pass
 
 
 @behaviour("within torch.func.vmap, tensors and levels say what they are")
@@ -502,7 +568,27 @@ def levels_of_vmap() -> None:
 
     expect((plain * 2).tolist(), torch.func.vmap(look)(plain).tolist())
     expect([(True, 1, True, 0), [True, False], (False, False)], seen)
+
+    def look_further(row: torch.Tensor) -> torch.Tensor:
+        def look_again(number: torch.Tensor) -> torch.Tensor:
+            return number * _torch.level_count() * max(_torch.vmap_levels())
+
+        inner: Any = torch.func.vmap(look_again)
+        return inner(row)  # type: ignore[no-any-return]
+
+    expect((plain * 4).tolist(), torch.func.vmap(look_further)(plain).tolist())  # two of them, numbered from 1
     expect((False, 0, frozenset()), (_torch.transforms_are_active(), _torch.level_count(), _torch.vmap_levels()))
+
+
+@behaviour("a tensor that torch.func.grad follows is told from a batch")
+def tensors_that_grad_follows() -> None:
+    plain = torch.ones(2, device="cpu")
+    level = torch._C._functorch._grad_increment_nesting()  # as `torch.func.grad`, whose first use takes seconds
+    try:
+        followed = torch._C._functorch._wrap_for_grad(plain, level)
+        expect((True, False), (_torch.is_functorch_wrapped(followed), _torch.is_batched(followed)))
+    finally:
+        torch._C._functorch._grad_decrement_nesting()
 
 
 @behaviour("batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before")
@@ -531,9 +617,23 @@ def batched_gradients() -> None:
         assert grad is not None
         return (grad,)
 
-    for vmap in (_torch.vmap_the_older_way, torch.func.vmap):
-        (grad,) = vmap(pull_back)(batch)
-        expect((True, batch.tolist()), (seen.pop(), grad.tolist()))
+    with without_looking_for_nan():
+        for vmap in (_torch.vmap_the_older_way, torch.func.vmap):
+            (grad,) = vmap(pull_back)(batch)
+            expect((True, batch.tolist()), (seen.pop(), grad.tolist()))
+
+
+@contextlib.contextmanager
+def without_looking_for_nan() -> Iterator[None]:
+    """Where anomaly detection looks for NaN, in all threads of the process, PyTorch refuses batches."""
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        yield
+        return
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        yield
+    finally:
+        torch.autograd.set_detect_anomaly(True, check_nan=True)
 
 
 @behaviour("forward-mode differentiation says whether it is on, and can be switched off")

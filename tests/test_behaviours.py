@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
+import itertools
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +27,7 @@ from torch.nn.utils import parametrize
 import mpgrad
 from mpgrad import _torch, behaviours
 from mpgrad.errors import UnsupportedTorchError
+from mpgrad.modes import RandomState
 
 ROOT = Path(__file__).parent.parent
 Patch = pytest.MonkeyPatch
@@ -31,6 +37,21 @@ def test_this_version_behaves() -> None:
     assert behaviours.failures() == []
 
 
+@pytest.fixture
+def process_modes() -> Iterator[None]:
+    """Those that belong to the process rather than to a thread."""
+    torch.autograd.set_detect_anomaly(True)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float16)
+    torch.sparse.check_sparse_tensor_invariants.enable()
+    yield
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.mark.usefixtures("process_modes")
 def test_the_caller_may_be_in_any_mode() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
         assert behaviours.failures() == []
@@ -40,6 +61,29 @@ def test_the_caller_may_be_in_any_mode() -> None:
         torch.func.vmap(inside)(torch.ones(2))
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.device("meta"):
         inside(torch.ones(2))
+    assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def test_no_random_number_is_drawn() -> None:
+    state = RandomState()
+    assert behaviours.failures() == []
+    assert not state.has_moved()
+
+
+def in_a_pool_within(x: torch.Tensor) -> torch.Tensor:
+    with mpgrad.Pool(1) as pool:
+        return torch.rand(()) + pool.map(torch.sin, [x])[0]
+
+
+def test_pools_in_workers_leave_the_stream_of_an_item_alone(fresh_pool: mpgrad.Pool) -> None:
+    items = [torch.ones(())] * 4
+
+    def run(processes: int) -> list[float]:
+        torch.manual_seed(3)
+        fresh_pool.resize(processes)
+        return [result.item() for result in fresh_pool.map(in_a_pool_within, items, chunksize=1)]
+
+    assert run(1) == run(2)
 
 
 # --- each probe fails where the behaviour is taken away
@@ -80,94 +124,184 @@ def edge_of_its_object(tensor: torch.Tensor) -> GradientEdge:
     return get_gradient_edge(torch.zeros_like(tensor, requires_grad=True))
 
 
-def replaced(owner: Any, name: str, by: Any) -> Callable[[Patch], None]:
+Mutation = Callable[[Patch], None]
+
+
+def replaced(owner: Any, name: str, by: Any) -> Mutation:
     return lambda patch: patch.setattr(owner, name, by, raising=False)
 
 
 def apply_out_of_reach(patch: Patch) -> None:
+    """Its metaclass is asked first, so that what is put on a class is not seen."""
     real = torch.autograd.Function.__dict__["apply"]
     by_metaclass = property(lambda cls: real.__get__(None, cls))
     patch.setattr(torch.autograd.function.FunctionMeta, "apply", by_metaclass, raising=False)
 
 
-TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
-    "the parts of PyTorch that mpgrad imports are there": replaced(behaviours, "MISSING", ImportError("no such name")),
-    "of the nodes that are ready, a backward runs the one with the highest sequence number first": replaced(
-        BackwardCFunction, "_set_sequence_nr", lambda node, number: None
-    ),
-    "a node can ask which other nodes the running backward will run": replaced(
-        torch._C, "_will_engine_execute_node", lambda node: True
-    ),
-    "a node can ask whether the running backward keeps the graph": replaced(
-        torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-    ),
-    "each backward has a number of its own, also one within another": replaced(torch._C, "_current_graph_task_id", lambda: 0),
-    "what a node returns comes to the next node as the very same object, also a number that is expanded": replaced(
-        _torch, "apply", behind_one_more
-    ),
-    "gradients can be asked for at edges of the graph; there are none at what it does not lead to": replaced(
-        _torch, "ENGINE", OtherEngine(run_backward=always_keep)
-    ),
-    "an edge to a node written in Python keeps the graph behind it": replaced(_torch, "edge_that_keeps", edge_of_its_object),
-    "at the end of a backward a callback is called once, after all nodes": replaced(
-        _torch, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())
-    ),
-    "a node written in Python ends with the last tensor or graph that leads to it": replaced(_torch, "apply", kept_for_ever),
-    "a tensor that a Function gives out, and that was no argument, is no view; writes in place are counted": replaced(
-        _torch, "apply", views
-    ),
-    "a leaf's node names the leaf, and hooks on a leaf can be seen": replaced(
-        torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None, lambda tensor, hooks: None)
-    ),
-    "hooks of many tensors may lie in one dictionary": replaced(_torch.SharedHooks, "watch", lambda hooks, tensor: None),
-    "the first hook on a tensor asks its node for the dictionary, which may be one of another type": replaced(
-        BackwardCFunction, "_register_hook_dict", lambda node, tensor: None
-    ),
-    "calls of one of PyTorch's methods can be counted, whatever kind of method it is": apply_out_of_reach,
-    "shared memory can be made, and mapped again by its file descriptor": replaced(
-        _torch.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes)
-    ),
-    "a tensor says whether its elements lie in memory as they are": replaced(
-        _torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: _torch.PLAIN_KEYS)
-    ),
-    "a sparse tensor gives its indices and values as they are": replaced(
-        torch.Tensor, "_indices", lambda tensor: tensor.coalesce().indices()
-    ),
-    "tensors of any shapes can be copied one after another in one step": replaced(
-        torch._C._nn, "flatten_dense_tensors", lambda tensors: tensors[0]
-    ),
-    "a module can be made again around other tensors": replaced(parametrize, "_inject_property", lambda module, name: None),
-    "what records operations can be seen": replaced(torch._C, "_get_tracing_state", lambda: None),
-    "autocast can be switched off for all devices": replaced(torch._C, "_DisableAutocast", contextlib.nullcontext),
-    "the innermost hooks for saved tensors can be had": replaced(
-        torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None
-    ),
-    "a mode can see, and refuse, that gradients are turned off": replaced(
-        torch.overrides, "_get_current_function_mode_stack", list
-    ),
-    "within torch.func.vmap, tensors and levels say what they are": replaced(
-        torch._C._functorch, "get_interpreter_stack", lambda: None
-    ),
-    "batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before": replaced(
-        torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
-    ),
-    "forward-mode differentiation says whether it is on, and can be switched off": replaced(
-        forward_ad, "_set_fwd_grad_enabled", contextlib.nullcontext
-    ),
+def another_module(patch: Patch) -> None:
+    real = torch.autograd.graph.register_multi_grad_hook
+
+    def register(tensors: Any, hook: Any) -> Any:
+        handle = real(tensors, hook)
+        for each in tensors[0]._backward_hooks.values():
+            each.__module__ = "torch.autograd._hooks"
+        return handle
+
+    patch.setattr(torch.autograd.graph, "register_multi_grad_hook", register)
+
+
+def past_the_dictionary(patch: Patch) -> None:
+    def register(tensor: Any, hook: Any) -> None:
+        tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)
+        dict.__setitem__(tensor._backward_hooks, 0, hook)
+
+    patch.setattr(torch.Tensor, "register_hook", register)
+
+
+def numbered_from_0(patch: Patch) -> None:
+    real = torch._C._functorch.get_interpreter_stack
+
+    def stack() -> Any:
+        return [
+            SimpleNamespace(level=lambda each=each: each.level() - 1, key=each.key)  # type: ignore[misc]
+            for each in real() or ()
+        ]
+
+    patch.setattr(torch._C._functorch, "get_interpreter_stack", stack)
+
+
+FUNCTORCH = torch._C._functorch
+TAKEN_AWAY: dict[str, list[Mutation]] = {
+    "the parts of PyTorch that mpgrad imports are there": [replaced(behaviours, "MISSING", ImportError("no such name"))],
+    "of the nodes that are ready, a backward runs the one with the highest sequence number first": [
+        replaced(BackwardCFunction, "_set_sequence_nr", lambda node, number: None)
+    ],
+    "a node can ask which other nodes the running backward will run": [
+        replaced(torch._C, "_will_engine_execute_node", lambda node: True),
+        replaced(torch._C, "_will_engine_execute_node", lambda node: False),
+    ],
+    "a node can ask whether the running backward keeps the graph": [
+        replaced(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True),
+        replaced(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False),
+    ],
+    "each backward has a number of its own, also one within another": [
+        replaced(torch._C, "_current_graph_task_id", lambda: 0),
+        replaced(torch._C, "_current_graph_task_id", itertools.count().__next__),
+    ],
+    "what a node returns comes to the next node as the very same object, also a number that is expanded": [
+        replaced(_torch, "apply", behind_one_more)
+    ],
+    "gradients can be asked for at edges of the graph; there are none at what it does not lead to": [
+        replaced(_torch, "ENGINE", OtherEngine(run_backward=always_keep))
+    ],
+    "an edge to a node written in Python keeps the graph behind it": [replaced(_torch, "edge_that_keeps", edge_of_its_object)],
+    "at the end of a backward a callback is called once, after all nodes": [
+        replaced(_torch, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
+        replaced(_torch, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
+    ],
+    "a node written in Python ends with the last tensor or graph that leads to it": [
+        replaced(_torch, "apply", kept_for_ever),
+        replaced(_torch, "node_type", lambda function: BackwardCFunction),
+    ],
+    "a node written in Python that outlives its tensors says so, or can still be asked for its gradient": [
+        replaced(_torch, "is_alive", lambda node: node.no_such_name)
+    ],
+    "a tensor that a Function gives out, and that was no argument, is no view; writes in place are counted": [
+        replaced(_torch, "apply", views),
+        replaced(torch.Tensor, "_is_view", lambda tensor: False),
+        replaced(torch.Tensor, "_version", 0),
+    ],
+    "a leaf's node names the leaf, and hooks on a leaf can be seen": [
+        replaced(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None, lambda tensor, hooks: None)),
+        replaced(torch.Tensor, "register_hook", lambda tensor, hook: None),
+    ],
+    "hooks of many tensors may lie in one dictionary": [replaced(_torch.SharedHooks, "watch", lambda hooks, tensor: None)],
+    "the first hook on a tensor asks its node for the dictionary, which may be one of another type": [
+        replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
+        past_the_dictionary,
+    ],
+    "PyTorch's own hooks tell by their module that they are": [
+        another_module,
+        replaced(torch.utils.checkpoint._checkpoint_hook, "__module__", "torch.utils._checkpoint"),
+    ],
+    "calls of PyTorch's methods can be counted, of whatever class they are asked for": [
+        apply_out_of_reach,
+        replaced(torch.nn.Parameter, "register_hook", lambda tensor, hook: None),
+    ],
+    "shared memory can be made, and mapped again by its file descriptor": [
+        replaced(_torch.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes))
+    ],
+    "a tensor says whether its elements lie in memory as they are": [
+        replaced(_torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: _torch.PLAIN_KEYS)),
+        replaced(_torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
+        replaced(torch.Tensor, "_is_zerotensor", lambda tensor: False),
+    ],
+    "a sparse tensor gives its indices and values as they are": [
+        replaced(torch.Tensor, "_indices", lambda tensor: tensor.coalesce().indices()),
+        replaced(torch.Tensor, "_values", lambda tensor: tensor.coalesce().values()),
+    ],
+    "tensors of any shapes can be copied one after another in one step": [
+        replaced(torch._C._nn, "flatten_dense_tensors", lambda tensors: tensors[0])
+    ],
+    "a module can be made again around other tensors": [
+        replaced(parametrize, "_inject_property", lambda module, name: None),
+        replaced(torch.nn.Module, "_replicate_for_data_parallel", lambda module: module),
+    ],
+    "the tensors in a structure can be had, and replaced": [
+        replaced(_torch, "tree_leaves", lambda tree: [tree]),
+        replaced(_torch, "tree_map_only", lambda kind, fn, tree: tree),
+    ],
+    "what records operations can be seen": [
+        replaced(torch._C, "_get_tracing_state", lambda: None),
+        replaced(torch._C, "_get_dispatch_mode", lambda key: None),
+    ],
+    "autocast can be switched off for all devices": [
+        replaced(torch._C, "_DisableAutocast", contextlib.nullcontext),
+        replaced(torch._C, "_DisableAutocast", functools.partial(torch.autocast, "cpu", enabled=False)),
+    ],
+    "the innermost hooks for saved tensors can be had": [
+        replaced(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_fallback: None)
+    ],
+    "a mode can see, and refuse, that gradients are turned off": [
+        replaced(torch.overrides, "_get_current_function_mode_stack", list),
+        replaced(torch._C, "_EnableTorchFunction", contextlib.nullcontext),
+        replaced(torch._C, "DisableTorchFunction", contextlib.nullcontext),
+    ],
+    "within torch.func.vmap, tensors and levels say what they are": [
+        replaced(FUNCTORCH, "get_interpreter_stack", lambda: None),
+        numbered_from_0,
+        replaced(FUNCTORCH, "maybe_get_level", lambda tensor: 7),
+        replaced(FUNCTORCH, "is_batchedtensor", lambda tensor: False),
+        replaced(torch._C, "_are_functorch_transforms_active", lambda: True),
+    ],
+    "a tensor that torch.func.grad follows is told from a batch": [
+        replaced(FUNCTORCH, "is_batchedtensor", lambda tensor: True)
+    ],
+    "batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before": [
+        replaced(FUNCTORCH, "is_legacy_batchedtensor", lambda tensor: False),
+        replaced(torch._C, "_vmapmode_increment_nesting", lambda: 1),
+        replaced(torch, "_add_batch_dim", lambda tensor, dim, level: tensor),
+    ],
+    "forward-mode differentiation says whether it is on, and can be switched off": [
+        replaced(forward_ad, "_set_fwd_grad_enabled", lambda enabled: contextlib.nullcontext()),
+        replaced(forward_ad, "unpack_dual", lambda tensor: SimpleNamespace(tangent=None)),
+    ],
 }
 
 
-def test_every_behaviour_is_taken_away_below() -> None:
+def test_every_behaviour_is_taken_away() -> None:
     assert set(TAKEN_AWAY) == {each.name for each in behaviours.BEHAVIOURS}
 
 
 @pytest.mark.parametrize("name", TAKEN_AWAY)
 def test_a_behaviour_that_is_taken_away_is_missed(name: str, monkeypatch: Patch) -> None:
-    with monkeypatch.context() as patch:
-        TAKEN_AWAY[name](patch)
-        failed = dict(behaviours.failures())
-    KEPT.clear()
-    assert name in failed
+    for take_away in TAKEN_AWAY[name]:
+        with monkeypatch.context() as patch:
+            take_away(patch)
+            failed = dict(behaviours.failures())
+        KEPT.clear()
+        assert name in failed
     assert behaviours.failures() == []
 
 
@@ -176,7 +310,26 @@ def test_a_behaviour_that_is_taken_away_is_missed(name: str, monkeypatch: Patch)
 
 @pytest.fixture
 def unchecked(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(behaviours.Checked, "passed", False)
+    monkeypatch.setattr(behaviours.CHECK, "passed", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_first_pools_of_many_threads_at_once() -> None:
+    barrier, failed = threading.Barrier(8), list[Exception]()
+
+    def check() -> None:
+        barrier.wait()
+        try:
+            behaviours.check_now()
+        except UnsupportedTorchError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=check) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -212,8 +365,7 @@ def test_pairs_that_were_tried(monkeypatch: Patch) -> None:
 
 # --- each private name, taken away
 
-INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
-NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
+# of objects that are no modules: what has them
 OF_CLASSES = {
     "_indices": "torch.Tensor",
     "_is_view": "torch.Tensor",
@@ -229,44 +381,57 @@ OF_CLASSES = {
     "_new_shared_fd_cpu": "torch.UntypedStorage",
     "_share_fd_cpu_": "torch.UntypedStorage",
     "_execution_engine": "torch.autograd.Variable",
+    "_current_level": "torch.autograd.forward_ad",
+    "_set_fwd_grad_enabled": "torch.autograd.forward_ad",
+    "_inject_new_class": "torch.nn.utils.parametrize",
+    "_inject_property": "torch.nn.utils.parametrize",
+    "_FrameAction": "frames",
+    "_FrameExecStrategy": "frames",
 }
-BY_STRING = {
-    "_DisableAutocast": "torch._C",
-    "_FunctionBase": "torch._C",
-    "_dispatch_keys": "torch._C",
-    "_dynamo": "torch._C",
-    "set_code_exec_strategy": "frames",
-}
-ONLY_FOR_THE_COMPILER = {
-    "_dynamo",
-    "set_code_exec_strategy",
-    "_FrameAction",
-    "_FrameExecStrategy",
-}  # no result depends on them, see `never_compile`
+BY_STRING = {("torch._C", "_DisableAutocast"), ("torch._C", "_FunctionBase"), ("torch._C", "_dispatch_keys")}
+BY_STRING |= {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
+NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
+NOT_TORCH |= {"_posixshmem"}
+INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
+ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
 
 
-def private_names() -> dict[str, str]:
-    """PyTorch's private names in our code; and where each is: a module or class, as Python."""
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names() -> set[tuple[str, str]]:
+    """PyTorch's private names in our code, and what is reached through one: each with the module or class that has it."""
     trees = [ast.parse(file.read_text()) for folder in ("mpgrad", "workers") for file in (ROOT / folder).glob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} - OF_CLASSES.keys()
     ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    private = [node for node in attributes if node.attr.startswith("_") and not node.attr.startswith("__")]
-    found = {node.attr: ast.unparse(node.value) for node in private if node.attr not in ours | NOT_TORCH | INSTANCES}
+    found = set(BY_STRING)
+    for node in attributes:
+        path = ast.unparse(node).split(".")
+        if path[0] == "torch" and any(map(is_private, path)):
+            found |= pairs_along(path)
+        elif is_private(node.attr) and node.attr not in ours | NOT_TORCH | INSTANCES:
+            found.add((OF_CLASSES[node.attr], node.attr))  # a KeyError: say above what has it, or that it is not PyTorch's
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
-            found |= {alias.name: f"{node.module}" for alias in node.names if "._" in f"{node.module}.{alias.name}"}
-    named = {node.attr for node in attributes} | {node.value for node in nodes if isinstance(node, ast.Constant)}
-    assert named >= OF_CLASSES.keys() | BY_STRING.keys()
-    return {**found, **OF_CLASSES, **BY_STRING}
+            path = f"{node.module}".split(".")
+            found |= {(f"{node.module}", each.name) for each in node.names if any(map(is_private, [*path, each.name]))}
+    return found
 
 
-def test_the_private_names_are_all_of_pytorch() -> None:
-    for name, owner in private_names().items():
-        known = name in OF_CLASSES or owner.startswith(("torch", "forward_ad", "parametrize", "frames"))
-        assert known, f"{owner}.{name}: say in this module what this is an attribute of, or that it is not PyTorch's"
+def pairs_along(path: list[str]) -> set[tuple[str, str]]:
+    """From the first private name on: each of a module's attributes; not those of what is no module."""
+    found, owner = set(), torch
+    for number, name in enumerate(path[1:], start=1):
+        if not isinstance(owner, types.ModuleType):
+            break
+        if any(map(is_private, path[: number + 1])) and path[: number + 1] != ["torch", "_C"]:
+            found.add((".".join(path[:number]), name))
+        owner = getattr(owner, name, None)  # type: ignore[assignment]
+    return found
 
 
 PROGRAM = """
@@ -323,7 +488,8 @@ for pair in sys.argv[1:]:
 
 
 def test_a_private_name_that_is_taken_away_is_missed_or_changes_no_result() -> None:
-    pairs = [f"{owner}:{name}" for name, owner in sorted(private_names().items()) if name != "_C"]
+    pairs = [f"{owner}:{name}" for owner, name in sorted(private_names())]
+    assert len(pairs) > 60
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *pairs], capture_output=True, text=True, timeout=58)
     assert ended.returncode == 0, ended.stderr
     (_, expected), *outcomes = (line.split(" ", 1) for line in ended.stdout.splitlines())
