@@ -74,6 +74,7 @@ PROGRAM = """
 import contextlib, faulthandler, gc, os, signal
 faulthandler.dump_traceback_later(50, exit=True)
 import psutil, torch, mpgrad
+from mpgrad import system
 
 def links():
     for name in os.listdir("/proc/self/fd"):
@@ -84,7 +85,7 @@ def descriptors():
     return sorted(target for _, target in links() if "/dev/shm" in target or "socket" in target)
 
 def names_of(processes):
-    return set(os.listdir("/dev/shm")) & {f"mpgrad-{pid}" for pid in (os.getpid(), *(each.pid for each in processes))}
+    return set(os.listdir("/dev/shm")) & {system.name_of(pid)[1:] for pid in (os.getpid(), *(each.pid for each in processes))}
 
 def lacks(_):
     shared = [os.get_inheritable(number) for number, target in links() if "/dev/shm" in target]
