@@ -1,4 +1,5 @@
-"""What systems differ in, asked in one place: elsewhere nobody asks for a system's name, or whether it has some function.
+"""What systems differ in, asked in one place: elsewhere nobody, but for the doctor, which describes systems, asks for a
+system's name, or whether it has some function.
 
 Linux has anonymous memory files, private mappings of them, processes that die with their parent, and so a nursery to fork
 workers from. Whatever else has Unix sockets, macOS first of all, takes the portable branches; so does Linux itself where

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from conftest import gone
 
 import mpgrad
 from mpgrad import cpus
 from mpgrad.__main__ import main
+from mpgrad.behaviours import TRIED, minor_of
 from mpgrad.doctor import machine, steps, trial
 from mpgrad.doctor.findings import GIB, MIB, Finding, as_json, found_by, page, works
 from mpgrad.doctor.steps import STEPS, Step
@@ -119,6 +123,95 @@ def test_a_pool_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) ->
     assert finding.problem == "hung: starting the first worker had not ended after 1 s in all, and was killed"
     assert "--timeout 5" in finding.remedy
     assert gone([int(file.read_text())], within=5)
+
+
+DIES = f"""
+import os, signal, subprocess, sys
+left = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=bool(sys.argv[2]))
+open(sys.argv[1], "w").write(str(left.pid))
+print('{trial.MARK}{{"begins": 4}}', flush=True)
+print("some words", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("psutil_is_there", [True, False], ids=["other session", "same session, no psutil"])
+def test_a_child_that_dies_is_not_waited_for(psutil_is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it started holds its output open; the doctor said that the trial hung, long after its time limit."""
+    if not psutil_is_there:
+        monkeypatch.setitem(sys.modules, "psutil", None)
+    file = tmp_path / "pid"
+    start = time.monotonic()
+    (finding,) = trial.tried(LIMIT, [sys.executable, "-S", "-c", DIES, str(file), "other" if psutil_is_there else ""])
+    assert time.monotonic() - start < LIMIT / 2
+    monkeypatch.undo()
+    assert finding.problem == "the process died (SIGKILL) while starting the first worker; it said: some words"
+    assert gone([int(file.read_text())], within=5)
+
+
+def test_a_process_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that waits for a driver: the page comes out all the same."""
+    monkeypatch.setattr(trial, "PATIENCE", 0.05)
+    tag = "of this test"
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, trial.TAG: tag})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda *_: None)
+        patched.setattr(psutil.Process, "kill", lambda self: None)
+        assert trial.end_all(process, tag) == [process.pid]
+    assert trial.end_all(process, tag) == []
+    really_end = trial.end_all
+    monkeypatch.setattr(trial, "end_all", lambda *given: [*really_end(*given), 12, 13])
+    (finding,) = trial.tried(LIMIT, [sys.executable, "-S", "-c", ""])
+    assert finding.problem == "killed, but not ended within 0.05 s: process 12, 13" and not finding.fatal
+
+
+TORCH_IN_NAME = """
+__version__ = "2.13.0"
+
+class version:
+    cuda = None
+
+class accelerator:
+    is_available = bool
+
+def get_num_threads():
+    return 1
+"""
+AS_WINDOWS = """
+import psutil, socket, sys  # psutil's part for Linux needs the module that is hidden
+del socket.SCM_RIGHTS, socket.CMSG_SPACE
+sys.modules["resource"] = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("site", "environment", "told"),
+    [
+        ("", {"MPGRAD_PORTABLE": "yes"}, "MPGRAD_PORTABLE must be 0 or 1 (MPGRAD_PORTABLE: 'yes')"),
+        (AS_WINDOWS, {}, "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this system lacks"),
+    ],
+    ids=["setting", "Windows"],
+)
+def test_a_system_that_mpgrad_cannot_work_on(site: str, environment: dict[str, str], told: str, tmp_path: Path) -> None:
+    """It is the one thing that is amiss, and what needs no more than Python is told all the same."""
+    (tmp_path / "sitecustomize.py").write_text(site)
+    (tmp_path / "torch.py").write_text(TORCH_IN_NAME)
+    ended = doctor("--json", PYTHONPATH=str(tmp_path), **environment)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    findings = json.loads(ended.stdout)["findings"]
+    found = by_name(findings)
+    assert fatal_names(ended.stdout) == ["system"]
+    assert not [finding for finding in findings if "failed" in finding["problem"]]
+    assert found["system"]["problem"].startswith(f"mpgrad cannot work here: {told}")
+    assert found["torch"]["value"] == "2.13.0" and found["available"]["value"] > 0
+    assert found["further probes"]["value"] == found["further steps"]["value"] == "not tried"
+    assert found["address space"]["value"] == ("not looked at" if site else "no limit")
+
+
+def test_limits_where_python_has_no_module_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert {finding.value for finding in found_by(machine.LIMITS)} == {"not looked at"}
 
 
 def test_no_process_can_be_started() -> None:
@@ -305,6 +398,16 @@ def test_limits() -> None:
     assert machine.judged_processes(float("inf"), [], 2).value == "no limit"
     assert machine.judged_processes(5, ["100 in this cgroup, 95 in use"], 2).problem
     assert machine.judged_commitment(GIB).problem and not machine.judged_commitment(8 * GIB).problem
+
+
+def test_the_lowest_torch_is_that_of_the_package() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parent.parent / "setup.cfg")
+    (lowest,) = [line for line in setup["options"]["install_requires"].split() if line.startswith("torch")]
+    assert lowest == "torch>=" + min(TRIED, key=minor_of)
+    assert f"pip install '{lowest}'" in steps.TORCH
+    assert steps.wanted_torch(["torch-geometric>=9", "torch>=2.8"]) == "torch>=2.8"
+    assert steps.wanted_torch(None) == "torch"  # a clone that is not installed
 
 
 def test_packages() -> None:

@@ -1,10 +1,12 @@
 """What the doctor finds without PyTorch: versions, CPUs, memory and limits of this process.
 
-Each probe looks at one thing and returns one finding. Nothing here imports torch, which may be what is broken.
+Each probe looks at one thing and returns one finding. Nothing here imports torch, which may be what is broken. Where mpgrad
+refuses the system, which `FAULT` says, only those probes are left that ask Python or psutil.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -17,10 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import mpgrad
-from mpgrad import cpus
 from mpgrad.doctor.findings import GIB, MIB, Finding, size_of
 
-__all__ = ["PROBES", "is_portable"]
+try:
+    from mpgrad import cpus
+except Exception as error:  # whatever mpgrad finds amiss with the system, the page says it
+    FAULT: Exception | None = error
+else:
+    FAULT = None
+
+__all__ = ["FAULT", "PROBES", "is_portable"]
 
 SHARED_FOLDER = Path("/dev/shm")
 KERNEL_SETTINGS = Path("/proc/sys/vm")
@@ -73,7 +81,12 @@ def python() -> Finding:
 def system() -> Finding:
     libc = " ".join(platform.libc_ver()).strip() or "a libc that is not glibc"
     detail = f"{platform.machine()}, {libc if sys.platform == 'linux' else 'not Linux: tested less'}"
-    return Finding("software", "system", f"{platform.system()} {platform.release()}", detail=detail)
+    finding = Finding("software", "system", f"{platform.system()} {platform.release()}", detail=detail)
+    if FAULT is None:
+        return finding
+    wrong_setting = isinstance(FAULT, ValueError)
+    remedy = "unset that variable, or set it as told" if wrong_setting else "run it on Linux, in WSL 2 on Windows, or on macOS"
+    return dataclasses.replace(finding, problem=f"mpgrad cannot work here: {FAULT}", remedy=remedy, fatal=True)
 
 
 def cloudpickle_package() -> Finding:
@@ -378,6 +391,13 @@ def told_limit(limit: float) -> str:
     return "none" if limit == float("inf") else str(int(limit))
 
 
+def further_probes() -> Finding:
+    return Finding("doctor", "further probes", "not tried", detail="because of the system, which is marked X")
+
+
 SOFTWARE = (mpgrad_itself, python, cloudpickle_package, psutil_package, numpy_package, system)
-LIMITS = (open_files, processes, address_space, file_size) if sys.platform != "win32" else ()
-PROBES = (*SOFTWARE, usable, taken_by_others, thread_variables, available, cgroup_limit, shared_folder, overcommit, *LIMITS)
+CPUS, MEMORY = (usable, taken_by_others, thread_variables), (available, cgroup_limit, shared_folder, overcommit)
+LIMITS = (open_files, processes, address_space, file_size)
+PROBES = (
+    (*SOFTWARE, *CPUS, *MEMORY, *LIMITS) if FAULT is None else (*SOFTWARE, available, address_space, file_size, further_probes)
+)

@@ -6,8 +6,10 @@ Each step yields findings, or raises, which becomes one. Those that are fatal bu
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
+import re
 import statistics
 import sys
 import time
@@ -39,10 +41,22 @@ class Step(NamedTuple):
     always: bool = False  # whatever failed before
 
 
+def wanted_torch(requirements: list[str] | None) -> str:
+    """With the lowest version, as the package's metadata have it: `behaviours.TRIED` is out of reach without a torch."""
+    return next((each for each in requirements or () if re.match(r"torch\b(?!-)", each)), "torch")
+
+
+def requirements() -> list[str] | None:
+    try:
+        return importlib.metadata.requires("mpgrad")
+    except importlib.metadata.PackageNotFoundError:  # a clone that is not installed, which has a line of its own
+        return None
+
+
 def import_torch(pools: ExitStack) -> Iterator[Finding]:
     place = importlib.util.find_spec("torch")
     if place is None:
-        remedy = "pip install torch (2.6 or newer)"
+        remedy = f"{INSTALL} ({VERSIONS})"
         yield Finding("software", "torch", "not installed", problem="mpgrad needs PyTorch", remedy=remedy, fatal=True)
         return
     print(f"torch lies in {place.origin or list(place.submodule_search_locations or ())}", flush=True)  # shown if it fails
@@ -226,13 +240,15 @@ def close_pools(pools: ExitStack) -> Iterator[Finding]:
     yield from ()
 
 
-TORCH = "install PyTorch again (2.6 or newer; pip install torch), and see that no file or folder of yours is named torch"
-UNFIT = "install the package if one is missing; else take a torch that was tested (the README names it), and report this page"
+INSTALL = f"pip install '{wanted_torch(requirements())}'"
+VERSIONS = "docs/compatibility.md lists those that were tested"
+TORCH = f"install PyTorch again ({INSTALL}; {VERSIONS}), and see that no file or folder of yours is named torch"
+UNFIT = f"install the package if one is missing; else take another torch ({VERSIONS}), and report this page"
 DRIVER = "see that the driver of the GPU works (nvidia-smi); pools on the CPU do"
 START = "see memory and limits above, and ps for what else runs"
 
 STEPS = (
-    Step("software", "torch", "importing torch", import_torch, TORCH),
+    Step("software", "torch", "importing torch", import_torch, TORCH, always=True),
     Step("software", "behaviour check", "checking the behaviour of PyTorch", check_behaviours, UNFIT),
     Step("pool", "start method", "looking at the start method", start_method, REPORT),
     Step("pool", "import", "importing mpgrad.pool", import_pool, UNFIT),

@@ -6,7 +6,10 @@ counts, and where it stood then is one more finding.
 
     doctor ── Popen ──► child: main()            nursery, workers
             ◄─ begins, finding, finding, begins ... ─ stdout
-    past the limit: all of them are killed
+    when the child has ended, or past the limit: all that is left of them is killed
+
+The doctor waits for the child, not for the end of its output: a nursery, or whatever else it has started, may outlive it and
+hold that open.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from mpgrad.doctor import machine
 from mpgrad.doctor.findings import Finding
 from mpgrad.doctor.steps import STEPS, Step
 
@@ -30,59 +37,102 @@ BOOT = "import sys; sys.path[:] = sys.argv[2:]; from mpgrad.doctor.trial import 
 MARK = "mpgrad-trial: "  # what others print to stdout has no such mark
 GRACE = 10.0  # seconds after which a child whose doctor has been killed ends by itself
 LAST_WORDS = 2  # lines of a child that died
+PATIENCE = 5.0  # seconds for what has been killed to end: a process that a driver or a disk holds does not
+TAG = "MPGRAD_TRIAL"  # in the environment of the child, and so of all that it starts
 
 
 # --- the doctor's side
 
 
 def tried(limit: float, command: Sequence[str] | None = None) -> list[Finding]:
-    """What a child finds within `limit` seconds. Nothing of it is left afterwards. `command` is what tests put in its place."""
+    """What a child finds within `limit` seconds. All that it started is ended. `command` is what tests put in its place."""
     if command is None:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
         command = [sys.executable, *flags, "-c", BOOT, str(limit), *sys.path]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for the doctor, who ends it
-        )
-    except OSError as error:
-        problem, remedy = f"no process can be started ({error})", "see memory and limits above"
-        return [Finding("pool", "trial", None, problem=problem, remedy=remedy, fatal=True)]
-    in_time = True
-    try:
+    tag = uuid.uuid4().hex
+    with contextlib.ExitStack() as stack:
         try:
-            output, _ = process.communicate(timeout=limit)
+            output = stack.enter_context(contextlib.closing(Output()))
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output.entrance,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the doctor, who ends it
+                env={**os.environ, TAG: tag},
+            )
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            problem, remedy = f"no process can be started ({error})", "see memory and limits above"
+            return [Finding("pool", "trial", None, problem=problem, remedy=remedy, fatal=True)]
+        in_time = True
+        try:
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             in_time = False
-            end_with_all(process)
-            output, _ = process.communicate()
-    finally:
-        end_with_all(process)
-    return read_trial(output, process.returncode, None if in_time else limit)
+        finally:
+            left = end_all(process, tag)
+    findings = read_trial(output.text(), process.returncode, None if in_time else limit)
+    if left:
+        problem = f"killed, but not ended within {PATIENCE:g} s: process {', '.join(map(str, left))}"
+        remedy = "a driver or a disk holds it (ps -o pid,stat,wchan): see dmesg; it may stay until the machine is restarted"
+        findings.append(Finding("pool", "trial", None, problem=problem, remedy=remedy))
+    return findings
 
 
-def end_with_all(process: subprocess.Popen[str]) -> None:
-    """Kill the child, and the nursery and workers that it has started: those that hang would outlive it."""
-    if process.poll() is not None:
-        return
-    descendants: list[Any] = []
-    with contextlib.suppress(ImportError):  # without psutil a child comes no further than to its own import of it
+class Output:
+    """A pipe, read as it fills, up to a mark: its end would come only when nobody holds it any more."""
+
+    def __init__(self) -> None:
+        self.content, self.mark = bytearray(), uuid.uuid4().bytes
+        self.exit, self.entrance = os.pipe()
+        self.reader = threading.Thread(target=self.read, name="mpgrad-doctor-output")
+        self.reader.start()
+
+    def read(self) -> None:
+        while self.mark not in self.content:
+            self.content += os.read(self.exit, 1 << 16)
+
+    def close(self) -> None:
+        """All that has been written by now is read first."""
+        os.write(self.entrance, self.mark)
+        self.reader.join()
+        os.close(self.entrance)
+        os.close(self.exit)
+
+    def text(self) -> str:
+        return self.content.partition(self.mark)[0].decode(errors="replace")
+
+
+def end_all(process: subprocess.Popen[bytes], tag: str) -> list[int]:
+    """Kill the child, and the nursery, workers and whatever else it started. The numbers of those that do not end."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only zombies are left
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    deadline = time.monotonic() + PATIENCE
+    while (left := kill_tagged(tag)) and time.monotonic() < deadline:  # again: one may have forked before it was killed
+        time.sleep(0.01)
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        left.add(process.pid)
+    return sorted(left)
+
+
+def kill_tagged(tag: str) -> set[int]:
+    """The processes that were found. What a dead child left may have another session and parent by now, but the same tag."""
+    try:
         import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child = psutil.Process(process.pid)
-            child.suspend()  # it starts no more of them
-            descendants = child.children(recursive=True)
-    process.kill()
-    for each in descendants:
-        with contextlib.suppress(psutil.NoSuchProcess):  # its parent's death was its own
-            each.kill()
-    process.wait()
+    except ImportError:  # the child came no further than to its own import of it: it has started no nursery
+        return set()
+    found: set[int] = set()
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            if each.environ().get(TAG) == tag:
+                found.add(each.pid)
+                each.kill()
+    return found
 
 
 def read_trial(output: str, status: int, limit: float | None) -> list[Finding]:
@@ -130,7 +180,9 @@ NOT_TRIED = Finding("pool", "further steps", "not tried", detail="because of wha
 def main(limit: float) -> None:
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(limit + GRACE))  # nobody is left to kill it, should the doctor have been killed
-    broken = False
+    broken = machine.FAULT is not None  # the doctor has said so by itself
+    if broken:
+        tell("finding", dataclasses.asdict(NOT_TRIED))
     with contextlib.ExitStack() as pools:
         for number, step in enumerate(STEPS):
             if broken and not step.always:
@@ -141,8 +193,8 @@ def main(limit: float) -> None:
                 if finding.fatal and not broken:
                     broken = True
                     tell("finding", dataclasses.asdict(NOT_TRIED))
-            if broken and number == 0:
-                return  # nothing is open, and nothing works without torch
+                if finding.fatal and number == 0:
+                    return  # nothing is open, and nothing works without torch
 
 
 def tell(kind: str, content: object) -> None:
