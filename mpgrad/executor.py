@@ -110,7 +110,7 @@ class Executor(concurrent.futures.Executor):
             buffersize: number of items that are taken ahead of the results.
 
         Raises:
-            TimeoutError: a result has not come in time.
+            concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
             Exception: what the first failing call raised.
         """
         if buffersize is not None:
@@ -168,7 +168,7 @@ def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
             except StopIteration:
                 return
             except multiprocessing.TimeoutError:
-                raise TimeoutError("a result did not come within the timeout") from None
+                raise concurrent.futures.TimeoutError("a result did not come within the timeout") from None
     finally:
         results.cancel_rest()
 

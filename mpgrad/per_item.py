@@ -165,7 +165,8 @@ def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
     found = []
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
         with torch.enable_grad():
-            edge: Any = gate(tensor).grad_fn.next_functions[0] if tensor.requires_grad else None  # type: ignore[union-attr]
+            gated: Any = gate(tensor)  # its node, asked below, may end with it
+        edge = gated.grad_fn.next_functions[0] if tensor.requires_grad else None
         if edge is not None and unused:
             known.setdefault(edge, [])
         if edge not in known:

@@ -523,6 +523,7 @@ def test_distributions(pool2: mpgrad.Pool) -> None:
     assert_same_as_serial(lambda x: normal.log_prob(x) + mixed.log_prob(x.exp())[:, None], items(), pool2)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # LBFGS itself, in torch 2.8
 def test_an_optimiser_in_a_task(pool2: mpgrad.Pool) -> None:
     def fit(x: torch.Tensor, kind: type[torch.optim.Optimizer]) -> torch.Tensor:
         guess = torch.zeros_like(x, requires_grad=True)

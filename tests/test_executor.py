@@ -106,7 +106,7 @@ def test_a_timeout_of_map(kind: Any) -> None:
     with kind(1) as executor:
         results = executor.map(nap, [0, 2], timeout=0.3)
         started = time.monotonic()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(concurrent.futures.TimeoutError):
             list(results)
         assert time.monotonic() - started < 1.8
     with pytest.raises(ValueError, match="chunksize"), kind(1) as executor:
@@ -169,8 +169,9 @@ def test_an_initializer_that_fails(kind: Any, capfd: pytest.CaptureFixture[str])
 def test_wrong_arguments(kind: Any) -> None:
     with pytest.raises(ValueError, match="max_workers"):
         kind(0)
-    with pytest.raises(ValueError, match="max_tasks_per_child"):
-        kind(1, max_tasks_per_child=0)
+    if kind is mpgrad.Executor or sys.version_info >= (3, 11):  # before, the standard library's takes none
+        with pytest.raises(ValueError, match="max_tasks_per_child"):
+            kind(1, max_tasks_per_child=0)
     with pytest.raises(TypeError, match="initializer must be"):
         kind(1, initializer=3)
 

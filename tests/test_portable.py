@@ -70,8 +70,8 @@ def small_pair(*arguments):
 socket.socketpair = small_pair
 """
 
-PROGRAM = """
-import contextlib, faulthandler, gc, os, signal
+PROGRAM = '''
+import contextlib, faulthandler, gc, os
 faulthandler.dump_traceback_later(50, exit=True)
 import psutil, torch, mpgrad
 from mpgrad import system
@@ -86,6 +86,10 @@ def descriptors():
 
 def names_of(processes):
     return set(os.listdir("/dev/shm")) & {system.name_of(pid)[1:] for pid in (os.getpid(), *(each.pid for each in processes))}
+
+def leave_a_name(pid):
+    """As a process does that is killed right after it has made it."""
+    open(f"/dev/shm{system.name_of(pid)}", "x").close()
 
 def lacks(_):
     shared = [os.get_inheritable(number) for number, target in links() if "/dev/shm" in target]
@@ -114,23 +118,25 @@ def all_of_it():
         assert pool.apply(str.upper, ["x" * 3_000_000]) == "X" * 3_000_000  # through small pipes
 
         results = pool.map(lambda x: (x ** 3).sum(), xs)
-        killed = [worker.pid for worker in pool.stats().workers]
-        os.kill(killed[0], signal.SIGKILL)
+        killed = psutil.Process(pool.stats().workers[0].pid)
+        leave_a_name(killed.pid)
+        killed.kill()
         assert all(each.grad_fn is not None for each in results)
         assert torch.equal(torch.autograd.grad(sum(results), xs[2])[0], torch.full((3,), 12.0))
         assert set(pool.map(lacks, range(6), 1)) == {(False, False, True)}
         assert len(descriptors()) > len(before)
-        processes = psutil.Process().children(recursive=True)
+        processes = [killed, *psutil.Process().children(recursive=True)]
         assert not names_of(processes)
     return processes
 
 before = descriptors()
+leave_a_name(os.getpid())
 processes = all_of_it()
 assert not [each for each in processes if each.is_running()]
 gc.collect()
 assert descriptors() == before and not names_of(processes)
 print("right")
-"""
+'''
 
 
 def test_a_pool_without_anything_that_only_linux_has(tmp_path: Path) -> None:

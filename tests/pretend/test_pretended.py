@@ -26,43 +26,44 @@ Tensor = torch.Tensor
 ZERO, ONE = "pretend:0", "pretend:1"
 
 
-@pytest.fixture(scope="module")
-def library() -> Any:
-    found = pretend_device.built()
-    if found is None:
-        pytest.skip("needs a C++ compiler, for a device to pretend with")
-    Pretend(found)
+LIBRARY = pretend_device.built()
+if LIBRARY is None:
+    pytest.skip("needs a C++ compiler, for a device to pretend with", allow_module_level=True)
 
-    class Known(torch.autograd.Function):
-        """The autograd engine's threads for devices stay; here they become known to Python, before threads are counted."""
 
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
+class Known(torch.autograd.Function):
+    """The autograd engine's threads for devices stay; here they become known to Python, before threads are counted."""
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            threading.current_thread()
-            return grad
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
 
-    for device in (ZERO, ONE):
-        Known.apply(torch.ones(1, device=device, requires_grad=True)).sum().backward()
-    return found
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        threading.current_thread()
+        return grad
+
+
+Pretend(LIBRARY)  # before the first pool, which runs a backward to see how PyTorch behaves
+for each in (ZERO, ONE):
+    Known.apply(torch.ones(1, device=each, requires_grad=True)).sum().backward()
 
 
 @pytest.fixture(autouse=True)
-def pretend(library: Any) -> Iterator[Pretend]:
+def pretend() -> Iterator[Pretend]:
+    assert LIBRARY is not None
     before = INSTALLED.accelerator
-    INSTALLED.accelerator = Pretend(library)
+    INSTALLED.accelerator = Pretend(LIBRARY)
     yield INSTALLED.accelerator
     INSTALLED.accelerator = before
 
 
 @pytest.fixture(params=["direct", "not exported", "not opened"])
-def crossing(request: pytest.FixtureRequest, library: Any) -> str:
+def crossing(request: pytest.FixtureRequest) -> str:
     """How tensors cross: by slots on the device, or through the CPU for either reason."""
     if request.param != "direct":
-        INSTALLED.accelerator = Pretend(library, refuses=request.param.removeprefix("not "))
+        assert LIBRARY is not None
+        INSTALLED.accelerator = Pretend(LIBRARY, refuses=request.param.removeprefix("not "))
     return str(request.param)
 
 
