@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import configparser
 import datetime
 import json
 import os
@@ -29,6 +30,7 @@ MATRIX = (
     # the whole suite; the first has the oldest versions of everything
     "py310-torch28-lowest",
     "py311-cpu213",
+    "py311-cpu213-portable",
     "py312-torch211",
     "py313-torch215",
     # the core tests; each Python with two versions of torch at least. torch 2.15 has no wheel for Python 3.10.
@@ -37,7 +39,10 @@ MATRIX = (
     "py311-torch212-core",
     "py312-torch214-core",
     "py313-torch213-core",
+    # the README's example, with the torch that pip brings
+    "py313-plain",
 )
+KINDS = {"core": "core", "plain": "README"}  # which tests a factor runs instead of the whole suite
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "compatibility.json"
@@ -48,11 +53,12 @@ ASK_VERSIONS = """
 import importlib.util, json, pathlib, platform, runpy
 from importlib.metadata import version
 torch = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py")
-versions = {name: version(name) for name in ("mpgrad", "cloudpickle", "psutil", "numpy")}
+there = [name for name in ("mpgrad", "cloudpickle", "psutil", "numpy") if importlib.util.find_spec(name)]
+versions = {name: version(name) for name in there}
 print(json.dumps({"python": platform.python_version(), "torch": runpy.run_path(torch)["__version__"], **versions}))
-"""  # torch's metadata do not say +cu128, and it need not be one that can be imported
+"""  # torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring NumPy
 SHOWN = {"python": "Python", "torch": "torch", "cloudpickle": "cloudpickle", "psutil": "psutil", "numpy": "NumPy"}
-HEADS = ("environment", *SHOWN.values(), "tests", "passed", "failed", "skipped", "seconds", "date")
+HEADS = ("environment", *SHOWN.values(), "tests", "passed", "failed", "skipped", "seconds", "date", "commit")
 
 Entry = dict[str, Any]  # what came of an environment
 Entries = dict[str, Entry]  # ... by its name
@@ -63,7 +69,7 @@ Entries = dict[str, Entry]  # ... by its name
 
 def tried(name: str, workdir: Path) -> Entry:
     """Installs an environment, runs its tests and removes it again."""
-    entry: Entry = {"date": datetime.date.today().isoformat(), "tests": "core" if name.endswith("-core") else "whole"}
+    entry: Entry = {"date": datetime.date.today().isoformat(), "commit": commit(), "tests": kind(name)}
     shutil.rmtree(workdir / name, ignore_errors=True)  # an interrupted run may have left it
     try:
         print(f"{name}: installing", flush=True)
@@ -72,9 +78,30 @@ def tried(name: str, workdir: Path) -> Entry:
             print(made.stdout, flush=True)
             return {**entry, "outcome": "not installed", "reason": reason_in(made.stdout)}
         status = tox(name, workdir, "--skip-pkg-install").returncode
-        return {**entry, "versions": versions_in(workdir / name), **outcome(workdir / name / "junit.xml", status)}
+        entry |= outcome(workdir / name / "junit.xml", status)
+        return {**entry, "versions": versions_in(workdir / name)}
+    except Exception as error:  # an environment that breaks here must not keep the next ones from being run
+        print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        return {**entry, "outcome": "failed", "reason": entry.get("reason", f"{type(error).__name__}: {error}")}
     finally:
         shutil.rmtree(workdir / name, ignore_errors=True)
+
+
+def kind(name: str) -> str:
+    return next((KINDS[factor] for factor in name.split("-") if factor in KINDS), "whole")
+
+
+def commit() -> str:
+    """That of the checkout, with "+" where files differ from it; but for the record, which this script changes itself."""
+    try:
+        head, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--", ":!docs/compatibility.*")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{head}+" if changed else head
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
@@ -91,15 +118,26 @@ def reason_in(output: str) -> str:
 
 def versions_in(environment: Path) -> dict[str, str]:
     command = [str(environment / "bin" / "python"), "-c", ASK_VERSIONS]
-    found: dict[str, str] = json.loads(subprocess.run(command, cwd=environment, check=True, stdout=subprocess.PIPE).stdout)
+    ran = subprocess.run(command, cwd=environment, capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise RuntimeError(f"the versions are not known ({last_line(ran.stderr)})")
+    found: dict[str, str] = json.loads(ran.stdout)
     return found
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def outcome(report: Path, status: int) -> Entry:
     if not report.exists():
         return {"outcome": "failed", "reason": f"pytest ended without a report (exit status: {status})"}
     counts = counts_in(report.read_text())
-    return {"outcome": "passed" if status == 0 and not counts["failed"] else "failed", **counts}
+    if counts["failed"]:
+        return {"outcome": "failed", **counts}
+    if status != 0:
+        return {"outcome": "failed", "reason": f"no test failed, but pytest did (exit status: {status})", **counts}
+    return {"outcome": "passed", **counts}
 
 
 def counts_in(junit: str) -> Entry:
@@ -130,10 +168,10 @@ def by_number(version: str) -> list[int]:
 
 
 def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
-    """For each minor version of torch with which an environment passed, those of Python: as `mpgrad.behaviours.TRIED`."""
+    """For each minor version of torch with which core or whole tests passed, those of Python: as `mpgrad.behaviours.TRIED`."""
     pythons: dict[str, set[str]] = collections.defaultdict(set)
     for entry in entries.values():
-        if entry["outcome"] == "passed":
+        if entry["outcome"] == "passed" and entry["tests"] in ("core", "whole"):
             pythons[minor(entry["versions"]["torch"])].add(minor(entry["versions"]["python"]))
     return {torch: tuple(sorted(pythons[torch], key=by_number)) for torch in sorted(pythons, key=by_number)}
 
@@ -168,13 +206,16 @@ def lines_of(entries: Entries) -> Iterator[str]:
     yield "| --- " * len(HEADS) + "|"
     yield from (f"| {' | '.join(map(str, cells(name, entry)))} |" for name, entry in entries.items())
     yield ""
-    skipped: Entry = collections.Counter()
+    skipped: dict[str, dict[str, int]] = collections.defaultdict(dict)  # how many in which environment, by reason
     for name, entry in entries.items():
         if "reason" in entry:
             yield f"* `{name}`: {entry['reason']}"
         yield from (f"* `{name}`: `{test}` failed" for test in entry.get("failed", ()))
-        skipped.update(entry.get("skipped", {}))
-    yield from (f"* {count} skipped: {why}" for why, count in sorted(skipped.items()))
+        for why, count in entry.get("skipped", {}).items():
+            skipped[why][name] = count
+    for why, counts in sorted(skipped.items()):
+        where = ", ".join(f"`{name}`" for name in counts) if len(counts) < len(entries) else "in every environment"
+        yield f"* {sum(counts.values())} skipped: {why} ({where})"
 
 
 def cells(name: str, entry: Entry) -> list[object]:
@@ -183,7 +224,7 @@ def cells(name: str, entry: Entry) -> list[object]:
         counts = [entry["passed"], len(entry["failed"]), sum(entry["skipped"].values()), entry["seconds"]]
     else:
         counts = [entry["outcome"], "", "", ""]
-    return [f"`{name}`", *versions, entry["tests"], *counts, entry["date"]]
+    return [f"`{name}`", *versions, entry["tests"], *counts, entry["date"], entry.get("commit", "")]
 
 
 # --- the command
@@ -194,22 +235,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(*MATRIX, sep="\n")
         return 0
-    old = read() if options.only or options.table else {}
     if options.table:
-        write(old)
+        write(read())
         return 0
     new: Entries = {}
     for name in options.only or MATRIX:
         new[name] = tried(name, options.workdir.resolve())
-        write(merged(old, new))  # after each: what is done stays, whatever becomes of the next
+        write(merged(read(), new))  # after each: what is done stays, whatever becomes of the next
+    if not options.only:
+        write(new)  # without what the matrix no longer has
     print(*(f"{name}: {entry['outcome']}" for name, entry in new.items()), sep="\n")
     return int(any(entry["outcome"] != "passed" for entry in new.values()))
+
+
+def environment(name: str) -> str:
+    """A name that has a Python and otherwise only parts that tox.ini knows. tox would make something else of it, or nothing."""
+    python, *factors = name.split("-")
+    if not re.fullmatch(r"py3\d+", python):
+        raise argparse.ArgumentTypeError(f"an environment's name begins with its Python, such as py312 ({name!r})")
+    unknown = [factor for factor in factors if factor not in known_factors()]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"tox.ini does not know {', '.join(unknown)} ({name!r}); see --list")
+    return name
+
+
+def known_factors() -> set[str]:
+    """All that stand before a colon in [testenv]: `!core-!plain: ...`."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    conditions = re.findall(r"^([!\w,-]+):\s", "\n".join(tox["testenv"].values()), re.MULTILINE)
+    return set(re.findall(r"\w+", " ".join(conditions)))
 
 
 def parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     made = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    made.add_argument("--only", nargs="+", metavar="ENV", help="run these; other results are kept (default: the matrix anew)")
+    keeps = "run these (default: the matrix; at its end, results of others are dropped)"
+    made.add_argument("--only", nargs="+", type=environment, metavar="ENV", help=keeps)
     made.add_argument("--list", action="store_true", help="name the environments of the matrix")
     made.add_argument("--table", action="store_true", help="run nothing, only write the table again")
     made.add_argument("--workdir", type=Path, default=ROOT / ".tox", metavar="DIR", help="of tox: needs 10 GB (default: .tox)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import importlib.util
 import json
@@ -18,6 +19,8 @@ import mpgrad
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "compatibility.py"
+# not strict: the first environment of a run of the matrix writes that column, and the others test it
+UNTIL_WRITTEN = pytest.mark.xfail(strict=False, reason="until scripts/compatibility.py has written the column of commits")
 UNTIL_RUN = pytest.mark.xfail(strict=True, reason="until scripts/compatibility.py has run the whole matrix")
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
@@ -59,7 +62,8 @@ def test_the_outcome(script: Any, tmp_path: Path) -> None:
     assert script.outcome(report, 0)["outcome"] == "failed"
     report.write_text("<testsuites><testsuite time='1'><testcase classname='m' name='t'/></testsuite></testsuites>")
     assert script.outcome(report, 0) == {"outcome": "passed", "passed": 1, "failed": [], "skipped": {}, "seconds": 1}
-    assert script.outcome(report, 1)["outcome"] == "failed"  # after the last test
+    late = script.outcome(report, 1)  # after the last test
+    assert (late["outcome"], late["reason"]) == ("failed", "no test failed, but pytest did (exit status: 1)")
 
 
 def test_why_an_environment_could_not_be_made(script: Any) -> None:
@@ -71,14 +75,17 @@ def test_why_an_environment_could_not_be_made(script: Any) -> None:
 
 
 def test_the_table(script: Any) -> None:
-    entries = {"a": entry("3.13.0", "2.9.1+cu128"), "b": entry("3.9.1", "2.10.0", **FAILED), "c": MISSING}
+    entries = {"a": entry("3.13.0", "2.9.1+cu128", commit="1a2b3c4+"), "b": entry("3.9.1", "2.10.0", **FAILED), "c": MISSING}
     page = script.with_table(PAGE, entries)
     assert script.with_table(page, entries) == page
     before, *lines, after = page.splitlines()
     assert (before, after) == ("before", "after")
-    assert "| `a` | 3.13.0 | 2.9.1+cu128 | 3.1.2 | 7.2.2 | 2.4.6 | core | 5 | 0 | 2 | 60 | 2026-11-30 |" in lines
-    assert "| `c` |  |  |  |  |  | whole | not installed |  |  |  | 2026-11-30 |" in lines
-    assert lines[-4:-1] == ["* `b`: `test_map::test_b` failed", "* `c`: No matching distribution found", "* 4 skipped: no GPU"]
+    assert "| `a` | 3.13.0 | 2.9.1+cu128 | 3.1.2 | 7.2.2 | 2.4.6 | core | 5 | 0 | 2 | 60 | 2026-11-30 | 1a2b3c4+ |" in lines
+    assert "| `c` |  |  |  |  |  | whole | not installed |  |  |  | 2026-11-30 |  |" in lines
+    told = ["* `b`: `test_map::test_b` failed", "* `c`: No matching distribution found", "* 4 skipped: no GPU (`a`, `b`)"]
+    assert lines[-4:-1] == told
+    del entries["c"]
+    assert "* 4 skipped: no GPU (in every environment)" in script.lines_of(entries)
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     with pytest.raises(ValueError, match="the page needs the two lines between which the table belongs"):
         script.with_table("before\nafter\n", entries)
@@ -86,7 +93,8 @@ def test_the_table(script: Any) -> None:
 
 def test_what_was_tried_is_what_passed(script: Any) -> None:
     entries = {"a": entry("3.13.0", "2.10.0+cu128"), "b": entry("3.9.1", "2.10.0"), "c": entry("3.10.1", "2.9.1+cpu")}
-    entries |= {"d": entry("3.10.1", "2.8.0", **FAILED), "e": MISSING}
+    entries |= {"d": entry("3.10.1", "2.8.0", **FAILED), "e": MISSING, "f": entry("3.12.1", "2.10.0", tests="README")}
+    entries["a"]["tests"] = "whole"
     assert list(script.passed(entries).items()) == [("2.9", ("3.10",)), ("2.10", ("3.9", "3.13"))]
 
 
@@ -121,6 +129,60 @@ def test_all_are_run_before_one_that_failed_is_the_exit_status(record: Any, caps
     assert tuple(record.read()) == record.MATRIX
 
 
+def test_an_interrupted_run_of_the_matrix_keeps_the_record(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once forgot, after its first environment, all that had been run before."""
+    first, second, last = record.MATRIX[0], record.MATRIX[1], record.MATRIX[-1]
+    old = {"py311-torch210": MISSING, first: MISSING, last: MISSING}
+    record.write(old)
+
+    def tried(name: str, workdir: Path) -> dict[str, object]:
+        if name == second:
+            raise KeyboardInterrupt
+        return entry("3.11.7", "2.9.1")
+
+    monkeypatch.setattr(record, "tried", tried)
+    with pytest.raises(KeyboardInterrupt):
+        record.main([])
+    assert record.read() == {**old, first: entry("3.11.7", "2.9.1")}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("py311-torch20-cor", r"tox.ini does not know torch20, cor ('py311-torch20-cor'); see --list"),
+        ("torch29-py311", "an environment's name begins with its Python, such as py312 ('torch29-py311')"),
+    ],
+)
+def test_a_misspelt_environment_is_refused(record: Any, name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        record.main(["--only", "py311-torch29", name])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not record.RESULTS.exists()
+
+
+def test_which_tests_an_environment_runs(script: Any) -> None:
+    names = ("py311-cpu213", "py311-cpu213-portable", "py311-torch29-core", "py313-plain")
+    assert [script.kind(name) for name in names] == ["whole", "whole", "core", "README"]
+
+
+def test_the_commit(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script writes in one environment must not mark the next."""
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert script.commit() == ""  # not a checkout
+    script.git("init")
+    script.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "--message", "first")
+    head = script.git("rev-parse", "--short", "HEAD")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "compatibility.json").touch()
+    assert script.commit() == head
+    (tmp_path / "new.py").touch()
+    assert script.commit() == f"{head}+"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert script.commit() == ""  # no git
+
+
 def test_an_environment_is_removed_if_its_tests_fail(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
         (workdir / name).mkdir(exist_ok=True)
@@ -131,6 +193,28 @@ def test_an_environment_is_removed_if_its_tests_fail(script: Any, tmp_path: Path
     for fails, expected in (("--notest", "not installed"), ("--skip-pkg-install", "failed")):  # noqa: B007
         assert script.tried("py311", tmp_path)["outcome"] == expected
         assert not list(tmp_path.iterdir())
+
+
+def test_an_error_after_the_tests_is_an_entry(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once lost what its tests had said, and ended the run."""
+
+    def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+        python = workdir / name / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text("#!/bin/sh\necho Traceback >&2\necho 'No module named psutil' >&2\nexit 1\n")
+        python.chmod(0o755)
+        (workdir / name / "junit.xml").write_text(report)
+        return subprocess.CompletedProcess([], 0, "")
+
+    monkeypatch.setattr(script, "tox", tox)
+    report = "<testsuites><testsuite time='1'><testcase classname='m' name='t'/></testsuite></testsuites>"
+    found = script.tried("py311", tmp_path)
+    assert (found["outcome"], found["passed"]) == ("failed", 1)
+    assert found["reason"] == "RuntimeError: the versions are not known (No module named psutil)"
+    report = "<testsuites>"  # the disk was full
+    found = script.tried("py311", tmp_path)
+    assert found["outcome"] == "failed" and found["reason"].startswith("ParseError: ")
+    assert not list(tmp_path.iterdir())
 
 
 # --- what is installed
@@ -177,17 +261,20 @@ def test_the_lowest_versions_are_setup_cfgs(setup: configparser.ConfigParser) ->
 
 
 def test_each_environment_is_one_that_tox_knows(script: Any) -> None:
-    tox = configparser.ConfigParser()
-    tox.read(ROOT / "tox.ini")
-    known = set(re.findall(r"^(\w+):", tox["testenv"]["deps"], re.MULTILINE)) | {"lowest", "core"}
+    assert script.known_factors() >= {"torch28", "cpu213", "lowest", "core", "portable", "plain"}
     for name in script.MATRIX:
-        python, *rest = name.split("-")
-        assert re.fullmatch(r"py3\d+", python) and set(rest) <= known, name
+        assert script.environment(name) == name
+    with pytest.raises(argparse.ArgumentTypeError, match="does not know torch99"):
+        script.environment("py311-torch99")
 
 
+@UNTIL_WRITTEN
 def test_the_table_is_of_the_results(script: Any) -> None:
     page = script.PAGE.read_text()
     assert script.with_table(page, script.read()) == page
+
+
+def test_the_results_are_as_the_script_writes_them(script: Any) -> None:
     assert json.dumps(script.read(), indent=2) + "\n" == script.RESULTS.read_text()
 
 
