@@ -182,7 +182,7 @@ def test_the_nursery_is_killed() -> None:
 
 
 def test_garbage_collection_of_an_open_pool(nursery: mpgrad.Pool) -> None:
-    pool = mpgrad.Pool(2)
+    pool = staffed(mpgrad.Pool(2))  # else one of the two may be missing from `before`
     result = pool.map(torch.exp, [torch.ones(3, requires_grad=True)])
     reference = weakref.ref(pool)
     before = set(psutil.Process().children(recursive=True))
