@@ -53,7 +53,7 @@ def anonymous_memory() -> int:
 
 
 def name_of(pid: int) -> str:
-    return f"/mpgrad-{pid}"  # macOS allows 31 characters
+    return f"/mpgrad-{os.getuid()}-{pid}"  # macOS allows 31 characters; what another user has left cannot be removed
 
 
 def remove_name(pid: int) -> None:
