@@ -54,7 +54,7 @@ def anonymous_memory() -> int:
 
 
 def name_of(pid: int) -> str:
-    return f"/mpgrad-{os.getuid()}-{pid}"  # macOS allows 31 characters; what another user's process left cannot be removed
+    return f"/mpgrad-{os.getuid()}-{pid}"  # macOS allows 31 characters; what another user has left cannot be removed
 
 
 def remove_name(pid: int) -> None:

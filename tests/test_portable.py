@@ -74,7 +74,7 @@ PROGRAM = '''
 import contextlib, faulthandler, gc, os
 faulthandler.dump_traceback_later(50, exit=True)
 import psutil, torch, mpgrad
-from mpgrad import system
+from mpgrad.system import name_of
 
 def links():
     for name in os.listdir("/proc/self/fd"):
@@ -85,11 +85,11 @@ def descriptors():
     return sorted(target for _, target in links() if "/dev/shm" in target or "socket" in target)
 
 def names_of(processes):
-    return set(os.listdir("/dev/shm")) & {system.name_of(pid)[1:] for pid in (os.getpid(), *(each.pid for each in processes))}
+    return set(os.listdir("/dev/shm")) & {name_of(pid)[1:] for pid in (os.getpid(), *(each.pid for each in processes))}
 
 def leave_a_name(pid):
     """As a process does that is killed right after it has made it."""
-    open(f"/dev/shm{system.name_of(pid)}", "x").close()
+    open(f"/dev/shm{name_of(pid)}", "x").close()
 
 def lacks(_):
     shared = [os.get_inheritable(number) for number, target in links() if "/dev/shm" in target]
