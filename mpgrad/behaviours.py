@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -137,11 +138,13 @@ def failures() -> list[tuple[str, Exception]]:
 
 
 def try_all(found: list[tuple[str, Exception]]) -> None:
-    for name, probe in BEHAVIOURS:
-        try:
-            probe()
-        except Exception as error:  # whatever it is, it is no longer what mpgrad was written for
-            found.append((name, error))
+    with warnings.catch_warnings():  # of what only the probes do; the caller's filters may make errors of them
+        warnings.simplefilter("ignore")
+        for name, probe in BEHAVIOURS:
+            try:
+                probe()
+            except Exception as error:  # whatever it is, it is no longer what mpgrad was written for
+                found.append((name, error))
 
 
 def was_tried(torch_version: str, python: tuple[int, int] = sys.version_info[:2]) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_the_caller_may_be_in_any_mode() -> None:
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.device("meta"):
         inside(torch.ones(2))
     assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def test_warnings_of_what_is_tried_are_nobodys(monkeypatch: Patch) -> None:
+    def probe() -> None:
+        warnings.warn("only because this was tried", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(behaviours, "BEHAVIOURS", [behaviours.Behaviour("it warns", probe)])
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("error")
+        assert behaviours.failures() == [] and not given
 
 
 def test_no_random_number_is_drawn() -> None:
