@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 import mpgrad
+from mpgrad import behaviours
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "compatibility.py"
-# not strict: the first environment of a run of the matrix writes that column, and the others test it
-UNTIL_WRITTEN = pytest.mark.xfail(strict=False, reason="until scripts/compatibility.py has written the column of commits")
-UNTIL_RUN = pytest.mark.xfail(strict=True, reason="until scripts/compatibility.py has run the whole matrix")
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="1" failures="1" skipped="3" tests="6" time="12.6">
@@ -268,7 +266,6 @@ def test_each_environment_is_one_that_tox_knows(script: Any) -> None:
         script.environment("py311-torch99")
 
 
-@UNTIL_WRITTEN
 def test_the_table_is_of_the_results(script: Any) -> None:
     page = script.PAGE.read_text()
     assert script.with_table(page, script.read()) == page
@@ -278,7 +275,6 @@ def test_the_results_are_as_the_script_writes_them(script: Any) -> None:
     assert json.dumps(script.read(), indent=2) + "\n" == script.RESULTS.read_text()
 
 
-@UNTIL_RUN
 def test_the_metadata_and_the_readme_name_the_versions_that_passed(script: Any, setup: configparser.ConfigParser) -> None:
     tried = script.passed(script.read())
     torch = next(iter(tried))
@@ -291,7 +287,5 @@ def test_the_metadata_and_the_readme_name_the_versions_that_passed(script: Any, 
     assert re.findall(r"torch (2\.\d+) or newer", readme) == [torch]
 
 
-@UNTIL_RUN
 def test_the_module_says_what_passed(script: Any) -> None:
-    behaviours = pytest.importorskip("mpgrad.behaviours", reason="there is no mpgrad.behaviours yet")
     assert script.passed(script.read()) == behaviours.TRIED
