@@ -180,7 +180,7 @@ class Dispatcher(Scheduler):
         except (EOFError, ConnectionError):
             self.lose(worker)
         except MemoryError as error:  # its answer cannot be read, nor what comes behind it
-            worker.unreadable = str(error)
+            worker.unreadable = str(error) or "no memory for what a worker has answered; return less, or tensors"
             self.kill(worker)
             self.lose(worker)
         self.tell_waiters()
