@@ -493,6 +493,8 @@ def test_an_executors_keyword_is_the_functions() -> None:
 def test_a_pool_without_devices_asks_nothing_of_them(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Untouchable:
         def __getattribute__(self, name: str) -> Any:
+            if name == "__class__":  # pytest's own question, on Python 3.10
+                return object.__getattribute__(self, name)
             raise AssertionError(name)
 
     monkeypatch.setattr(INSTALLED, "accelerator", Untouchable())
