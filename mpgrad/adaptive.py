@@ -20,13 +20,14 @@ from typing import Any, Protocol
 
 import torch
 
-from mpgrad import structure
+from mpgrad import state, structure
 from mpgrad._torch import SharedHooks, saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.costs import Costs
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
+from mpgrad.modules import LIVE
 from mpgrad.operations import Operation
 from mpgrad.packing import Arguments, PickledFunction
 
@@ -111,7 +112,7 @@ class AdaptiveMap:
 
     def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
         """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
-        pickled, captures, sharing = self._function
+        pickled, _, sharing, _ = self._function
         if sharing or self._costs.next_is_trial(pickled, self._workers, count, self._grads):
             return [], calls
         results: list[Any] = []
@@ -122,7 +123,7 @@ class AdaptiveMap:
             if not left:
                 break
             try:
-                local = local or LocalFunction(pickled, captures)
+                local = local or LocalFunction(self._function)
                 started = time.perf_counter()
                 with TURNS.lock:
                     found = local.run(left, HERE_SECONDS)
@@ -171,16 +172,24 @@ def is_at_rest(iterable: Iterable[Any]) -> bool:
 class LocalFunction:
     """A function as a worker would have it, in the caller's thread."""
 
-    def __init__(self, pickled: bytes, captures: Sequence[torch.Tensor]) -> None:
+    def __init__(self, function: PickledFunction) -> None:
         self._border = Border()
-        self._captures = [private(each, self._border) for each in captures]
+        self._captures = [private(each, self._border) for each in function.captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
         self._is_followed = torch.is_grad_enabled()
-        self._searched: structure.Searched = {}
         try:
-            self._target = structure.loads(pickled, self._captures, apart=True)
+            self._target = self._loaded(function)
         except Exception as error:
             raise UnusualError from error
+
+    def _loaded(self, function: PickledFunction) -> Any:
+        """With the user's modules themselves, unless there are tensors in them, which nobody may write to."""
+        modules = function.state
+        if modules is None or not modules.tensors:
+            return state.loads_function(function.pickled, self._captures, LIVE, apart=True)
+        own = len(self._captures) - len(modules.tensors)
+        names = state.namespaces_of(modules.pickled, self._captures[own:], apart=True)
+        return state.loads_function(function.pickled, self._captures[:own], names, apart=True)
 
     def run(self, calls: Sequence[Arguments], seconds: float) -> list[Any]:
         """The results of the first of the calls, of as many as are begun within `seconds`.
@@ -217,7 +226,7 @@ class LocalFunction:
             value = self._target(*copies)
             check_unwritten(args, copies)
         else:
-            pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs), self._searched)
+            pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), state.Everything())
             if claims:
                 raise UnusualError
             copies = [private(each, self._border, is_argument=True) for each in tensors]

@@ -8,8 +8,11 @@ which the caller's cannot take back. Here the caller's stay as they are, and slo
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import io
 import pickle
+import sys
 import types
 import typing
 import weakref
@@ -17,11 +20,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as TRACKER_ID_OF
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _class_setstate as set_class
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
+from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
+from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-__all__ = ["ClassPickler", "ClassUnpickler", "NotApartError", "dumps", "follow_the_caller", "loads", "reduce_class", "refuse"]
+from mpgrad.modules import own_import
+
+__all__ = [
+    "ClassPickler",
+    "ClassUnpickler",
+    "NotApartError",
+    "dumps",
+    "dynamic",
+    "follow_the_caller",
+    "loads",
+    "made_like_own",
+    "refuse",
+]
 
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
 SETS_CLASS = set_class.__module__, set_class.__name__
@@ -46,21 +65,20 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         return with_slots(value, reduced)
 
 
-def reduce_class(value: type) -> Any:
-    """By value, also where it could be imported; and to be written to where it comes back, even in the caller."""
-    OURS.discard(value)
+def dynamic(value: type) -> Any:
+    """By value, also where it could be imported."""
+    OURS.add(value)
     return with_slots(value, dynamic_class_reduce(value))
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """The slots belong to the arguments with which the class is made: later it is too late."""
-    if reduced[0] is not make_class or "__slots__" not in vars(value):
+    slots = slots_in(value)
+    if reduced[0] is not make_class or slots is None:
         return reduced
     _, arguments, (state, more), *rest = reduced
     if typing.NamedTuple in arguments[2]:  # of its bases: that sees to slots by itself
         return reduced
-    slots = [name for name, member in vars(value).items() if is_slot(value, name, member)]
-    slots += [name for name in ("__dict__", "__weakref__") if name in vars(value)]
     state = {name: member for name, member in state.items() if not is_slot(value, name, member)}
     return make_slotted, (slots, *arguments), (state, more), *rest
 
@@ -72,6 +90,38 @@ def make_slotted(slots: Sequence[str], kind: type[type], name: str, bases: tuple
     except TypeError:  # its metaclass adds some of them
         made = make_class(kind, name, bases, given, *others)
     return made
+
+
+def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    """The class; where the worker has imported it too, and it is of the same kind, that one takes the role.
+
+    So what the import did with it holds: registered with a library, the base of another class.
+    """
+    found: Any = sys.modules.get(module)
+    with contextlib.suppress(ImportError):  # then there is none
+        found = own_import(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
+    if isinstance(found, type) and is_free and is_alike(found, make, arguments):
+        track(tracker_id, found)
+        return found
+    return make(*arguments)
+
+
+def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:
+    if make is make_enum:
+        bases, _, _, members, *_ = arguments
+        return issubclass(found, enum.Enum) and found.__bases__ == bases and {e.name: e.value for e in found} == members
+    slots, kind, _, bases, *_ = arguments if make is make_slotted else (None, *arguments)
+    return type(found) is kind and found.__bases__ == bases and slots_in(found) == slots
+
+
+def slots_in(value: type) -> list[str] | None:
+    if "__slots__" not in vars(value):
+        return None
+    slots = [name for name, member in vars(value).items() if is_slot(value, name, member)]
+    return slots + [name for name in ("__dict__", "__weakref__") if name in vars(value)]
 
 
 def is_slot(owner: type, name: str, member: object) -> bool:
@@ -99,6 +149,16 @@ class ClassUnpickler(pickle.Unpickler):
         return self.set_class if (module, name) == SETS_CLASS else super().find_class(module, name)
 
 
+def follow(made: type, state: Any) -> None:
+    """What it has not in the caller any more, or what a task has put there, goes."""
+    if not issubclass(made, enum.Enum):
+        gone = vars(made).keys() - state[0].keys()
+        for name in gone:
+            if not name.startswith(("__", "_abc_")) and not is_slot(made, name, vars(made)[name]):
+                delattr(made, name)
+    set_class(made, state)
+
+
 def follow_the_caller() -> None:
     """This process is a worker's."""
-    ClassUnpickler.set_class = staticmethod(set_class)
+    ClassUnpickler.set_class = staticmethod(follow)

@@ -25,6 +25,7 @@ from mpgrad.messages import (
     Forward,
     ForwardCall,
     Message,
+    ModulesState,
     Progress,
     Rederive,
     Release,
@@ -36,6 +37,7 @@ from mpgrad.modes import Modes
 from mpgrad.operations import Operation
 from mpgrad.packer import Payload, Placed, Together
 from mpgrad.packing import PackedCall, SharedFunction
+from mpgrad.state import Recent, State
 
 __all__ = ["CaptureRequest", "Chunk", "Differentiation", "SentGradients", "Worker"]
 
@@ -138,6 +140,7 @@ class Worker:
         self.sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
         self.functions: set[int] = set()
         self.codes: set[int] = set()
+        self.states: Recent[bool] = Recent()  # of the user's modules, by number
         self.slabs: set[int] = set()
         self._lent: dict[int, tuple[object, int]] = {}  # address -> what has to live, how often it was sent
         self.sent_at = 0.0  # when it was last sent something, on the clock of time.monotonic
@@ -332,11 +335,17 @@ class Worker:
         self.under_way[number] = Chunk(None, [], sent, None, first.timeout)
         return messages, payload
 
+    def _told(self, state: State) -> ModulesState:
+        is_known = self.states.get(state.number) is not None
+        self.states.put(state.number, True)
+        return ModulesState(state.number, None if is_known else state.pickled, len(state.tensors))
+
     def _define(self, function: SharedFunction, messages: list[Message]) -> None:
         if function.number in self.functions:
             return
         pickled = None if function.code in self.codes else function.pickled
-        messages.append(Define(function.number, function.code, pickled, function.block, function.refs, function.gathers))
+        state = None if function.state is None else self._told(function.state)
+        messages.append(Define(function.number, function.code, pickled, function.block, function.refs, function.gathers, state))
         self.functions.add(function.number)
         self.codes.add(function.code)
         if function.slot is not None:

@@ -30,6 +30,7 @@ from mpgrad._torch import (
 from mpgrad.modes import Modes, current_modes
 from mpgrad.packer import overlaps
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
+from mpgrad.state import dumps_whole
 
 __all__ = ["may_be_followed", "run_followed"]
 
@@ -59,12 +60,12 @@ def run_followed(
     Raises:
         TypeError, pickle.PicklingError: the function or an item cannot be carried.
     """
-    pickled, common = structure.dumps(function)
+    pickled, common = dumps_whole(function)
     own: list[list[torch.Tensor]] = []
     programs: list[Program] = []
     for index, call in enumerate(calls):
         try:
-            arguments, tensors = structure.dumps(call)
+            arguments, tensors = dumps_whole(call)
         except Exception as error:
             raise structure.transported(error, f"item {index}") from error
         own.append(tensors)

@@ -31,6 +31,7 @@ __all__ = [
     "Logged",
     "Message",
     "Missing",
+    "ModulesState",
     "NewSlab",
     "Printed",
     "Progress",
@@ -128,11 +129,20 @@ class Start(NamedTuple):
     device: bytes = b""  # the pickle of a `devices.Post`, in a pool with devices
 
 
+class ModulesState(NamedTuple):
+    """What some functions use of the user's modules, see `mpgrad.state`; of the last few workers keep the bytes."""
+
+    number: int
+    pickled: bytes | None  # None where the worker has them
+    tensors: int  # how many captures are its own
+
+
 class Define(NamedTuple):
     """A function as it is during one map.
 
     `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot of shared memory, whose
-    address and size are `block` (None where they are empty); their places are offsets in it.
+    address and size are `block` (None where they are empty); their places are offsets in it. `state` is what the function uses
+    of the user's modules, whose captures come last.
     """
 
     function: int
@@ -141,6 +151,7 @@ class Define(NamedTuple):
     block: tuple[int, int] | None
     captures: Sequence[TensorRef]
     gathers: bool = False  # all tensors of its calls go to the worker's device
+    state: ModulesState | None = None
 
 
 class Forget(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad import structure
+from mpgrad import state, structure
 from mpgrad._torch import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
@@ -21,7 +21,7 @@ from mpgrad.messages import Structure
 from mpgrad.modes import Modes
 from mpgrad.packer import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
 from mpgrad.routing import Request
-from mpgrad.structure import Searched
+from mpgrad.state import State
 
 __all__ = [
     "Arguments",
@@ -42,23 +42,26 @@ Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which th
 
 class PickledFunction(NamedTuple):
     pickled: bytes
-    captures: list[torch.Tensor]
+    captures: list[torch.Tensor]  # its own, then those of the state
     captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
+    state: State | None  # of the user's modules, where it uses these
 
 
-def pickled_function(function: Callable[..., Any], kind: str = "") -> PickledFunction:
-    """`kind` is that of the pool's devices, if it has some.
+def pickled_function(function: Callable[..., Any], kind: str = "", first: Arguments | None = None) -> PickledFunction:
+    """`kind` is that of the pool's devices, if it has some. `first`: the arguments of a call; others will be like them.
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
     """
     try:
-        pickled, captures = structure.dumps(function)
+        pickled, captures, modules = state.dumps_function(function, first)
     except Exception as error:
         raise structure.transported(error, "the function") from error
+    if modules is not None:
+        captures += modules.tensors
     for tensor in captures:
         check_carriable(tensor, "the function", None, kind)
-    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False))
+    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False), modules)
 
 
 class SharedFunction:
@@ -73,7 +76,7 @@ class SharedFunction:
         forget: Callable[[int, int], None],
         request: Request | None = None,
     ) -> None:
-        self.pickled, captures, sharing = function
+        self.pickled, captures, sharing, self.state = function
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
@@ -187,12 +190,12 @@ def pack_call(
     shared: Shared | None = None,
     item: int | None = None,
     request: Request | None = None,
-    searched: Searched | None = None,
+    known: State | None = None,
 ) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
     `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `item` is the
-    number that errors name, where that is not `index`. `searched`: see `structure.dumps_arguments`.
+    number that errors name, where that is not `index`. `known`: see `state.dumps_arguments`.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -200,9 +203,9 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, item, request, searched)
+            return pack_call(packer, index, args, kwargs, grad, shared, item, request, known)
     item = index if item is None else item
-    shape, tensors, claims = arguments_structure(item, args, kwargs, searched)
+    shape, tensors, claims = arguments_structure(item, args, kwargs, known)
     placed = []
     staged = request is not None and request.staged
     for tensor in tensors:
@@ -226,7 +229,7 @@ def pack_call(
 
 
 def pack_bundle(
-    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, searched: Searched | None = None
+    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, known: State | None = None
 ) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
 
@@ -238,13 +241,13 @@ def pack_bundle(
     """
     if transforms_are_active():
         with outside_transforms():
-            return pack_bundle(packer, index, calls, grad, item, searched)
+            return pack_bundle(packer, index, calls, grad, item, known)
     items = lone_tensors(calls)
     placed: list[Placed] | Together | None = None
     if items is not None and not have_more_behind(items):
         placed = packer.bucketed(items.tensors, items.flags)
     if placed is None:
-        items = each_item(packer, item, calls, searched)
+        items = each_item(packer, item, calls, known)
     if items is None or have_more_behind(items):
         return None
     together, flags, bundle = items
@@ -293,11 +296,11 @@ def lone_tensors(calls: Sequence[Arguments]) -> Items | None:
     return Items(found, list(map(flags_of, found)), [(1, 1)] * len(found))
 
 
-def each_item(packer: Packer, first: int, calls: Sequence[Arguments], searched: Searched | None) -> Items | None:
+def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: State | None) -> Items | None:
     """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
-        shape, tensors, claims = arguments_structure(number, args, kwargs, searched)
+        shape, tensors, claims = arguments_structure(number, args, kwargs, known)
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
             if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
@@ -322,11 +325,11 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
 
 
 def arguments_structure(
-    index: int, args: Sequence[Any], kwargs: dict[str, Any], searched: Searched | None
+    index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
         return len(args), list(args), ()
     try:
-        return structure.dumps_arguments((tuple(args), kwargs), searched)
+        return state.dumps_arguments((tuple(args), kwargs), known)
     except Exception as error:
         raise structure.transported(error, f"item {index}") from error

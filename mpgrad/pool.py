@@ -60,7 +60,7 @@ from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Un
 from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
-from mpgrad.structure import Searched, transported
+from mpgrad.structure import transported
 
 __all__ = ["Pool", "PoolWorker"]
 
@@ -323,7 +323,7 @@ class Pool:
         """`apply` that returns at once."""
         calls = [(tuple(args), kwds or {})]
         fetch = operator.methodcaller("value", 0)
-        return self._run_async(self._begin(func, device=device), calls, callback, error_callback, fetch)
+        return self._run_async(self._begin(func, device=device, like=calls[0]), calls, callback, error_callback, fetch)
 
     @not_compiled
     def imap(
@@ -460,7 +460,7 @@ class Pool:
             Exception: what the call raised.
         """
         device = None if self._devices is None else kwargs.pop("device", None)
-        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device)
+        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device, like=(args, kwargs))
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
@@ -587,8 +587,12 @@ class Pool:
         pickled: PickledFunction | None = None,
         drawn: int | None = None,
         at_rest: bool = False,
+        like: Arguments | None = None,
     ) -> Operation:
-        """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there."""
+        """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there.
+
+        `like`: the arguments of one of the calls.
+        """
         function = under_hooks(callable_of(function))
         check_untraced()
         if chunksize is not None:
@@ -600,7 +604,7 @@ class Pool:
         scheduler.check_open()
         with outside_transforms():
             request = requested(device, self._devices)
-            pickled = pickled or pickled_function(function, scheduler.packer.kind)
+            pickled = pickled or pickled_function(function, scheduler.packer.kind, like)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
@@ -690,15 +694,15 @@ class Pool:
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
-        searched: Searched | None = {} if operation.at_rest else None
+        known = operation.function.state
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, searched)
+            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, known)
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
             item = first + operation.items
-            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, searched)
+            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, known)
             if bundle is not None:
                 yield bundle
             else:
@@ -756,7 +760,10 @@ class Pool:
         device: Device | None,
     ) -> AsyncResult:
         at_rest = is_at_rest(source)
-        operation = self._begin(function, chunksize, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest)
+        like, calls = first_of(calls, at_rest)
+        operation = self._begin(
+            function, chunksize, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest, like=like
+        )
         total = length(source) if self._goes_in_bundles(source, chunksize, timeout, on_error) else None
         return self._run_async(operation, calls, callback, error_callback, total=total)
 
@@ -797,6 +804,7 @@ class Pool:
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if at_rest and plain and self._may_stay and may_run_here():
             return self._run_adaptively(function, calls, total, on_error, device, bundles)
+        like, calls = first_of(calls, at_rest)
         operation = self._begin(
             function,
             chunksize,
@@ -806,6 +814,7 @@ class Pool:
             on_error=on_error,
             device=device,
             at_rest=at_rest,
+            like=like,
         )
         wait_until = self._scheduler.wait_until
         with progress_bar(progress, total) as move_to:
@@ -842,7 +851,8 @@ class Pool:
         check_untraced()
         self._scheduler.check_open()
         function = callable_of(function)
-        pickled, drawn = pickled_function(function), self._draw_seed()
+        like, calls = first_of(calls, at_rest=True)
+        pickled, drawn = pickled_function(function, first=like), self._draw_seed()
         begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn, at_rest=True)
         add = functools.partial(self._add_all, borrow=True, total=total if bundles else None)
         return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
@@ -883,9 +893,21 @@ class Pool:
         packer = self._scheduler.copying_packer
         if window is None:
             window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
-        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request)
+        known = operation.function.state
+        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request, known=known)
         packs = (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
         return ResultIterator(self._scheduler, operation, packs, window, ordered)
+
+
+def first_of(calls: Iterable[Arguments], at_rest: bool) -> tuple[Arguments | None, Iterable[Arguments]]:
+    """What the first call is given, unless that is nothing but tensors; and all calls. Only of those that are `at_rest`."""
+    if not at_rest:
+        return None, calls
+    calls = iter(calls)
+    head = list(itertools.islice(calls, 1))
+    if not head or (not head[0][1] and all(isinstance(value, torch.Tensor) for value in head[0][0])):
+        return None, itertools.chain(head, calls)
+    return head[0], itertools.chain(head, calls)
 
 
 class PoolWorker:

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from mpgrad import structure
 from mpgrad._torch import refusing_no_grad, transforms_are_active, within_dual_level
 from mpgrad.modes import Modes, seed_item, under
+from mpgrad.state import loads_whole
 
 __all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
 
@@ -41,7 +42,7 @@ class Runner:
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
         if self.seed is not None:  # a derivative of some items only meets their random numbers again
             seed_item(self.seed, program.direct.item)
-        tensors = program(functools.partial(structure.loads, self.pickled), self.common, own)
+        tensors = program(functools.partial(loads_whole, self.pickled), self.common, own)
         return program.direct.result, [tensor.detach() for tensor in tensors]
 
 
@@ -79,7 +80,7 @@ class Direct(Program):
         def run(*entered: torch.Tensor) -> list[torch.Tensor]:
             for k, tensor in zip(missing, entered, strict=True):
                 tensors[k] = tensor.clone()  # not a leaf, so that the function may write to it
-            args, kwargs = structure.loads(self.arguments, tensors[len(common) :])
+            args, kwargs = loads_whole(self.arguments, tensors[len(common) :])
             self.result, outputs = structure.dumps(load(tensors[: len(common)])(*args, **kwargs))
             return outputs
 

@@ -18,9 +18,8 @@ import functools
 import io
 import pickle
 import sys
-import sysconfig
 import types
-from collections import ChainMap, deque
+from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +29,11 @@ from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad._torch import load_script, parametrize_again
-from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
+from mpgrad.classes import ClassPickler, ClassUnpickler, refuse
+from mpgrad.modules import LIVE, GlobalsOf, LeftOf, Live, Namespaces, Wanted, is_own, module_of, name_of, uses_of
 from mpgrad.packer import RIDE_BYTES
 
-__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_result", "transported"]
-
-Searched = dict[int, object]  # classes and functions that reach no tensor, by id
+__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result", "transported"]
 
 
 class Deferred:
@@ -58,24 +56,17 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
-def dumps_arguments(value: object, searched: Searched | None = None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """`dumps` of what may have `Deferred` values in it; and the claims to those, in the order in which pickle meets them.
-
-    What is `searched` for tensors is searched once for all values that are given the same one: they must be there already.
-    """
-    buffer = io.BytesIO()
-    pickler = TensorPickler(buffer, [], searched)
-    pickler.dump(value)
-    return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1], pickler.claims or []
-
-
-def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), apart: bool = False) -> Any:
+def loads(
+    pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), apart: bool = False, names: Live = LIVE
+) -> Any:
     """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
+
+    `names`: the modules of the user's own that it refers to.
 
     Raises:
         NotApartError: it has a class that was carried by value, and was to be `apart` from all that is here.
     """
-    return (ApartUnpickler if apart else TensorUnpickler)(io.BytesIO(pickled), tensors, claimed).load()
+    return (ApartUnpickler if apart else TensorUnpickler)(io.BytesIO(pickled), tensors, claimed, names).load()
 
 
 def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
@@ -92,16 +83,19 @@ def transported(error: BaseException, subject: str) -> BaseException:
 
 
 class TensorPickler(ClassPickler):
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, searched: Searched | None = None) -> None:
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
         super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
         self.claims = claims
-        self._searched = {} if searched is None else searched
         self._number: dict[int, int] = {}
 
-    def persistent_id(self, value: object) -> int | None:
+    @property
+    def taken_out(self) -> list[torch.Tensor]:
+        return self.tensors + self.buffers[::-1]
+
+    def persistent_id(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return self._number_of_claim(value) if isinstance(value, Deferred) else None
         number = self._number.setdefault(id(value), len(self.tensors))
@@ -126,24 +120,54 @@ class TensorPickler(ClassPickler):
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, Deferred):
             return itself, (value.taken(),)
-        # Functions and classes of an importable module go by name, and the worker would import tensors of its own, not ours.
-        if isinstance(value, types.FunctionType) and self._reaches_tensor(value):
-            return self._dynamic_function_reduce(value)
-        if isinstance(value, type) and self._reaches_tensor(value):
-            return reduce_class(value)  # in the engines of this process it is to have the tensors that calls are given
-        if isinstance(value, functools._lru_cache_wrapper) and self._reaches_tensor(value):
-            return cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
         return super().reducer_override(value)
 
-    def _reaches_tensor(self, value: object) -> bool:
-        if id(value) in self._searched:
-            return False
-        reaches = reaches_tensor(value)
-        if not reaches:
-            self._searched[id(value)] = value
-        return reaches
+
+class CallerPickler(TensorPickler):
+    """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
+
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
+        super().__init__(buffer, claims)
+        self.wanted: dict[Wanted, None] = {}  # in order
+        self._seen: set[str] = set()  # modules, of which it is known what is wanted
+
+    def persistent_id(self, value: object) -> Any:
+        if type(value) is types.ModuleType and is_own(value.__name__):
+            if value.__name__ not in self._seen:  # it was not met in a function
+                self.wanted[Wanted(value.__name__, None)] = None
+            return value.__name__
+        return value if type(value) in MARKS else super().persistent_id(value)
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.FunctionType | type):
+            wanted = name_of(value)
+            if wanted is not None:
+                self.wanted[wanted] = None
+                return NotImplemented
+            if isinstance(value, types.FunctionType):
+                return self.reduce_function(value)
+        return super().reducer_override(value)
+
+    def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
+        """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
+        reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
+        if reduced is NotImplemented:
+            return reduced
+        make, (code, own_globals, *others), (attributes, rest), *more = reduced
+        given, home = rest["__globals__"], module_of(value)
+        rest["_cloudpickle_submodules"] = [each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)]
+        for wanted in uses_of(value, given):
+            self._seen.add(wanted.module)
+            self.wanted[wanted] = None
+        if home is not None:
+            self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
+            rest["__globals__"], own_globals = {}, GlobalsOf(home)
+        return make, (code, own_globals, *others), (attributes, rest), *more
+
+
+MARKS = GlobalsOf, LeftOf
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -156,14 +180,22 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 
 
 class TensorUnpickler(ClassUnpickler):
-    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any]) -> None:
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any], names: Live) -> None:
         # `cpu`, where `device=` has moved all that a call was given
         super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)))
         self._tensors = tensors
         self._claimed = claimed
+        self._names = names
 
-    def persistent_load(self, number: int) -> Any:
-        return self._tensors[number] if number >= 0 else self._claimed[-1 - number]
+    def persistent_load(self, mark: int | str | GlobalsOf | LeftOf) -> Any:
+        if isinstance(mark, int):
+            return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
+        return self._names.resolve(mark)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if isinstance(self._names, Namespaces) and module in self._names.modules:
+            return self._names.find(module, name)
+        return super().find_class(module, name)
 
 
 class ApartUnpickler(TensorUnpickler):
@@ -261,94 +293,3 @@ REDUCERS = {
     types.ModuleType: reduce_imported,
 }
 TensorPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here
-
-
-def reaches_tensor(value: object) -> bool:
-    """Whether using `value` can reach a tensor through globals, closures, defaults, attributes, containers or methods.
-
-    Raises:
-        TypeError: it reaches one that needs gradients through a module, of which the worker would import its own copy.
-    """
-    return bool(tensors_reached(value, set(), set()))
-
-
-def tensors_reached(value: object, seen: set[int], behind_modules: set[int]) -> list[torch.Tensor]:
-    """Of what was `seen`, nothing again; of what was seen `behind_modules`, nothing again there."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if id(value) in seen or isinstance(value, (types.ModuleType, str, bytes, int, float)):
-        return []
-    seen.add(id(value))
-    found = [*value.parameters(), *value.buffers()] if isinstance(value, Module) else []
-    for part in parts_of(value, behind_modules):
-        found += tensors_reached(part, seen, behind_modules)
-    return found
-
-
-def parts_of(value: object, behind_modules: set[int]) -> list[object]:
-    """What `value` may lead to; nothing for what belongs to a library."""
-    if isinstance(value, types.FunctionType):
-        return [] if is_library(value.__module__) else reach_of(value, behind_modules)
-    if isinstance(value, (types.MethodType, functools.partial)):
-        parts = [value.__func__, value.__self__] if isinstance(value, types.MethodType) else [value.func, *value.args]
-        return [*parts, *getattr(value, "keywords", {}).values()]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
-    if isinstance(value, types.SimpleNamespace):
-        return list(vars(value).values())
-    if isinstance(value, functools._lru_cache_wrapper):
-        return [value.__wrapped__]
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [value.fget, value.fset]
-    if isinstance(value, type):
-        return [part for each in value.__mro__ if not is_library(each.__module__) for part in vars(each).values()]
-    if is_library(type(value).__module__):
-        return []
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
-    return [type(value), *getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
-
-
-def reach_of(function: types.FunctionType, behind_modules: set[int]) -> list[object]:
-    parts: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            parts.append(cell.cell_contents)
-        except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
-            continue
-    names = names_in(function.__code__)
-    parts += [function.__globals__[name] for name in names if name in function.__globals__]
-    imported = [sys.modules[name] for name in names if name in sys.modules and name not in function.__globals__]
-    for module in [*parts, *imported]:  # imported by the function itself: its own copy, in a worker
-        if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-            for name in names & vars(module).keys():
-                refuse_if_lost(f"{module.__name__}.{name}", vars(module)[name], behind_modules)
-    return parts
-
-
-def refuse_if_lost(path: str, value: object, behind_modules: set[int]) -> None:
-    if any(tensor.requires_grad for tensor in tensors_reached(value, behind_modules, behind_modules)):
-        raise TypeError(
-            f"the function reaches a tensor that needs gradients through a module ({path}), of which a worker imports its own "
-            "copy, so that gradients would be lost; import the name itself (from module import name), or pass it as an argument"
-        )
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """All names that `code` and the functions defined in it may look up among the globals."""
-    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library(module: str | None) -> bool:
-    """Whether `module` is installed (or this package) rather than the user's own: it is not searched for tensors."""
-    root = (module or "").partition(".")[0]
-    if (root in sys.stdlib_module_names or root == "mpgrad") and root != "__main__":
-        return True
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return file.startswith(tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))

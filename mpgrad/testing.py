@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mpgrad import structure
 from mpgrad._torch import tree_leaves, tree_map_only
+from mpgrad.packing import pickled_function
 from mpgrad.pool import Pool
 
 __all__ = ["assert_same_as_serial"]
@@ -55,7 +55,7 @@ def assert_same_as_serial(
     if pool is None:
         with Pool(processes=2) as own:
             return assert_same_as_serial(fn, items, own, order=order, run=run, rtol=rtol)
-    captures = [tensor for tensor in structure.dumps(fn)[1] if tensor.requires_grad]
+    captures = [tensor for tensor in pickled_function(fn).captures if tensor.requires_grad]
     ours, theirs = copies(items), copies(items)
     results, reference = list(run(pool, fn, ours)), [fn(item) for item in theirs]
     if len(results) != len(reference):

@@ -15,6 +15,8 @@ from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors,
 from mpgrad.devices import code_of
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
+from mpgrad.modules import Live
+from mpgrad.state import loads_whole
 
 __all__ = ["Function", "Made", "Stage", "arguments", "failure", "result_structure"]
 
@@ -23,6 +25,7 @@ class Function(NamedTuple):
     code: int
     target: Callable[..., Any]
     captures: list[torch.Tensor]
+    modules: Live  # of the user's own, as it sees them
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
@@ -107,14 +110,16 @@ class Made:
         self.whole = self.whole or whole
 
 
-def arguments(call: ForwardCall, offset: int, tensors: list[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+def arguments(
+    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Live
+) -> tuple[Sequence[Any], dict[str, Any]]:
     shape = call.bundle[offset][0] if call.bundle else call.structure
     if not isinstance(shape, bytes):
         return tensors, {}
     own = len(tensors) - sum(count for _, count in call.claimed)
     rest = iter(tensors[own:])
     claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
-    args, kwargs = structure.loads(shape, tensors[:own], claimed)
+    args, kwargs = loads_whole(shape, tensors[:own], claimed, modules)
     return args, kwargs
 
 

@@ -37,7 +37,7 @@ from mpgrad.workers.graphs import (
     run_backward,
 )
 
-from mpgrad import classes, structure
+from mpgrad import classes
 from mpgrad._torch import plus
 from mpgrad.arena import Arena, Lenders, Slot
 from mpgrad.batching import Level
@@ -74,6 +74,7 @@ from mpgrad.messages import (
     Gradients,
     Message,
     Missing,
+    ModulesState,
     NewSlab,
     Progress,
     Ready,
@@ -88,7 +89,9 @@ from mpgrad.messages import (
     Warned,
 )
 from mpgrad.modes import seed_item, under
+from mpgrad.modules import LIVE, STAGE, Live
 from mpgrad.packer import ANSWERED_BYTES, Packer, Payload, Placed, Together
+from mpgrad.state import Recent, loaded, loads_function
 
 __all__ = ["Worker"]
 
@@ -109,6 +112,7 @@ class Worker:
         self._lent: dict[int, Slot] = {}
         self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, bytes] = {}
+        self._states: Recent[bytes] = Recent()  # of the user's modules, see `ModulesState`
         self._graphs = GraphTable(graph_bytes)
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
         self._eager_sums: dict[int, CaptureSums] = {}  # by function: of backwards right after their forwards
@@ -291,6 +295,7 @@ class Worker:
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         given, entrances = self._inputs(refs, payload)
+        STAGE.show(function.modules.modules)
         made = Made(call, function, refs, given, entrances, message.modes.inference, on_devices=station is not None)
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(made.items()):
@@ -299,7 +304,7 @@ class Worker:
                 self._note_item(stage.offset)
             if ahead is not None:
                 ahead.begin()
-            args, kwargs = arguments(call, stage.offset, own)
+            args, kwargs = arguments(call, stage.offset, own, function.modules)
             if message.seed is not None:
                 seed = seed_item(message.seed, call.item + stage.offset)
                 if station is not None:
@@ -491,6 +496,8 @@ class Worker:
     def _define(self, message: Define, payload: memoryview) -> None:
         if message.pickled is not None:
             self._codes[message.code] = message.pickled
+        if message.state is not None:
+            self._states.put(message.state.number, message.state.pickled or self._states.get(message.state.number) or b"")
         try:
             block = memoryview(b"")
             if message.block is not None:
@@ -499,15 +506,24 @@ class Worker:
             with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
                 captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-            target = structure.loads(self._codes[message.code], captures)
+            modules, own = LIVE, captures
+            if message.state is not None:
+                own = captures[: len(captures) - message.state.tensors]
+                modules = self._modules_at(message.state, captures[len(own) :])
+                STAGE.show(modules.modules)
+            target = loads_function(self._codes[message.code], own, modules)
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
             search = Search({id(edges[number]): number for number in with_more_behind(message.captures)})
-            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search)
-            self._functions[message.function] = function
+            self._functions[message.function] = Function(
+                message.code, target, captures, modules, edges, versions, message.gathers, names, precise, search
+            )
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
+
+    def _modules_at(self, state: ModulesState, captures: Sequence[torch.Tensor]) -> Live:
+        return loaded(state.number, self._states.get(state.number) or b"", captures)
 
     def _forget(self, message: Forget, payload: memoryview) -> None:
         for function in message.functions:

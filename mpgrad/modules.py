@@ -1,0 +1,329 @@
+"""The user's own modules: which these are, what a function uses of them, and how they are had again in a worker.
+
+A worker could import them, but would have them as they are on disk: without what the caller has set or reloaded since.
+So what a function uses of them travels by value (`mpgrad.state` makes the pickle). Here it is put into modules again, which
+only the functions that came along see, and those that import them by name while such a function runs: each operation has the
+modules as they were when it began. What did not travel is the worker's own import's.
+
+Assumes: code looks into a module by names that stand in the code (`module.name`, `from module import name`); one that is used
+    in any other way, such as given to a function, travels with all that is in it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import itertools
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from cloudpickle import list_registry_pickle_by_value
+
+from mpgrad.place import PLACE
+
+__all__ = [
+    "ABOUT_ITSELF",
+    "LIVE",
+    "STAGE",
+    "GlobalsOf",
+    "LeftOf",
+    "Live",
+    "Namespaces",
+    "Wanted",
+    "is_own",
+    "module_of",
+    "name_of",
+    "own_import",
+    "own_imports",
+    "uses_of",
+]
+
+ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
+LIBRARIES = {"mpgrad", *sys.stdlib_module_names} - {"__main__"}
+BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
+
+
+# --- which modules are the user's own
+
+
+def is_own(name: str | None) -> bool:
+    """Whether the module is the user's own: imported from a file of theirs, or made by them, and not the main script.
+
+    An editable install is; so is what `cloudpickle.register_pickle_by_value` was told of.
+    """
+    if name is None or name == "__main__" or name not in sys.modules:
+        return False
+    return stands_outside_libraries(name) or name in list_registry_pickle_by_value()
+
+
+@functools.lru_cache(maxsize=4096)
+def stands_outside_libraries(name: str) -> bool:
+    root = name.partition(".")[0]
+    if root in LIBRARIES:
+        return False
+    files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
+    if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
+        return False
+    if not files:  # made by hand, unless it belongs to the interpreter
+        return getattr(sys.modules[name], "__spec__", None) is None
+    return not any(file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file for file in files)
+
+
+def files_of(module: types.ModuleType) -> list[str]:
+    file = getattr(module, "__file__", None)
+    return [file] if isinstance(file, str) else [str(path) + "/" for path in getattr(module, "__path__", ())]
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    paths = {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    return tuple(paths | {*site.getsitepackages(), site.getusersitepackages()})
+
+
+def module_of(function: types.FunctionType) -> str | None:
+    """The module of the user's own whose globals are the function's."""
+    name = function.__globals__.get("__name__")
+    if not isinstance(name, str) or not is_own(name):
+        return None
+    return name if vars(sys.modules[name]) is function.__globals__ else None
+
+
+def name_of(value: Any) -> Wanted | None:
+    """Under which name a function or class stands in a module of the user's own."""
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
+        return None
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return Wanted(module, path.partition(".")[0]) if found is value else None
+
+
+# --- what a function uses of them
+
+
+class Wanted(NamedTuple):
+    module: str
+    name: str | None  # None: all that is in it
+
+
+class Uses(NamedTuple):
+    """What the code of a function, and of those defined in it, does with names."""
+
+    names: frozenset[str]
+    loose: frozenset[str]  # names of which not only attributes are used
+    imports: frozenset[tuple[str, int, bool]]  # modules, the dots before them, and whether under another name
+
+
+@functools.lru_cache(maxsize=4096)
+def uses_in(code: types.CodeType) -> Uses:
+    loose, imports = set[str](), set[tuple[str, int, bool]]()
+    steps = list(dis.get_instructions(code))
+    for number, step in enumerate(steps[:-1]):
+        follower = steps[number + 1]
+        if step.opname == "IMPORT_NAME":
+            stored = follower.argval if follower.opname.startswith("STORE_") else None
+            level = int(steps[number - 2].argval)
+            imports.add((step.argval, level, stored not in (None, step.argval.partition(".")[0])))
+        elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
+            loose.add(step.argval)
+        elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at a time, from Python 3.13 on
+            loose |= {name for name in loaded if isinstance(name, str)}
+    inner = [uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return Uses(
+        frozenset(code.co_names).union(*(each.names for each in inner)),
+        frozenset(loose).union(*(each.loose for each in inner)),
+        frozenset(imports).union(*(each.imports for each in inner)),
+    )
+
+
+def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[Wanted]:
+    """What it uses as attributes of modules of the user's own; `given` are the values of its globals."""
+    uses = uses_in(function.__code__)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
+    found: dict[str, bool] = {}  # module -> whether all of it
+    for name, value in itertools.chain(given.items(), closure.items()):
+        if isinstance(value, types.ModuleType) and is_own(value.__name__):
+            found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
+    for name, level, renamed in uses.imports:
+        full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__") or "") if level else name
+        for each in itertools.accumulate(full.split("."), "{}.{}".format):
+            if is_own(each):
+                found[each] = found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+    waiting = list(found)
+    while waiting:
+        module = waiting.pop()
+        if found[module]:
+            yield Wanted(module, None)
+            continue
+        contents = vars(sys.modules[module])
+        for name in uses.names & contents.keys():
+            yield Wanted(module, name)
+            inner = contents[name]
+            if isinstance(inner, types.ModuleType) and is_own(inner.__name__) and inner.__name__ not in found:
+                found[inner.__name__] = name in uses.loose
+                waiting.append(inner.__name__)
+
+
+def contents_of(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
+        return []
+
+
+# --- on their way
+
+
+class GlobalsOf(NamedTuple):
+    """Stands in a pickle for the globals of a module."""
+
+    module: str
+
+
+class LeftOf(NamedTuple):
+    """Stands in a pickle for a value that cannot be carried: the worker's own is meant."""
+
+    module: str
+    name: str
+    type_name: str
+
+
+# --- and where they arrive
+
+
+class Live:
+    """The modules of this process."""
+
+    modules: Mapping[str, CarriedModule] = {}  # that are not those of this process
+
+    def resolve(self, mark: str | GlobalsOf | LeftOf) -> Any:
+        module = importlib.import_module(mark if isinstance(mark, str) else mark.module)
+        if isinstance(mark, str):
+            return module
+        return getattr(module, mark.name) if isinstance(mark, LeftOf) else vars(module)
+
+
+LIVE = Live()
+
+
+class Namespaces(Live):
+    """The modules of one state, see `mpgrad.state`."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, CarriedModule] = {}
+
+    def find(self, module: str, path: str) -> Any:
+        found: Any = self.modules[module]
+        for part in path.split("."):
+            found = getattr(found, part)
+        return found
+
+    def put(self, module: str, names: Mapping[str, Any]) -> None:
+        vars(self.module(module)).update(names)
+
+    def module(self, name: str) -> CarriedModule:
+        if name not in self.modules:
+            self.modules[name] = CarriedModule(name, self.modules)
+        return self.modules[name]
+
+    def resolve(self, mark: str | GlobalsOf | LeftOf) -> Any:
+        if isinstance(mark, LeftOf):
+            return left_here(mark)
+        return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
+
+
+class CarriedModule(types.ModuleType):
+    """What travelled of a module; what did not is looked for in the worker's own import."""
+
+    def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
+        super().__init__(name)
+        self.__siblings = modules
+
+    def __getattr__(self, name: str) -> Any:
+        if (sibling := self.__siblings.get(f"{self.__name__}.{name}")) is not None:
+            return sibling
+        try:
+            return getattr(own_import(self.__name__), name)
+        except ImportError as error:
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker cannot import the module"
+            ) from error
+
+
+def left_here(mark: LeftOf) -> Any:
+    path = f"{mark.module}.{mark.name}"
+    try:
+        value = getattr(own_import(mark.module), mark.name)
+    except (ImportError, AttributeError) as error:
+        message = f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when it is needed"
+        raise TypeError(message) from error
+    if type(value).__qualname__ != mark.type_name:
+        raise TypeError(
+            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the worker imports a "
+            f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
+        )
+    return value
+
+
+class Stage:
+    """What `import` finds in a worker process: of the user's modules, those of the function that runs."""
+
+    def __init__(self) -> None:
+        self._shown: Mapping[str, CarriedModule] = {}
+        self._own: dict[str, types.ModuleType] = {}  # that the shown ones hide
+
+    def show(self, modules: Mapping[str, CarriedModule]) -> None:
+        if modules is self._shown or not PLACE.in_worker:  # in the caller's process its own modules are in place
+            return
+        for name in self._shown:
+            sys.modules.pop(name, None)
+        sys.modules.update(self._own)
+        self._own = {name: sys.modules[name] for name in modules if name in sys.modules}
+        sys.modules.update(modules)
+        self._shown = modules
+
+    def import_behind(self, name: str) -> types.ModuleType:
+        shown = self._shown
+        self.show({})
+        try:
+            return importlib.import_module(name)
+        finally:
+            self.show(shown)
+
+
+STAGE = Stage()
+FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
+
+
+def own_import(name: str) -> types.ModuleType:
+    """The module as this process imports it.
+
+    Raises:
+        ImportError: it cannot.
+    """
+    if name in FAILED:
+        raise FAILED[name]
+    try:
+        return STAGE.import_behind(name)
+    except Exception as error:
+        FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
+        raise failed from error
+
+
+def own_imports(names: Iterable[str]) -> None:
+    """For what modules do when they are imported, such as to register something; functions that need none of it go without."""
+    for name in names:
+        try:
+            own_import(name)
+        except ImportError:
+            continue  # it is kept, and raised as soon as something of the import is wanted
