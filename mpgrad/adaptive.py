@@ -27,7 +27,7 @@ from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.costs import Costs
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
-from mpgrad.modules import LIVE
+from mpgrad.modules import Live
 from mpgrad.operations import Operation
 from mpgrad.packing import Arguments, PickledFunction
 
@@ -186,10 +186,11 @@ class LocalFunction:
         """With the user's modules themselves, unless there are tensors in them, which nobody may write to."""
         modules = function.state
         if modules is None or not modules.tensors:
-            return state.loads_function(function.pickled, self._captures, LIVE, apart=True)
+            self._names = Live({})
+            return state.loads_function(function.pickled, self._captures, self._names)
         own = len(self._captures) - len(modules.tensors)
-        names = state.namespaces_of(modules.pickled, self._captures[own:], apart=True)
-        return state.loads_function(function.pickled, self._captures[:own], names, apart=True)
+        self._names = state.namespaces_of(modules.pickled, self._captures[own:])
+        return state.loads_function(function.pickled, self._captures[:own], self._names)
 
     def run(self, calls: Sequence[Arguments], seconds: float) -> list[Any]:
         """The results of the first of the calls, of as many as are begun within `seconds`.
@@ -230,7 +231,7 @@ class LocalFunction:
             if claims:
                 raise UnusualError
             copies = [private(each, self._border, is_argument=True) for each in tensors]
-            own_args, own_kwargs = structure.loads(pickled, copies, apart=True)
+            own_args, own_kwargs = structure.loads(pickled, copies, names=self._names)
             value = self._target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
@@ -243,7 +244,7 @@ class LocalFunction:
         pickled, tensors = structure.dumps(value)
         for each in tensors:
             self._check_result(each)
-        return structure.loads(pickled, tensors, apart=True)
+        return structure.loads(pickled, tensors)
 
     def _check_result(self, tensor: torch.Tensor) -> None:
         check_carriable(tensor, "the result")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import io
 import pickle
 import sys
@@ -33,15 +34,14 @@ from mpgrad.modules import own_import
 __all__ = [
     "ClassPickler",
     "ClassUnpickler",
-    "NotApartError",
     "dumps",
     "dynamic",
     "follow_the_caller",
     "loads",
     "made_like_own",
-    "refuse",
 ]
 
+COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
 SETS_CLASS = set_class.__module__, set_class.__name__
 
@@ -58,6 +58,8 @@ def loads(pickled: bytes) -> Any:
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def reducer_override(self, value: object) -> Any:
+        if isinstance(value, type) and value in COPIES:
+            return class_of_ours, (COPIES[value],)
         reduced = super().reducer_override(value)
         if reduced is NotImplemented or not isinstance(value, type):
             return reduced
@@ -134,19 +136,41 @@ def leave_ours(made: type, state: Any) -> None:
         set_class(made, state)
 
 
-def refuse(made: type, state: Any) -> None:
-    raise NotApartError(made)
-
-
-class NotApartError(Exception):
-    """A class was to be loaded in the process that it is of: there are no two of it there."""
+def class_of_ours(tracker_id: str) -> type:
+    found: type = CLASS_OF[tracker_id]
+    return found
 
 
 class ClassUnpickler(pickle.Unpickler):
     set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
 
+    def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
+        """`copies`: classes by value are to be others than the caller's, which are here: these, by tracker id."""
+        super().__init__(*arguments, **more)
+        self._copies = copies
+
     def find_class(self, module: str, name: str) -> Any:
-        return self.set_class if (module, name) == SETS_CLASS else super().find_class(module, name)
+        if (module, name) == SETS_CLASS:
+            return self.set_class if self._copies is None else set_copy
+        found = super().find_class(module, name)
+        return functools.partial(copied, found, self._copies) if self._copies is not None and found in MAKERS else found
+
+
+def set_copy(made: type, state: Any) -> None:
+    (set_class if made in COPIES else leave_ours)(made, state)
+
+
+def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:
+    if make is made_like_own:
+        *_, make, arguments = arguments
+        return make(*arguments)
+    *others, tracker_id, extra = arguments
+    if tracker_id in CLASS_OF and issubclass(CLASS_OF[tracker_id], BaseException):  # the caller's filters and handlers know it
+        return class_of_ours(tracker_id)
+    if tracker_id not in copies:
+        copies[tracker_id] = made = make(*others, None, extra)
+        COPIES[made] = tracker_id
+    return copies[tracker_id]
 
 
 def follow(made: type, state: Any) -> None:
@@ -157,6 +181,9 @@ def follow(made: type, state: Any) -> None:
             if not name.startswith(("__", "_abc_")) and not is_slot(made, name, vars(made)[name]):
                 delattr(made, name)
     set_class(made, state)
+
+
+MAKERS = make_class, make_slotted, make_enum, made_like_own
 
 
 def follow_the_caller() -> None:

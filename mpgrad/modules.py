@@ -2,8 +2,8 @@
 
 A worker could import them, but would have them as they are on disk: without what the caller has set or reloaded since.
 So what a function uses of them travels by value (`mpgrad.state` makes the pickle). Here it is put into modules again, which
-only the functions that came along see, and those that import them by name while such a function runs: each operation has the
-modules as they were when it began. What did not travel is the worker's own import's.
+only the functions that came along see, as their globals or when they `import` them: each operation has the modules as they
+were when it began. What did not travel is the worker's own import's.
 
 Assumes: code looks into a module by names that stand in the code (`module.name`, `from module import name`); one that is used
     in any other way, such as given to a function, travels with all that is in it.
@@ -11,40 +11,49 @@ Assumes: code looks into a module by names that stand in the code (`module.name`
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import itertools
+import operator
 import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cloudpickle import list_registry_pickle_by_value
+from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.place import PLACE
 
 __all__ = [
     "ABOUT_ITSELF",
     "LIVE",
-    "STAGE",
     "GlobalsOf",
     "LeftOf",
     "Live",
+    "Mark",
+    "NamesHere",
     "Namespaces",
     "Wanted",
     "is_own",
+    "make_function",
     "module_of",
     "name_of",
+    "of_this_process",
     "own_import",
     "own_imports",
+    "reduce_carried",
+    "set_function",
     "uses_of",
 ]
 
+CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 LIBRARIES = {"mpgrad", *sys.stdlib_module_names} - {"__main__"}
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
@@ -162,6 +171,7 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
     waiting = list(found)
     while waiting:
         module = waiting.pop()
+        yield Wanted(module, "__name__")  # the module itself
         if found[module]:
             yield Wanted(module, None)
             continue
@@ -190,6 +200,10 @@ class GlobalsOf(NamedTuple):
     module: str
 
 
+class NamesHere(NamedTuple):
+    """Stands in a pickle for the modules that it is loaded with."""
+
+
 class LeftOf(NamedTuple):
     """Stands in a pickle for a value that cannot be carried: the worker's own is meant."""
 
@@ -198,15 +212,26 @@ class LeftOf(NamedTuple):
     type_name: str
 
 
+Mark = str | GlobalsOf | LeftOf | NamesHere  # a string: a module
+
+
 # --- and where they arrive
 
 
 class Live:
-    """The modules of this process."""
+    """The modules of this process.
+
+    `classes`: what the process has of the classes that travel by value, where it is the caller's; elsewhere None.
+    """
 
     modules: Mapping[str, CarriedModule] = {}  # that are not those of this process
 
-    def resolve(self, mark: str | GlobalsOf | LeftOf) -> Any:
+    def __init__(self, classes: dict[str, type] | None = None) -> None:
+        self.classes = classes
+
+    def resolve(self, mark: Mark) -> Any:
+        if isinstance(mark, NamesHere):
+            return self
         module = importlib.import_module(mark if isinstance(mark, str) else mark.module)
         if isinstance(mark, str):
             return module
@@ -220,7 +245,24 @@ class Namespaces(Live):
     """The modules of one state, see `mpgrad.state`."""
 
     def __init__(self) -> None:
+        super().__init__(None if PLACE.in_worker else {})
         self.modules: dict[str, CarriedModule] = {}
+        self.builtins = {**vars(builtins), "__import__": self._import}
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> types.ModuleType:
+        """What the `import` of a function finds."""
+        full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
+        found = full if fromlist else full.partition(".")[0]
+        if full in self.modules and found in self.modules:
+            return self.modules[found]
+        return __import__(name, globals, locals, fromlist or (), level)
 
     def find(self, module: str, path: str) -> Any:
         found: Any = self.modules[module]
@@ -236,10 +278,41 @@ class Namespaces(Live):
             self.modules[name] = CarriedModule(name, self.modules)
         return self.modules[name]
 
-    def resolve(self, mark: str | GlobalsOf | LeftOf) -> Any:
+    def resolve(self, mark: Mark) -> Any:
+        if isinstance(mark, NamesHere):
+            return self
         if isinstance(mark, LeftOf):
             return left_here(mark)
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
+
+
+def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
+    """cloudpickle would give it the builtins of this process."""
+    own_globals["__builtins__"] = names.builtins if isinstance(names, Namespaces) else vars(builtins)
+    return types.FunctionType(code, own_globals, *others)
+
+
+def set_function(made: types.FunctionType, state: Any) -> None:
+    kept = made.__globals__["__builtins__"]
+    function_setstate(made, state)
+    made.__globals__["__builtins__"] = kept  # functions that this one makes get them
+
+
+def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
+    """A function on its way back to the caller, who has it; None for one that is not of a module that came from there."""
+    module = value.__globals__.get(CARRIED)
+    return (named, (module.__name__, value.__qualname__)) if module is not None and stands_in(module, value) else None
+
+
+def stands_in(module: types.ModuleType, value: Any) -> bool:
+    found: Any = module
+    for part in value.__qualname__.split("."):
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+    return found is value
+
+
+def named(module: str, path: str) -> Any:
+    return operator.attrgetter(path)(importlib.import_module(module))
 
 
 class CarriedModule(types.ModuleType):
@@ -247,10 +320,11 @@ class CarriedModule(types.ModuleType):
 
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
         super().__init__(name)
-        self.__siblings = modules
+        vars(self)[CARRIED] = self
+        self._siblings = modules
 
     def __getattr__(self, name: str) -> Any:
-        if (sibling := self.__siblings.get(f"{self.__name__}.{name}")) is not None:
+        if (sibling := vars(self)["_siblings"].get(f"{self.__name__}.{name}")) is not None:
             return sibling
         try:
             return getattr(own_import(self.__name__), name)
@@ -275,33 +349,6 @@ def left_here(mark: LeftOf) -> Any:
     return value
 
 
-class Stage:
-    """What `import` finds in a worker process: of the user's modules, those of the function that runs."""
-
-    def __init__(self) -> None:
-        self._shown: Mapping[str, CarriedModule] = {}
-        self._own: dict[str, types.ModuleType] = {}  # that the shown ones hide
-
-    def show(self, modules: Mapping[str, CarriedModule]) -> None:
-        if modules is self._shown or not PLACE.in_worker:  # in the caller's process its own modules are in place
-            return
-        for name in self._shown:
-            sys.modules.pop(name, None)
-        sys.modules.update(self._own)
-        self._own = {name: sys.modules[name] for name in modules if name in sys.modules}
-        sys.modules.update(modules)
-        self._shown = modules
-
-    def import_behind(self, name: str) -> types.ModuleType:
-        shown = self._shown
-        self.show({})
-        try:
-            return importlib.import_module(name)
-        finally:
-            self.show(shown)
-
-
-STAGE = Stage()
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
 
 
@@ -314,10 +361,14 @@ def own_import(name: str) -> types.ModuleType:
     if name in FAILED:
         raise FAILED[name]
     try:
-        return STAGE.import_behind(name)
+        return importlib.import_module(name)
     except Exception as error:
         FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
         raise failed from error
+
+
+def of_this_process() -> Live:
+    return LIVE if PLACE.in_worker else Live({})
 
 
 def own_imports(names: Iterable[str]) -> None:

@@ -34,7 +34,7 @@ from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.classes import dynamic, made_like_own
 from mpgrad.modules import ABOUT_ITSELF, LIVE, LeftOf, Live, Namespaces, Wanted, is_own, name_of, own_imports
-from mpgrad.structure import ApartUnpickler, CallerPickler, TensorUnpickler, loads
+from mpgrad.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
 __all__ = ["State", "dumps_arguments", "dumps_function", "dumps_whole", "loads_function", "loads_whole", "namespaces_of"]
@@ -342,8 +342,8 @@ def dumps_function(function: Any, first: Any = None) -> tuple[bytes, list[torch.
     return number.to_bytes(NUMBER_BYTES, "little") + buffer.getvalue(), pickler.taken_out, state
 
 
-def loads_function(pickled: bytes, tensors: Sequence[torch.Tensor], names: Live, apart: bool = False) -> Any:
-    return loads(pickled[NUMBER_BYTES:], tensors, apart=apart, names=names)
+def loads_function(pickled: bytes, tensors: Sequence[torch.Tensor], names: Live) -> Any:
+    return loads(pickled[NUMBER_BYTES:], tensors, names=names)
 
 
 def dumps_arguments(value: object, known: State | Everything | None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
@@ -394,11 +394,11 @@ def loaded(number: int, pickled: bytes, tensors: Sequence[torch.Tensor]) -> Name
     return found
 
 
-def namespaces_of(pickled: bytes, tensors: Sequence[torch.Tensor], apart: bool = False) -> Namespaces:
+def namespaces_of(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Namespaces:
     """The modules as a state has them."""
     found = Namespaces()
     stream = io.BytesIO(pickled)
-    unpickler = (ApartUnpickler if apart else TensorUnpickler)(stream, tensors, (), found)
+    unpickler = TensorUnpickler(stream, tensors, (), found)
     own_imports(unpickler.load())
     while stream.tell() < len(pickled):
         module, name, value = unpickler.load()

@@ -29,8 +29,24 @@ from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad._torch import load_script, parametrize_again
-from mpgrad.classes import ClassPickler, ClassUnpickler, refuse
-from mpgrad.modules import LIVE, GlobalsOf, LeftOf, Live, Namespaces, Wanted, is_own, module_of, name_of, uses_of
+from mpgrad.classes import ClassPickler, ClassUnpickler
+from mpgrad.modules import (
+    LIVE,
+    GlobalsOf,
+    LeftOf,
+    Live,
+    Mark,
+    NamesHere,
+    Namespaces,
+    Wanted,
+    is_own,
+    make_function,
+    module_of,
+    name_of,
+    reduce_carried,
+    set_function,
+    uses_of,
+)
 from mpgrad.packer import RIDE_BYTES
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result", "transported"]
@@ -56,17 +72,12 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
-def loads(
-    pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), apart: bool = False, names: Live = LIVE
-) -> Any:
+def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live = LIVE) -> Any:
     """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
 
     `names`: the modules of the user's own that it refers to.
-
-    Raises:
-        NotApartError: it has a class that was carried by value, and was to be `apart` from all that is here.
     """
-    return (ApartUnpickler if apart else TensorUnpickler)(io.BytesIO(pickled), tensors, claimed, names).load()
+    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names).load()
 
 
 def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
@@ -122,6 +133,8 @@ class TensorPickler(ClassPickler):
             return itself, (value.taken(),)
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
+        if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:
+            return reduced
         return super().reducer_override(value)
 
 
@@ -141,7 +154,7 @@ class CallerPickler(TensorPickler):
         return value if type(value) in MARKS else super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, types.FunctionType | type):
+        if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
             wanted = name_of(value)
             if wanted is not None:
                 self.wanted[wanted] = None
@@ -155,7 +168,7 @@ class CallerPickler(TensorPickler):
         reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
         if reduced is NotImplemented:
             return reduced
-        make, (code, own_globals, *others), (attributes, rest), *more = reduced
+        _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
         rest["_cloudpickle_submodules"] = [each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)]
         for wanted in uses_of(value, given):
@@ -164,10 +177,10 @@ class CallerPickler(TensorPickler):
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
             rest["__globals__"], own_globals = {}, GlobalsOf(home)
-        return make, (code, own_globals, *others), (attributes, rest), *more
+        return make_function, (NamesHere(), code, own_globals, *others), (attributes, rest), items, pairs, set_function
 
 
-MARKS = GlobalsOf, LeftOf
+MARKS = GlobalsOf, LeftOf, NamesHere
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -182,12 +195,12 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 class TensorUnpickler(ClassUnpickler):
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any], names: Live) -> None:
         # `cpu`, where `device=` has moved all that a call was given
-        super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)))
+        super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)
         self._tensors = tensors
         self._claimed = claimed
         self._names = names
 
-    def persistent_load(self, mark: int | str | GlobalsOf | LeftOf) -> Any:
+    def persistent_load(self, mark: int | Mark) -> Any:
         if isinstance(mark, int):
             return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
         return self._names.resolve(mark)
@@ -198,12 +211,12 @@ class TensorUnpickler(ClassUnpickler):
         return super().find_class(module, name)
 
 
-class ApartUnpickler(TensorUnpickler):
-    set_class = staticmethod(refuse)
-
-
 def itself(value: Any) -> Any:
     return value
+
+
+def reduce_cached(value: functools._lru_cache_wrapper[Any]) -> tuple[Any, ...]:
+    return cached_again, (value.__wrapped__, value.cache_parameters())
 
 
 def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
@@ -285,6 +298,7 @@ def reduce_imported(value: types.ModuleType) -> Any:
 FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS = {
+    functools._lru_cache_wrapper: reduce_cached,
     torch.jit.ScriptFunction: reduce_script_function,
     torch.Generator: reduce_generator,
     torch.finfo: reduce_limits,

@@ -1,4 +1,4 @@
-"""Items and results of classes that are carried by value: searched for tensors once, and always as they are now."""
+"""Items and results of classes that are carried by value: always as they are now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import structure
 
 Tensor = torch.Tensor
 
@@ -59,25 +58,6 @@ def test_classes_and_gradients(any_pool: mpgrad.Pool) -> None:
         assert all(x.grad is not None for x in xs)
 
 
-@pytest.mark.parametrize("way", ["map", "starmap", "map_async"])
-def test_a_class_is_searched_once(way: str, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    item, searched = made(), list[object]()
-    search = structure.reaches_tensor
-    monkeypatch.setattr(structure, "reaches_tensor", lambda value: searched.append(value) or search(value))
-    items = [item(x) for x in leaves(50)]
-    with mpgrad.Pool(1, inline="never") as pool:
-        for _ in range(2):  # one by one, and in bundles
-            searched.clear()
-            match way:
-                case "map":
-                    pool.map(lambda given: given.scaled(), items)
-                case "starmap":
-                    pool.starmap(lambda given: given.scaled(), [(each,) for each in items])
-                case "map_async":
-                    pool.map_async(lambda given: given.scaled(), items).get()
-            assert searched.count(item) == searched.count(item.scaled) == 1
-
-
 def sentinels() -> Any:
     """A class that is carried by value, and whose items have objects in common with it."""
     nothing = object()
@@ -97,12 +77,10 @@ def sentinels() -> Any:
 
 @pytest.mark.parametrize("inline", ["auto", "never"])
 def test_what_an_item_and_its_class_have_in_common_stays_one(inline: str, nursery: mpgrad.Pool) -> None:
-    """In workers; and such items are not run in the caller, where there are no two of their class."""
     item = sentinels()
     with mpgrad.Pool(2, inline=inline) as pool:
         for _ in range(4):
             assert all(pool.map(lambda given: given.is_whole(), [item(x) for x in leaves(40)]))
-        assert pool.stats().calls_here == 0
 
 
 def test_the_callers_classes_stay_as_they_are(any_pool: mpgrad.Pool) -> None:

@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SOURCES = {
     "simulation": """
+        import functools
         import threading
         import torch
         import constants
@@ -53,6 +54,9 @@ SOURCES = {
             from package import deep as inner
             return x * within.C + inner.D
         def weighted(x): return x * WEIGHT
+        @functools.lru_cache(maxsize=8)
+        def table(n): return [n + 0.5] * 3
+        def cached(x): return x * table(2)[1]
         def entry(x): return x + (constants.NOTHING is constants.nothing())
 
         def closure(factor):
@@ -142,11 +146,9 @@ def check(pool: mpgrad.Pool, fn: Callable[[Any], Any], items: list[Any]) -> None
 
 def functions(user: Any) -> list[Callable[[Any], Any]]:
     simulation, constants, deep = user.simulation, user.constants, user.deep
-    names = (
-        "constant container through_helper attribute renamed passed_on dynamic in_package default local_import weighted entry"
-    ).split()
+    names = ["constant", "container", "through_helper", "attribute", "renamed", "passed_on", "dynamic", "in_package", "default", "local_import"]
     return [
-        *(getattr(simulation, name) for name in names),
+        *(getattr(simulation, name) for name in (*names.split(), "weighted", "entry", "cached")),
         simulation.closure(1.5),
         constants.circular,
         deep.helper,
@@ -171,7 +173,7 @@ def write_everywhere(user: Any, number: int) -> None:
 
 
 def test_all_calls_have_what_the_caller_has(any_pool: mpgrad.Pool, user: Any) -> None:
-    """Symptom: some calls had old values, others new ones, as they ran in workers or here. Cause: workers imported the module."""
+    """Symptom: some calls had old values, others new ones. Cause: workers imported the modules, and the caller ran some."""
     for number in range(3):
         for fn in functions(user):
             check(any_pool, fn, xs(40))
@@ -192,8 +194,6 @@ def test_gradients_of_tensors_in_modules(any_pool: mpgrad.Pool, user: Any) -> No
 
     fns: list[Callable[[Any], Any]] = [simulation.weighted, lambda x: x * simulation.WEIGHT, through_an_import]
     for fn in fns:
-        if fn is through_an_import and any_pool.stats().workers[0].pid != -1 and any_pool._engine in ("thread", "inline"):
-            continue  # docs/guarantees.md: there an import finds the caller's module
         for _ in range(2):
             found = torch.autograd.grad(torch.stack(any_pool.map(fn, xs(20))).sum(), simulation.WEIGHT)[0]
             expected = torch.autograd.grad(torch.stack([fn(x) for x in xs(20)]).sum(), simulation.WEIGHT)[0]
@@ -227,7 +227,7 @@ def test_code_replaced_within_a_function(any_pool: mpgrad.Pool, user: Any) -> No
 
 
 @pytest.mark.parametrize("inline", ["never", "auto"])
-def test_calls_that_are_waiting_keep_what_was_there_when_they_were_submitted(inline: str, user: Any, nursery: mpgrad.Pool) -> None:
+def test_calls_that_wait_keep_what_was_there_before(inline: str, user: Any, nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, inline=inline) as pool:
         futures, expected = [], []
         for number in range(20):
@@ -247,7 +247,7 @@ def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
             check(pool, user.simulation.in_package, xs(40))
 
 
-def test_nothing_is_pickled_or_sent_while_nothing_changes(user: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_while_nothing_changes(user: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     make = state.States._made
     monkeypatch.setattr(state.States, "_made", lambda self, wanted: made.append(wanted) or make(self, wanted))
@@ -291,7 +291,8 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Po
 
 def test_whose_modules_are_the_users_own(user: Any) -> None:
     assert all(map(modules.is_own, [*NAMES, __name__]))
-    for name in ("torch", "torch.nn", "torch._C", "json", "builtins", "numpy", "pytest", "mpgrad", "mpgrad.pool", "__main__", "no"):
+    libraries = "torch", "torch.nn", "torch._C", "json", "builtins", "numpy", "pytest", "mpgrad", "mpgrad.pool"
+    for name in (*libraries, "__main__", "no"):
         assert not modules.is_own(name), name
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import linux_only, shared_memory_files
 
-from mpgrad import autograd, carrier, cpus, modes, packer, structure
+from mpgrad import autograd, carrier, cpus, modes, packer, state, structure
 from mpgrad.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
 from mpgrad.channel import Channel
 from mpgrad.messages import NewSlab, Returned
@@ -229,20 +229,6 @@ def test_tensors_are_not_kept_by_what_pickled_them(dumps: Any) -> None:
         assert [ref() for ref in refs] == [None, None]
     finally:
         gc.enable()
-
-
-def test_which_functions_reach_tensors() -> None:
-    assert not structure.reaches_tensor(math.sin)
-    assert not structure.reaches_tensor(torch.nn.functional.relu)
-    assert not structure.reaches_tensor(test_pickles_without_tensors)
-    weight = torch.ones(1)
-    assert structure.reaches_tensor(lambda: weight)
-    assert structure.reaches_tensor(lambda: [weight.sum() for _ in range(3)])
-
-    def recursive(n: int) -> Any:
-        return recursive(n - 1) if n else None
-
-    assert not structure.reaches_tensor(recursive)
 
 
 # --- channel

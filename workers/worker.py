@@ -89,7 +89,7 @@ from mpgrad.messages import (
     Warned,
 )
 from mpgrad.modes import seed_item, under
-from mpgrad.modules import LIVE, STAGE, Live
+from mpgrad.modules import Live, of_this_process
 from mpgrad.packer import ANSWERED_BYTES, Packer, Payload, Placed, Together
 from mpgrad.state import Recent, loaded, loads_function
 
@@ -295,7 +295,6 @@ class Worker:
         station = self._station
         refs = call.tensors if station is None else station.named(call.tensors, function.gathers)
         given, entrances = self._inputs(refs, payload)
-        STAGE.show(function.modules.modules)
         made = Made(call, function, refs, given, entrances, message.modes.inference, on_devices=station is not None)
         before = CHECKPOINTS.count
         for stage.offset, own in enumerate(made.items()):
@@ -506,11 +505,10 @@ class Worker:
             with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
                 captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-            modules, own = LIVE, captures
+            modules, own = of_this_process(), captures
             if message.state is not None:
                 own = captures[: len(captures) - message.state.tensors]
                 modules = self._modules_at(message.state, captures[len(own) :])
-                STAGE.show(modules.modules)
             target = loads_function(self._codes[message.code], own, modules)
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
