@@ -23,7 +23,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cloudpickle import list_registry_pickle_by_value
@@ -49,6 +49,7 @@ __all__ = [
     "own_import",
     "own_imports",
     "reduce_carried",
+    "run_initializer",
     "set_function",
     "uses_of",
 ]
@@ -271,7 +272,7 @@ class Namespaces(Live):
         return found
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
-        vars(self.module(module)).update(names)
+        vars(self.module(module)).update({**names, **set_by_initializer(module, names)})
 
     def module(self, name: str) -> CarriedModule:
         if name not in self.modules:
@@ -293,9 +294,11 @@ def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any]
 
 
 def set_function(made: types.FunctionType, state: Any) -> None:
-    kept = made.__globals__["__builtins__"]
+    kept, given = made.__globals__["__builtins__"], state[1]["__globals__"]
     function_setstate(made, state)
     made.__globals__["__builtins__"] = kept  # functions that this one makes get them
+    if INITIALIZED:
+        made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
@@ -347,6 +350,54 @@ def left_here(mark: LeftOf) -> Any:
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
         )
     return value
+
+
+# --- what an initializer sets in a worker
+
+
+INITIALIZED: dict[str, dict[str, Any]] = {}  # by module
+
+
+def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Globals that it sets in a worker process stay as they are there: it was for that, most of the time, that it was given."""
+    if not PLACE.in_worker:  # they are the caller's
+        initializer(*arguments)
+        return
+    inner = initializer
+    while isinstance(inner, functools.partial | types.MethodType):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    places = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
+    if isinstance(inner, types.FunctionType):
+        places.setdefault(inner.__module__, inner.__globals__)
+    before = {name: (dict(contents), inside(contents)) for name, contents in places.items()}
+    initializer(*arguments)
+    for name, contents in places.items():
+        values, insides = before[name]
+        now = inside(contents)
+        changed = [each for each in contents if contents[each] is not values.get(each, before) or now[each] != insides[each]]
+        if changed := [each for each in changed if not each.startswith("__")]:
+            INITIALIZED[name] = {each: contents[each] for each in changed}
+
+
+def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Which objects each of the values holds."""
+    return {name: list(map(id, held_in(value))) for name, value in contents.items()}
+
+
+def held_in(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | set | dict):
+        return [*value, *value.values()] if isinstance(value, dict) else value
+    attributes = getattr(value, "__dict__", None)
+    is_code = isinstance(value, types.ModuleType | type | types.FunctionType)
+    return tuple(attributes.values()) if isinstance(attributes, dict) and not is_code else ()
+
+
+def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
+    found = INITIALIZED.get(module, {})
+    return {name: found[name] for name in names if name in found}
+
+
+# --- the imports of this process
 
 
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again

@@ -146,9 +146,12 @@ def check(pool: mpgrad.Pool, fn: Callable[[Any], Any], items: list[Any]) -> None
 
 def functions(user: Any) -> list[Callable[[Any], Any]]:
     simulation, constants, deep = user.simulation, user.constants, user.deep
-    names = ["constant", "container", "through_helper", "attribute", "renamed", "passed_on", "dynamic", "in_package", "default", "local_import"]
+    names = (
+        *("constant", "container", "through_helper", "attribute", "renamed", "passed_on", "dynamic", "in_package"),
+        *("default", "local_import", "weighted", "entry", "cached"),
+    )
     return [
-        *(getattr(simulation, name) for name in (*names.split(), "weighted", "entry", "cached")),
+        *(getattr(simulation, name) for name in names),
         simulation.closure(1.5),
         constants.circular,
         deep.helper,
@@ -310,3 +313,26 @@ def test_a_library_can_be_declared_ones_own(user: Any, nursery: mpgrad.Pool) -> 
     finally:
         cloudpickle.unregister_pickle_by_value(tqdm)
         del tqdm.of_ours  # type: ignore[attr-defined]
+
+
+def test_globals_that_an_initializer_sets(user: Any, nursery: mpgrad.Pool) -> None:
+    """As with multiprocessing: functions of the module find them in the worker."""
+    user.write(
+        "served",
+        """
+        MODEL, CACHE, UNTOUCHED = None, {}, 1.0
+        class Settings: pass
+        SETTINGS = Settings()
+        def load(value):
+            global MODEL
+            MODEL, CACHE["k"], SETTINGS.scale = value, value + 1, value + 2
+        def f(x): return x * MODEL + CACHE["k"] + SETTINGS.scale + UNTOUCHED
+        """,
+    )
+    served = importlib.import_module("served")
+    try:
+        with mpgrad.Pool(2, inline="never", initializer=served.load, initargs=(2.0,)) as pool:
+            for served.UNTOUCHED in (1.0, 5.0):
+                assert [r.tolist() for r in pool.map(served.f, xs(3))] == [[x[0] * 2 + 7 + served.UNTOUCHED] * 2 for x in xs(3)]
+    finally:
+        del sys.modules["served"]

@@ -25,6 +25,7 @@ from mpgrad.workers.worker import Worker
 from mpgrad import classes
 from mpgrad.channel import Channel, Pipe
 from mpgrad.messages import Start, StartFailed, Stop
+from mpgrad.modules import run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 
@@ -72,7 +73,7 @@ def begin(number: int, link: Pipe, start: Start, setting: contextlib.ExitStack |
             device = setting.enter_context(station(start.device, number))
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
-            initializer(*initargs)
+            run_initializer(initializer, initargs)
     except BaseException as error:
         link.send([StartFailed(failure(error, "initializer"))])
         return None
