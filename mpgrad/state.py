@@ -44,6 +44,10 @@ MOST_STATES = 32  # kept for the next operation
 NUMBER_BYTES = 8
 T = TypeVar("T")
 WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle begins otherwise
+MOST_LOOKED_AT = 100  # elements of a list
+PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
+ELEMENTS = {list, tuple, dict, set, frozenset}
+CODE = types.FunctionType, types.MethodType, type, functools.partial
 STEADY = (
     *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
     *(types.MethodType, types.BuiltinFunctionType, types.CodeType, types.MappingProxyType, types.ModuleType),
@@ -328,11 +332,11 @@ def pickled_alone(value: Any) -> Opaque:
 def dumps_function(function: Any, first: Any = None) -> tuple[bytes, list[torch.Tensor], State | None]:
     """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors come after them.
 
-    `first`: what a call is given, of classes that the other calls will need too.
+    `first`: what a call is given, perhaps of classes that the other calls will need too.
     """
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(function)
-    if first is not None:
+    if brings_code(first):
         others = CallerPickler(io.BytesIO(), claims=[])
         with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
             others.dump(first)
@@ -340,6 +344,15 @@ def dumps_function(function: Any, first: Any = None) -> tuple[bytes, list[torch.
     state = STATES.of(pickler.wanted)
     number = 0 if state is None else state.number
     return number.to_bytes(NUMBER_BYTES, "little") + buffer.getvalue(), pickler.taken_out, state
+
+
+def brings_code(value: Any, depth: int = 3) -> bool:
+    """Whether there are functions, classes, or objects of the user's own classes in `value`; not looked at in every corner."""
+    kind = type(value)
+    if kind in ELEMENTS:
+        inside = value.values() if kind is dict else value
+        return depth > 0 and any(brings_code(each, depth - 1) for each in itertools.islice(inside, MOST_LOOKED_AT))
+    return kind not in PLAIN and (is_own(kind.__module__) or isinstance(value, CODE))
 
 
 def loads_function(pickled: bytes, tensors: Sequence[torch.Tensor], names: Live) -> Any:
