@@ -6,8 +6,8 @@ multiprocessing raises whatever type is at hand; here the class already says who
 
 from __future__ import annotations
 
+import logging
 import signal
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -28,8 +28,10 @@ __all__ = [
     "ancestor_failed",
     "carried",
     "raised_again",
-    "warned_again",
 ]
+
+
+log = logging.getLogger("mpgrad")
 
 
 class PoolClosedError(ValueError):
@@ -197,13 +199,15 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int) -> BaseException:
+def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int, given: str = "") -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
         error = classes.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
-    note = f"raised in {subject}worker {worker}, phase: {phase}"
+    note = f"raised in {subject}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
+    if isinstance(error, SystemExit):  # the program ends with it, without a word of where it was raised
+        log.warning("a task called sys.exit: %s", note)
     try:
         tell_origin(error, traceback, note)
     except Exception as reason:  # it takes no attributes, or is no exception
@@ -215,15 +219,3 @@ def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worke
 def tell_origin(error: BaseException, traceback: str, note: str) -> None:
     error.__cause__ = RemoteTraceback(traceback)
     add_note(error, note)
-
-
-ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
-
-
-def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error."""
-    try:
-        instance = classes.loads(message)
-    except Exception as error:  # its class cannot be imported here
-        instance = UserWarning(f"a warning that cannot be loaded here ({error})")
-    warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)

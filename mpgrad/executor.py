@@ -23,6 +23,7 @@ from mpgrad.operations import Operation
 from mpgrad.pool import Pool, positive
 from mpgrad.results import DifferentiableFuture, ResultIterator
 from mpgrad.scheduler import Scheduler
+from mpgrad.tracebacks import hide_own_frames
 
 __all__ = ["Executor"]
 
@@ -169,6 +170,9 @@ def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
                 return
             except multiprocessing.TimeoutError:
                 raise concurrent.futures.TimeoutError("a result did not come within the timeout") from None
+    except BaseException as error:
+        hide_own_frames(error)
+        raise
     finally:
         results.cancel_rest()
 

@@ -263,12 +263,16 @@ class Ready(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`."""
+    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`.
+
+    `given`: what the function was given, in words.
+    """
 
     error: bytes
     traceback: str
     phase: str
     offset: int = 0
+    given: str = ""
 
 
 class StartFailed(NamedTuple):

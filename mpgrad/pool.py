@@ -466,6 +466,7 @@ class Pool:
         self._add_all(operation, [(args, kwargs)], borrow=False)
         return future
 
+    @not_compiled
     def synchronize(self) -> None:
         """Wait until all that was submitted up to now has ended: by `submit`, `map_async` and the like, or other threads.
 

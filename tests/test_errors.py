@@ -1,0 +1,253 @@
+"""What a user sees when a task fails: his own lines, the item, and what a worker that died was at."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.tracebacks import own_folders, shown
+
+KEPT_BY_OLD_PYTHON = int(sys.version_info < (3, 11))  # see `hide_own_frames`
+
+
+def fails(x: Any) -> Any:
+    raise ValueError("fails")
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("fails")
+
+
+def files_of(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def count_of_own(error: BaseException) -> int:
+    return sum(file.startswith(own_folders()) for file in files_of(error))
+
+
+def has_no_frames_of_ours(error: BaseException) -> None:
+    assert count_of_own(error) <= KEPT_BY_OLD_PYTHON, "".join(traceback.format_tb(error.__traceback__))
+    assert files_of(error)[0] == __file__
+    text = str(error.__cause__)
+    assert text.count('  File "') >= 1 and not any(folder in text for folder in own_folders())
+    assert 'raise ValueError("fails")' in text
+
+
+# --- tracebacks
+
+
+X = torch.ones(2, requires_grad=True)
+
+ASKED: dict[str, Callable[[mpgrad.Pool], object]] = {
+    "map": lambda pool: pool.map(fails, [1, 2]),
+    "starmap": lambda pool: pool.starmap(fails, [(1,)]),
+    "apply": lambda pool: pool.apply(fails, (1,)),
+    "reduce": lambda pool: pool.reduce(lambda target, item: fails(item), [1], [X]),
+    "map_reduce": lambda pool: pool.map_reduce(fails, [X], "sum"),
+    "map_async": lambda pool: pool.map_async(fails, [1]).get(),
+    "imap": lambda pool: list(pool.imap(fails, [1])),
+    "submit": lambda pool: pool.submit(fails, 1).result(),
+    "backward": lambda pool: pool.map(FailsInBackward.apply, [X * 2])[0].sum().backward(),
+    "backward of leaves": lambda pool: pool.map(FailsInBackward.apply, [X])[0].sum().backward(),
+    "backward of captures": lambda pool: pool.map(lambda k: FailsInBackward.apply(X) * k, [2])[0].sum().backward(),
+    "jacobian": lambda pool: mpgrad.jacobian(fails, X.detach(), pool=pool, mode="reverse"),
+    "func": lambda pool: torch.func.grad(lambda x: pool.map(fails, [x])[0].sum())(X.detach()),
+    "per_item_grad": lambda pool: mpgrad.per_item_grad(pool.map(lambda x: FailsInBackward.apply(x).sum(), [X]), [X]),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_tracebacks_show_the_callers_frames_only(pool: mpgrad.Pool, asked: str) -> None:
+    with pytest.raises(ValueError, match="fails") as caught:
+        ASKED[asked](pool)
+    has_no_frames_of_ours(caught.value)
+
+
+def test_tracebacks_of_a_data_parallel_module(pool2: mpgrad.Pool) -> None:
+    module = mpgrad.nn.DataParallel(Refuses(), pool2.workers)
+    with pytest.raises(ValueError, match="fails") as caught:
+        module(torch.ones(4, 2))
+    has_no_frames_of_ours(caught.value)
+
+
+class Refuses(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("fails")
+
+
+def test_tracebacks_of_an_executor(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Executor(max_workers=1) as executor:
+        for ask in (lambda: list(executor.map(fails, [1])), lambda: executor.submit(fails, 1).result()):
+            with pytest.raises(ValueError, match="fails") as caught:
+                ask()
+            has_no_frames_of_ours(caught.value)
+
+
+def test_a_result_that_is_asked_for_twice_has_one_traceback(pool2: mpgrad.Pool) -> None:
+    for ask in (pool2.map_async(fails, [1]).get, pool2.submit(fails, 1).result):
+        lengths = []
+        for _ in range(2):
+            with pytest.raises(ValueError, match="fails") as caught:
+                ask()
+            lengths.append(len(files_of(caught.value)))
+        assert lengths[0] == lengths[1]
+
+
+def test_code_of_the_callers_between_ours_stays(pool2: mpgrad.Pool) -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise KeyError("of the items")
+
+    with pytest.raises(KeyError) as caught:
+        pool2.map(abs, items())
+    assert count_of_own(caught.value) <= KEPT_BY_OLD_PYTHON
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "items"
+
+
+def test_what_mpgrad_itself_raises_shows_where(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(TypeError) as caught:
+        pool2.map(abs, [1], chunksize="two")
+    assert count_of_own(caught.value) > 1
+    with pytest.raises(TypeError, match="the result cannot be carried") as caught:
+        pool2.map(lambda x: (each for each in ()), [1])
+    assert own_folders()[1] in str(caught.value.__cause__)
+
+
+def test_full_tracebacks_where_asked_for(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPGRAD_FULL_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="fails") as caught:
+        pool2.map(fails, [1])
+    assert count_of_own(caught.value) > 3 and own_folders()[1] in str(caught.value.__cause__)
+
+
+def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cell of a notebook, and of what is typed into newer Pythons."""
+    source = "def of_a_cell(x):\n    return x.no_such_attribute\n"
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "<cell 7>", "exec"), namespace)
+    monkeypatch.setitem(linecache.cache, "<cell 7>", (len(source), None, source.splitlines(True), "<cell 7>"))
+    with pytest.raises(AttributeError) as caught:
+        pool.map(namespace["of_a_cell"], [1])
+    text = str(caught.value.__cause__)
+    assert '  File "<cell 7>", line 2, in of_a_cell\n    return x.no_such_attribute\n' in text
+
+
+OURS = "".join(f'  File "{os.path.join(own_folders()[1], "worker.py")}", line {n}, in _run\n    made = 1\n' for n in (1, 2))
+THEIRS = '  File "/no/such/file.py", line 3, in f\n    f(x)\n    ~^^^\n  [Previous line repeated 7 more times]\n'
+
+
+def test_each_traceback_of_a_chain_is_shortened() -> None:
+    title, between = "Traceback (most recent call last):\n", "\nDuring handling of the above exception, another occurred:\n\n"
+    text = f"{title}{OURS}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: 'ours'\n{between}{title}{OURS}E\n"
+    expected = f"{title}{THEIRS}ValueError: a\n{between}{title}{THEIRS}{OURS}KeyError: 'ours'\n{between}{title}{OURS}E\n"
+    assert shown(text) == expected
+
+
+def test_exception_groups_are_shortened() -> None:
+    margin = "  | "
+    lines = ["Exception Group Traceback (most recent call last):", *(OURS + THEIRS).splitlines(), "ExceptionGroup: two (1)"]
+    text = "\n".join(margin + each for each in lines)
+    assert shown(text) == "\n".join(margin + each for each in [lines[0], *THEIRS.splitlines(), lines[-1]])
+
+
+# --- notes
+
+
+def test_the_note_says_what_the_function_was_given(pool: mpgrad.Pool) -> None:
+    (note,) = note_of(lambda: pool.map(fails, [torch.ones(3, 4)]))
+    assert note.startswith("raised in item 0, worker ")
+    assert note.endswith(", phase: forward (tensor float32 [3, 4])")
+    items = [({"a": torch.ones(2, dtype=torch.int64), 1: [None, (1, (2, 3))]}, "text", *range(9))]
+    (note,) = note_of(lambda: pool.map(fails, items))
+    assert note.endswith("(({'a': tensor int64 [2], 1: [...]}, str, int, int, int, int, and 5 more))")
+    (note,) = note_of(lambda: pool.apply(lambda a, b: fails(a), (1,), {"b": torch.nn.Parameter(X)}))
+    assert note.endswith("(int, b=tensor float32 [2])")
+
+
+def note_of(ask: Callable[[], object]) -> list[str]:
+    with pytest.raises(ValueError, match="fails") as caught:
+        ask()
+    return caught.value.__notes__
+
+
+def test_a_task_that_ends_the_program_is_named(pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    def ends(k: int) -> None:
+        if k == 2:
+            sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        pool.map(ends, range(4))
+    (record,) = [each for each in caplog.records if each.name == "mpgrad"]
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("a task called sys.exit: raised in item 2, worker ")
+
+
+# --- warnings and log records
+
+
+def warns_of_its_caller(x: int) -> int:
+    warnings.warn("of the caller", stacklevel=2)
+    return x
+
+
+def test_warnings_of_who_calls_a_task_point_at_the_callers_line(pool2: mpgrad.Pool) -> None:
+    def ask() -> None:
+        pool2.map(warns_of_its_caller, [1, 2])
+
+    with pytest.warns(UserWarning, match="of the caller") as caught:
+        ask()
+    assert {(each.filename, each.lineno) for each in caught} == {(__file__, ask.__code__.co_firstlineno + 1)}
+
+
+class Counts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x
+
+
+WARNED: dict[str, Callable[[mpgrad.Pool], object]] = {
+    "map": lambda pool: pool.map(Counts(), [X]),
+    "apply": lambda pool: pool.apply(Counts(), (X,)),
+    "submit": lambda pool: pool.submit(Counts(), X).result(),
+    "imap": lambda pool: next(iter(pool.imap(Counts(), [X]))),
+    "map_async": lambda pool: pool.map_async(Counts(), [X]).get(),
+    "map_reduce": lambda pool: pool.map_reduce(Counts(), [X], "sum"),
+    "starmap": lambda pool: pool.starmap(Counts(), [(X,)]),
+    "vjp": lambda pool: mpgrad.vjp(Counts(), [X.detach()], [torch.ones(2)], pool=pool),
+    "gather": lambda pool: mpgrad.nn.gather([(torch.zeros(()),), (torch.zeros(()),)]),
+}
+
+
+@pytest.mark.parametrize("asked", WARNED)
+def test_warnings_of_the_pool_point_at_the_callers_line(pool2: mpgrad.Pool, asked: str) -> None:
+    with pytest.warns(UserWarning) as caught:
+        WARNED[asked](pool2)
+    assert {(each.filename, each.lineno) for each in caught} == {(__file__, WARNED[asked].__code__.co_firstlineno)}
+
+
+def test_log_records_name_their_worker(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    pool2.map(lambda k: logging.getLogger("task").warning("of %d", k), range(6), 1)
+    numbers = {worker.number for worker in pool2.stats().workers}
+    names = {each.processName for each in caplog.records if each.name == "task"}
+    assert names and names <= {f"mpgrad-worker-{number}" for number in numbers}
