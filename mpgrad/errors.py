@@ -50,15 +50,20 @@ class WorkerDiedError(BrokenProcessPool):
         item: index of the item within its map, or None where no single item can be named.
         phase: what the worker was doing: "forward", "backward" or "start".
         exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
+        stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), else "".
     """
 
-    def __init__(self, item: int | None, phase: str, worker: int, exit_code: int | None, detail: str = "") -> None:
+    def __init__(
+        self, item: int | None, phase: str, worker: int, exit_code: int | None, detail: str = "", stack: str = ""
+    ) -> None:
         self.item = item
         self.phase = phase
         self.worker = worker
         self.exit_code = exit_code
         self.detail = detail
-        super().__init__(item, phase, worker, exit_code, detail)
+        self.stack = stack
+        super().__init__(item, phase, worker, exit_code, detail, stack)
+        note_stack(self, stack)
 
     def __str__(self) -> str:
         subject = f", item {self.item}" if self.item is not None else "" if self.phase == "start" else ", a call"
@@ -73,17 +78,23 @@ class CallTimeoutError(TimeoutError):
         item: index of the item within its map, or None where no single item can be named.
         phase: "forward" or "backward".
         seconds: the timeout.
+        stack: the worker's Python stack, or "" where it could not write it (it was stopped, say).
     """
 
-    def __init__(self, item: int | None, phase: str, seconds: float) -> None:
+    def __init__(self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "") -> None:
         self.item = item
         self.phase = phase
         self.seconds = seconds
-        super().__init__(item, phase, seconds)
+        self.detail = detail
+        self.stack = stack
+        super().__init__(item, phase, seconds, detail, stack)
+        note_stack(self, stack)
 
     def __str__(self) -> str:
         subject = "a call" if self.item is None else f"item {self.item}"
-        return f"{subject} ran longer than its timeout ({self.seconds} s, phase: {self.phase}), and was killed with its worker"
+        limits = f"{self.seconds} s, phase: {self.phase}"
+        message = f"{subject} ran longer than its timeout ({limits}), and was killed with its worker"
+        return f"{message}; {self.detail}" if self.detail else message
 
 
 class AncestorFailedError(RuntimeError):
@@ -161,6 +172,11 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def note_stack(error: BaseException, stack: str) -> None:
+    if stack:
+        add_note(error, f"the worker's Python stack:\n{stack}")
 
 
 def carried(error: BaseException) -> bytes:

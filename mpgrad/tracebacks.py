@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -37,7 +38,7 @@ T = TypeVar("T")
 OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, PoolClosedError, WorkerDiedError)
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
 FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in .*')
-STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?:\d+|\?\?\?) in .*')
+STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
 
 
 @functools.cache
@@ -127,12 +128,8 @@ def shown(text: str) -> str:
     lines = text.split("\n")
     found: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        found.append(line)
         frame = FRAME.fullmatch(line)
-        if frame is not None and not is_source(following, frame):
-            source = linecache.getline(frame["file"], int(frame["line"])).strip()
-            if source:
-                found.append(f"{frame['indent']}    {source}")
+        found += [line] if frame is None or is_source(following, frame) else with_source(frame, frame["indent"])
     return "\n".join(found)
 
 
@@ -171,13 +168,24 @@ def shown_stack(text: str) -> str:
     threads = [each.strip("\n").split("\n") for each in text.split("\n\n")]
     found: list[str] = []
     for title, *lines in threads:
-        frames = [(frame["file"], line) for line in lines if (frame := STACK_FRAME.fullmatch(line)) is not None]
-        if not frames:
-            continue
-        keeps_own = wants_all() or is_own(frames[0][0])
-        kept = [line for file, line in frames if keeps_own or not is_own(file)]
-        found += [title, *kept]
+        frames = [frame for line in lines if (frame := STACK_FRAME.fullmatch(line)) is not None]
+        own = [is_own(frame["file"]) for frame in frames]
+        kept = frames
+        if any(own) and not own[0] and not wants_all():
+            inside = len(own) - own[::-1].index(True)  # what is further out has started the process
+            kept = [frame for frame, ours in zip(frames[:inside], own, strict=False) if not (ours or is_import(frame))]
+        found += [title, *itertools.chain.from_iterable(map(with_source, kept))] if kept else []
     return "\n".join(found)
+
+
+def is_import(frame: re.Match[str]) -> bool:
+    """Python's own tracebacks leave these out too."""
+    return frame["file"].startswith("<frozen importlib.")
+
+
+def with_source(frame: re.Match[str], indent: str = "") -> list[str]:
+    source = linecache.getline(frame["file"], int(frame["line"])).strip()
+    return [frame[0], f"{indent}    {source}"] if source else [frame[0]]
 
 
 # --- warnings

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import linecache
 import logging
 import os
+import pickle
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import mpgrad
+from mpgrad import scheduler
+from mpgrad.messages import FAREWELL
 from mpgrad.tracebacks import own_folders, shown
 
 KEPT_BY_OLD_PYTHON = int(sys.version_info < (3, 11))  # see `hide_own_frames`
@@ -251,3 +258,170 @@ def test_log_records_name_their_worker(pool2: mpgrad.Pool, caplog: pytest.LogCap
     numbers = {worker.number for worker in pool2.stats().workers}
     names = {each.processName for each in caplog.records if each.name == "task"}
     assert names and names <= {f"mpgrad-worker-{number}" for number in numbers}
+
+
+# --- what a worker was at when it died
+
+
+def crash_by(name: str) -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def crash_in_c() -> None:
+    ctypes.string_at(0)
+
+
+def test_the_stack_of_a_worker_that_crashes(fresh_pool: mpgrad.Pool) -> None:
+    with pytest.raises(mpgrad.WorkerDiedError, match="was killed by SIGSEGV") as caught:
+        fresh_pool.map(lambda k: crash_in_c() if k == 3 else k, range(6))
+    assert_at(caught.value, "ctypes.string_at(0)")
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"])
+def test_every_fatal_signal_leaves_a_stack(name: str, nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+        with pytest.raises(mpgrad.WorkerDiedError, match=f"was killed by {name} ") as caught:
+            pool.apply(crash_by, (name,))
+        assert_at(caught.value, "os.kill(os.getpid(), getattr(signal, name))")
+        assert "the call was tried once (retries: 0)" in str(caught.value)
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.Pool) -> None:
+    def stuck(k: int) -> None:
+        time.sleep(60)
+
+    def stuck_with_the_interpreters_lock(k: int) -> None:
+        ctypes.PyDLL(None).sleep(60)
+
+    function, source = (stuck_with_the_interpreters_lock, "PyDLL(None).sleep(60)") if in_c else (stuck, "time.sleep(60)")
+    with mpgrad.Pool(1, retries=1, inline="never") as pool:
+        pool.apply(time.sleep, (0,))
+        with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried 2 times \(retries: 1\)") as caught:
+            pool.map(function, [1], timeout=0.2)
+        assert_at(caught.value, source)
+        assert pool.apply(abs, (-1,)) == 1
+
+
+def assert_at(error: mpgrad.WorkerDiedError | mpgrad.CallTimeoutError, source: str) -> None:
+    assert source in error.stack and f'File "{__file__}", line ' in error.stack
+    assert not any(folder in error.stack for folder in own_folders())
+    assert any(error.stack in note for note in error.__notes__)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.stack, again.__notes__) == (str(error), error.stack, error.__notes__)
+
+
+def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mpgrad.Pool) -> None:
+    def deaf() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+        time.sleep(60)
+
+    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+        with pytest.raises(mpgrad.CallTimeoutError) as caught:
+            pool.map(lambda k: deaf(), [1], timeout=0.1)
+        assert caught.value.stack == ""
+        pool.apply(abs, (1,))
+
+
+def test_a_call_that_ends_just_in_time_is_not_blamed(
+    nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker answers after it was told to end; what it has been given meanwhile is done by its successor."""
+
+    def be_deaf() -> None:
+        signal.signal(FAREWELL, lambda number, frame: None)
+
+    def ends_too_late(k: int) -> int:
+        time.sleep(0.3)
+        return k
+
+    def is_interrupted(path: Path) -> int:
+        if not path.exists():
+            path.touch()
+            time.sleep(60)
+        return 2
+
+    monkeypatch.setattr(scheduler, "FAREWELL_PATIENCE", 1.0)
+    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+        pool.apply(be_deaf)
+        assert pool.map(ends_too_late, [1], timeout=0.1) == [1]
+        assert pool.map(is_interrupted, [tmp_path / "begun"]) == [2]
+        assert pool.stats().deaths == 1
+
+
+def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
+    def fork_and_die() -> None:
+        pid = os.fork()
+        if pid == 0:
+            crash_by("SIGABRT")
+        os.waitpid(pid, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+        with pytest.raises(mpgrad.WorkerDiedError, match="was killed by SIGKILL") as caught:
+            pool.apply(fork_and_die)
+        assert caught.value.stack == ""
+
+
+def test_the_stack_of_an_initializer_that_crashes(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, initializer=crash_in_c) as pool:
+        with pytest.raises(mpgrad.WorkerDiedError, match="phase: start") as caught:
+            pool.apply(abs, (1,))
+        assert_at(caught.value, "ctypes.string_at(0)")
+
+
+def test_stacks_of_workers_of_a_context() -> None:
+    def stuck(k: int) -> None:
+        time.sleep(60)
+
+    with mpgrad.Pool(1, context="fork", retries=0, inline="never") as pool:
+        with pytest.raises(mpgrad.WorkerDiedError) as caught:
+            pool.apply(crash_in_c)
+        assert_at(caught.value, "ctypes.string_at(0)")
+        with pytest.raises(mpgrad.CallTimeoutError) as slow:
+            pool.map(stuck, [1], timeout=0.2)
+        assert_at(slow.value, "time.sleep(60)")
+
+
+# --- what a caller gets wrong
+
+
+@pytest.mark.parametrize("name", ["n_jobs", "max_workers", "num_workers", "nprocs", "proceses"])
+def test_other_names_of_arguments_suggest_ours(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Pool got an unexpected keyword argument '{name}'; did you mean 'processes'\?$"):
+        mpgrad.Pool(**{name: 2})
+
+
+@pytest.mark.parametrize("name", ["n_jobs", "processes", "num_workers"])
+def test_an_executor_suggests_its_own(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Executor got an unexpected .* '{name}'; did you mean 'max_workers'\?$"):
+        mpgrad.Executor(**{name: 2})
+
+
+def test_arguments_that_nobody_knows() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour' \(there are: processes, initializer, "):
+        mpgrad.Pool(colour="red")
+    with pytest.raises(TypeError, match="'maxtasksperchild'; did you mean 'max_tasks_per_child'"):
+        mpgrad.Executor(1, maxtasksperchild=3)
+    with mpgrad.Executor(max_workers=1, engine="inline") as executor:
+        assert executor.submit(abs, -1).result() == 1
+
+
+@pytest.mark.parametrize("second", [[1, 2], torch.ones(2), iter(())])
+@pytest.mark.parametrize("operation", ["map", "map_async", "imap", "imap_unordered", "starmap"])
+def test_a_second_iterable_suggests_starmap(pool2: mpgrad.Pool, operation: str, second: Any) -> None:
+    kind = type(second).__name__
+    with pytest.raises(TypeError, match=rf"use pool.starmap\(function, zip\(first, second\)\) \(chunksize: a {kind}\)$"):
+        getattr(pool2, operation)(max, [1, 2], second)
+
+
+def test_after_the_with_block(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, inline="never") as pool:
+        (y,) = pool.map(torch.exp, [X])
+        later = pool.apply_async(time.sleep, (60,))
+    for ask in (later.get, y.sum().backward):
+        with pytest.raises(mpgrad.PoolClosedError, match="inside the with block"):
+            ask()
+    with pytest.raises(mpgrad.PoolClosedError, match="inside the with block"):
+        pool.map(abs, [1])
+    assert "terminate" in str(mpgrad.Pool.__exit__.__doc__)

@@ -20,6 +20,7 @@ import torch
 from mpgrad.workers.calls import failure
 from mpgrad.workers.devices import Station, station
 from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
+from mpgrad.workers.last_words import promise_last_words
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker
 
@@ -47,6 +48,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         if in_process:
             settle(start, number)
             outlet = Outlet(channel, start.log_level)
+            promise_last_words(channel)
         worker = begin(number, channel, start, setting)
         if outlet is not None and worker is not None:
             worker.take_warnings()
