@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, ParamSpec, TypeVar
 
+import cloudpickle
 import torch
 
 from mpgrad import classes
@@ -35,9 +36,11 @@ __all__ = ["hide_own_frames", "shown", "shown_stack", "warn", "warned_again", "w
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PYTHON = os.path.join(os.path.dirname(os.__file__), "")
+CALLS_OF_TASKS = ("worker.py", "_make"), ("_torch.py", "gradients")
 OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, PoolClosedError, WorkerDiedError)
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
-FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in .*')
+FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
 
 
@@ -57,9 +60,8 @@ def hidden_folders() -> tuple[str, ...]:
 
 @functools.cache
 def library_folders() -> tuple[str, ...]:
-    """Of what mpgrad calls: where it ends there, it may be mpgrad's mistake."""
-    called = [os.__file__, torch.__file__, getattr(sys.modules.get("cloudpickle"), "__file__", os.__file__)]
-    return tuple(os.path.join(os.path.dirname(file), "") for file in called)
+    """Of what mpgrad itself calls."""
+    return tuple(os.path.join(folder, "") for folder in (*torch.__path__, *cloudpickle.__path__))
 
 
 def is_own(file: str) -> bool:
@@ -67,8 +69,14 @@ def is_own(file: str) -> bool:
 
 
 def is_callers(file: str) -> bool:
-    """Packages of the caller's may be installed within the folder of Python's own modules."""
-    return not is_own(file) and (not file.startswith(library_folders()) or "site-packages" in file.split(os.sep)[:-2])
+    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within Python's own folder."""
+    in_python = file.startswith(PYTHON) and "-packages" not in file.removeprefix(PYTHON)
+    return not (in_python or file.startswith((*own_folders(), *library_folders(), "<frozen ")))
+
+
+def raised_by_task(frame: re.Match[str]) -> bool:
+    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that is C code, which raised."""
+    return (os.path.basename(frame["file"]), frame["function"]) in CALLS_OF_TASKS
 
 
 def wants_all() -> bool:
@@ -79,14 +87,15 @@ def wants_all() -> bool:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Of an exception that a call gave, or that code of the caller's raised; a bare `raise` has to follow.
+    """Of an exception that a call gave, or that comes from code of the caller's; a bare `raise` has to follow.
 
     Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the frame of who calls this stays.
     """
     entries = list(entries_of(error.__traceback__))
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    innermost = itertools.takewhile(lambda file: not is_own(file), files[::-1])
     is_outcome = isinstance(error, OUTCOMES) or isinstance(error.__cause__, RemoteTraceback)
-    if not (is_outcome or is_callers(files[-1])) or wants_all():
+    if wants_all() or not (is_outcome or any(map(is_callers, innermost))):
         return
     kept: types.TracebackType | None = None
     for entry, file in zip(entries[:0:-1], files[:0:-1], strict=True):
@@ -140,13 +149,13 @@ def is_source(line: str, frame: re.Match[str]) -> bool:
 
 def without_own(lines: list[str]) -> Iterator[str]:
     """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad itself has raised."""
-    frames: list[tuple[bool, list[str]]] = []  # of the traceback that we are in: whether it is mpgrad's, and its lines
+    frames: list[tuple[re.Match[str], list[str]]] = []  # of the traceback that we are in, with their lines
     latest: re.Match[str] | None = None
     for line in lines:
         frame = FRAME.fullmatch(line)
         if frame is not None:
             latest = frame
-            frames.append((is_own(frame["file"]), [line]))
+            frames.append((frame, [line]))
         elif latest is not None and (is_source(line, latest) or line.lstrip(" |").startswith("[Previous line repeated ")):
             frames[-1][1].append(line)
         else:
@@ -156,10 +165,10 @@ def without_own(lines: list[str]) -> Iterator[str]:
     yield from lines_of(frames)
 
 
-def lines_of(frames: list[tuple[bool, list[str]]]) -> Iterator[str]:
-    ends_here = bool(frames) and frames[-1][0]
-    for own, lines in frames:
-        if ends_here or not own:
+def lines_of(frames: list[tuple[re.Match[str], list[str]]]) -> Iterator[str]:
+    ends_here = bool(frames) and is_own(frames[-1][0]["file"]) and not raised_by_task(frames[-1][0])
+    for frame, lines in frames:
+        if ends_here or not is_own(frame["file"]):
             yield from lines
 
 

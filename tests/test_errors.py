@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import linecache
 import logging
+import math
 import os
 import pickle
 import signal
@@ -135,6 +137,25 @@ def test_what_mpgrad_itself_raises_shows_where(pool2: mpgrad.Pool) -> None:
     with pytest.raises(TypeError, match="the result cannot be carried") as caught:
         pool2.map(lambda x: (each for each in ()), [1])
     assert own_folders()[1] in str(caught.value.__cause__)
+
+
+def test_what_code_in_c_raises_is_the_tasks(pool: mpgrad.Pool) -> None:
+    with pytest.raises(ValueError) as caught:
+        pool.map(math.sqrt, [-1.0])
+    assert str(caught.value.__cause__).count("File") == 0
+    (y,) = pool.map(torch.exp, [X * 2])
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time") as twice:
+        y.sum().backward()
+    assert count_of_own(twice.value) <= KEPT_BY_OLD_PYTHON
+    assert not any(folder in str(twice.value.__cause__) for folder in own_folders())
+
+
+def test_a_mistake_of_ours_in_what_we_call_shows_where(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpgrad.pool.requested", functools.partial(torch.nn.functional.cross_entropy, None))
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        pool2.map(abs, [1])
+    assert count_of_own(caught.value) > 1
 
 
 def test_full_tracebacks_where_asked_for(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
