@@ -384,6 +384,28 @@ def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
         assert caught.value.stack == ""
 
 
+def test_a_process_that_such_a_process_forks_is_left_alone(pool2: mpgrad.Pool) -> None:
+    """What is closed in the first must not be closed again in the second, where the number is that of another file."""
+
+    def fork_twice() -> int:
+        if (child := os.fork()) == 0:
+            opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+            if (grandchild := os.fork()) == 0:
+                os._exit(0 if all(is_open(each) for each in opened) else 1)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert pool2.apply(fork_twice) == 0
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 def test_the_stack_of_an_initializer_that_crashes(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, initializer=crash_in_c) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match="phase: start") as caught:

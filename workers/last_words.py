@@ -33,10 +33,13 @@ def promise_last_words(link: Pipe) -> None:
     faulthandler.register(FAREWELL, ours, chain=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {FAREWELL})  # whoever started us may have blocked it
 
+    end = [ours]
+
     def leave() -> None:
-        """A process that a task forks has nothing to say."""
-        faulthandler.disable()
-        faulthandler.unregister(FAREWELL)
-        os.close(ours)
+        """A process that a task forks has nothing to say; nor has one that such a process forks, of which the end is not."""
+        if end:
+            faulthandler.disable()
+            faulthandler.unregister(FAREWELL)
+            os.close(end.pop())
 
     os.register_at_fork(after_in_child=leave)
