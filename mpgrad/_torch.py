@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpgrad.system import anonymous_memory
+from mpgrad.tracebacks import hide_own_frames
 
 __all__ = [
     "MAKE_FX",
@@ -99,15 +100,22 @@ def without_autocast() -> contextlib.AbstractContextManager[object]:
 
 
 def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
-    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without loading the compiler for it."""
+    """Have `torch.compile` break its graph at `fn`, and leave alone what `fn` calls, without loading the compiler for it.
+
+    `fn` is public: its exceptions show the caller's frames.
+    """
 
     @functools.wraps(fn)
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
-        disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # another thread may be importing it just now
-        if disable is None:
-            return fn(*args, **kwargs)
-        result: T = disable(fn)(*args, **kwargs)
-        return result
+        try:
+            disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # another thread may be importing it
+            if disable is None:
+                return fn(*args, **kwargs)
+            result: T = disable(fn)(*args, **kwargs)
+            return result
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
 
     uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
     uncompiled._torchdynamo_disable_msg = "it runs in other processes"  # type: ignore[attr-defined]

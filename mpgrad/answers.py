@@ -7,6 +7,7 @@ Assumes: called by the scheduling thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from mpgrad.arena import Borrowed, Lenders, Slot, slab_of
@@ -14,8 +15,8 @@ from mpgrad.autograd import Home, RemoteGraph
 from mpgrad.carrier import REQUIRES_GRAD, Bucket, TensorRef, lent
 from mpgrad.crew import Chunk, Differentiation, Worker
 from mpgrad.crossing import kept
-from mpgrad.errors import InternalError, SharedMemoryError, raised_again
-from mpgrad.homes import GradientReply, ReadyGradients
+from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.homes import GradientReply, ReadyGradients, raised_from
 from mpgrad.messages import Collected, Eager, Failure, Gradients, Missing, Results
 from mpgrad.operations import Delivered, Failed
 from mpgrad.packing import PackedCall
@@ -138,5 +139,4 @@ def any_connected(found: Sequence[TensorRef | None]) -> bool:
 
 
 def failed_again(failure: Failure, subject: str, worker: Worker) -> Failed:
-    number = worker.number
-    return Failed(lambda: raised_again(failure.error, failure.traceback, failure.phase, subject, number))
+    return Failed(functools.partial(raised_from, failure, subject, worker.number))

@@ -48,6 +48,7 @@ from mpgrad._torch import (
     will_run,
 )
 from mpgrad.batching import Level, levels_of, within, without
+from mpgrad.tracebacks import hide_own_frames
 
 __all__ = [
     "Captures",
@@ -474,8 +475,12 @@ class Call(torch.autograd.Function):
         task = graph_task()
         promises = ctx.graph.take_promises(task)
         if not (wanted or captures):
-            for _, promise in promises:
-                promise.reply.wait()  # nobody else would hear what it raises
+            try:
+                for _, promise in promises:
+                    promise.reply.wait()  # nobody else would hear what it raises
+            except BaseException as error:
+                hide_own_frames(error)
+                raise
         else:
             ctx.task = task
             keep = graph_is_kept() or relatives_will_run(ctx)
@@ -643,12 +648,16 @@ class Gate(torch.autograd.Function):
             if promise is not None:
                 source.put_promise(task, ctx.output, promise)
                 return None
-        if not graph.has_further:
-            return graph.take(task, number)  # type: ignore[no-any-return]
-        # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
-        if others is graph.placeholders[number]:
-            others = None
-        grad = graph.take(task, number) if graph.is_expected(task) else None
+        try:
+            if not graph.has_further:
+                return graph.take(task, number)  # type: ignore[no-any-return]
+            # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
+            if others is graph.placeholders[number]:
+                others = None
+            grad = graph.take(task, number) if graph.is_expected(task) else None
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
         return others if grad is None else grad if others is None else plus(grad, others)
 
 
@@ -728,7 +737,11 @@ class LeafGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
         graph, task = ctx.graph, graph_task()
-        return None, *(graph.take_all(task, ctx.count)[::-1] if graph.is_expected(task) else (None,) * ctx.count)
+        try:
+            return None, *(graph.take_all(task, ctx.count)[::-1] if graph.is_expected(task) else (None,) * ctx.count)
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
 
 
 def leaf_gate(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -822,10 +835,14 @@ class CaptureGate(torch.autograd.Function):
         edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
         total: list[torch.Tensor | None] = [None] * len(edges)
         # the last first: the order in which the engine adds up what the serial loop's items contribute
-        for derivative in sorted(reach.apart.pop(task, ()), key=lambda derivative: -derivative.number):
-            total = added(total, derivative.take_captures())
-        for levels, grads in ctx.home.capture_gradients(task):
-            total = added(total, [None if each is None else within(each, levels) for each in grads])
+        try:
+            for derivative in sorted(reach.apart.pop(task, ()), key=lambda derivative: -derivative.number):
+                total = added(total, derivative.take_captures())
+            for levels, grads in ctx.home.capture_gradients(task):
+                total = added(total, [None if each is None else within(each, levels) for each in grads])
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
         if task in reach.put_aside:
             total = added(total, reach.put_aside.pop(task))
         for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]

@@ -5,6 +5,8 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -38,8 +40,9 @@ from mpgrad.operations import Operation
 from mpgrad.packer import Payload, Placed, Together
 from mpgrad.packing import PackedCall, SharedFunction
 from mpgrad.state import Recent, State
+from mpgrad.tracebacks import shown_stack
 
-__all__ = ["CaptureRequest", "Chunk", "Differentiation", "SentGradients", "Worker"]
+__all__ = ["CaptureRequest", "Chunk", "Differentiation", "Doom", "SentGradients", "Worker"]
 
 
 MOST_CALLS = 256  # in one chunk
@@ -112,6 +115,13 @@ class Chunk(NamedTuple):
             self.captures.reply.fail(error)
 
 
+class Doom(NamedTuple):
+    """A worker has to end by the `moment`, because of the call that it was at."""
+
+    moment: float  # on the clock of time.monotonic
+    begun: tuple[int, float]  # see `Worker.begun`
+
+
 class Worker:
     def __init__(self, number: int, channel: Pipe, device: int = 0) -> None:
         self.number = number
@@ -124,6 +134,9 @@ class Worker:
         self.gone: BaseException | None = None  # what its graphs answer after its end
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
+        self.doomed: Doom | None = None  # it has been told to end, for that call
+        self.last_words: int | None = None  # our end of the pipe that it writes its stack into, should it crash
+        self.stack = ""  # what came of it
         self.unreadable = ""  # why its answer could not be read, for which it was killed
         self.pid = -1
         self.progress: memoryview | None = None  # of int64, see `Progress`
@@ -268,6 +281,10 @@ class Worker:
         self._lent.clear()
         self.under_way.clear()
         self.progress = None
+        if self.last_words is not None:
+            self.stack = shown_stack(all_of(self.last_words))
+            os.close(self.last_words)
+            self.last_words = None
 
     def lend(self, address: int, holder: Slot | Borrowed) -> None:
         """Keep `holder` until the worker has given the address back as often as it was sent."""
@@ -436,3 +453,13 @@ class Worker:
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
         self.sent_at = time.monotonic()
         self.channel.send(news + messages, payload.parts)
+
+
+def all_of(pipe: int) -> str:
+    """What has been written into it, by who is dead."""
+    os.set_blocking(pipe, False)  # a process that it forked may hold the other end
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while some := os.read(pipe, 1 << 16):
+            found += some
+    return found.decode(errors="replace")

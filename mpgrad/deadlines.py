@@ -47,7 +47,9 @@ class Deadlines:
 
 
 def overdue_at(worker: Worker) -> float:
-    """When the call that it is at will have taken too long."""
+    """When the call that it is at will have taken too long; where it has, when the worker must have ended."""
+    if worker.doomed is not None and worker.gone is None:
+        return worker.doomed.moment
     chunk = worker.current
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf

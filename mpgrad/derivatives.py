@@ -12,7 +12,6 @@ place to the next, and rows or columns are cut into shares that run side by side
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from mpgrad.functional import may_be_followed
 from mpgrad.modes import kept_random_state
 from mpgrad.pool import Pool, callable_of, positive
 from mpgrad.shares import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
+from mpgrad.tracebacks import warn, without_own_frames
 
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "vjp"]
 
@@ -33,6 +33,7 @@ FEW = 8  # calls for each worker, below which they are sent one by one: shares a
 SAID: set[str] = set()  # what this process has been warned of
 
 
+@without_own_frames
 def jacobian(
     fn: Callable[..., Any],
     *args: Any,
@@ -85,6 +86,7 @@ def jacobian(
     return differentiated(callable_of(fn), Arguments(args, argnums), mode, pool, chunk_size, create_graph)
 
 
+@without_own_frames
 def hessian(
     fn: Callable[..., Any],
     *args: Any,
@@ -118,6 +120,7 @@ def hessian(
     return differentiated(Gradient(callable_of(fn), arguments), arguments, mode, pool, chunk_size, create_graph)
 
 
+@without_own_frames
 def jvp(
     fn: Callable[..., Any],
     args: Any,
@@ -153,6 +156,7 @@ def jvp(
     return product(Jvp, callable_of(fn), args, tangents, "tangents", pool, argnums, create_graph)
 
 
+@without_own_frames
 def vjp(
     fn: Callable[..., Any],
     args: Any,
@@ -184,6 +188,7 @@ def vjp(
     return product(Vjp, callable_of(fn), args, cotangents, "cotangents", pool, argnums, create_graph)
 
 
+@without_own_frames
 def hvp(
     fn: Callable[..., Any],
     args: Any,
@@ -262,7 +267,7 @@ def shares_of(sizes: Sequence[int], workers: int) -> list[int]:
     return [max(1, round(workers * size / total)) if total else 1 for size in sizes]
 
 
-def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None, stacklevel: int) -> list[Any]:
+def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any]:
     """The results, under the modes that the task needs, and with the caller's generators as they were."""
     fn: Any = task
     chunksize = None if pool is None or len(calls) > FEW * pool.processes else 1
@@ -271,17 +276,17 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None, stacklevel:
     for said in dict.fromkeys(each.said for each in found):
         if said and said not in SAID:
             SAID.add(said)
-            warnings.warn(said, stacklevel=stacklevel)
+            warn(said)
     return found
 
 
 def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
     """As `run`; all shares of an item are rows, or all are columns, though an operation may go along with some columns only."""
-    found: list[Share] = run(task, calls, pool, stacklevel=5)
+    found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
     unlike = [k for k, (call, share) in enumerate(zip(calls, found, strict=True)) if call[0] in by_rows and not share.by_rows]
     if unlike:
-        for k, share in zip(unlike, run(task.by_rows(), [calls[k] for k in unlike], pool, stacklevel=5), strict=True):
+        for k, share in zip(unlike, run(task.by_rows(), [calls[k] for k in unlike], pool), strict=True):
             found[k] = share
     return found
 
@@ -325,7 +330,7 @@ def product(
         check_alike(noun, arguments.vectors(item), arguments.inputs(item))
     create_graph = create_graph or may_be_followed()
     task = kind(Gradient(fn, arguments, and_value=True) if kind is Hvp else fn, arguments, create_graph)
-    found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool, stacklevel=4)
+    found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool)
     pairs = [
         (
             tuple(each.outputs) if each.several else each.outputs[0],

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -231,5 +232,5 @@ class Dispatcher(Scheduler):
             self._launcher.kill(worker.number)
         return code
 
-    def kill(self, worker: Worker) -> None:
-        self._launcher.kill(worker.number)
+    def kill(self, worker: Worker, by: int = signal.SIGKILL) -> None:
+        self._launcher.kill(worker.number, by)

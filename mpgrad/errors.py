@@ -6,8 +6,8 @@ multiprocessing raises whatever type is at hand; here the class already says who
 
 from __future__ import annotations
 
+import logging
 import signal
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -28,8 +28,10 @@ __all__ = [
     "ancestor_failed",
     "carried",
     "raised_again",
-    "warned_again",
 ]
+
+
+log = logging.getLogger("mpgrad")
 
 
 class PoolClosedError(ValueError):
@@ -48,15 +50,20 @@ class WorkerDiedError(BrokenProcessPool):
         item: index of the item within its map, or None where no single item can be named.
         phase: what the worker was doing: "forward", "backward" or "start".
         exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
+        stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), else "".
     """
 
-    def __init__(self, item: int | None, phase: str, worker: int, exit_code: int | None, detail: str = "") -> None:
+    def __init__(
+        self, item: int | None, phase: str, worker: int, exit_code: int | None, detail: str = "", stack: str = ""
+    ) -> None:
         self.item = item
         self.phase = phase
         self.worker = worker
         self.exit_code = exit_code
         self.detail = detail
-        super().__init__(item, phase, worker, exit_code, detail)
+        self.stack = stack
+        super().__init__(item, phase, worker, exit_code, detail, stack)
+        note_stack(self, stack)
 
     def __str__(self) -> str:
         subject = f", item {self.item}" if self.item is not None else "" if self.phase == "start" else ", a call"
@@ -71,17 +78,23 @@ class CallTimeoutError(TimeoutError):
         item: index of the item within its map, or None where no single item can be named.
         phase: "forward" or "backward".
         seconds: the timeout.
+        stack: the worker's Python stack, or "" where it could not write it (it was stopped, say).
     """
 
-    def __init__(self, item: int | None, phase: str, seconds: float) -> None:
+    def __init__(self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "") -> None:
         self.item = item
         self.phase = phase
         self.seconds = seconds
-        super().__init__(item, phase, seconds)
+        self.detail = detail
+        self.stack = stack
+        super().__init__(item, phase, seconds, detail, stack)
+        note_stack(self, stack)
 
     def __str__(self) -> str:
         subject = "a call" if self.item is None else f"item {self.item}"
-        return f"{subject} ran longer than its timeout ({self.seconds} s, phase: {self.phase}), and was killed with its worker"
+        limits = f"{self.seconds} s, phase: {self.phase}"
+        message = f"{subject} ran longer than its timeout ({limits}), and was killed with its worker"
+        return f"{message}; {self.detail}" if self.detail else message
 
 
 class AncestorFailedError(RuntimeError):
@@ -161,6 +174,11 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
+def note_stack(error: BaseException, stack: str) -> None:
+    if stack:
+        add_note(error, f"the worker's Python stack:\n{stack}")
+
+
 def carried(error: BaseException) -> bytes:
     """The pickle of a task's exception; of its type and text only, where it cannot be carried."""
     name = type(error).__qualname__
@@ -197,13 +215,15 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int) -> BaseException:
+def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int, given: str = "") -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
         error = classes.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
-    note = f"raised in {subject}worker {worker}, phase: {phase}"
+    note = f"raised in {subject}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
+    if isinstance(error, SystemExit):  # the program ends with it, without a word of where it was raised
+        log.warning("a task called sys.exit: %s", note)
     try:
         tell_origin(error, traceback, note)
     except Exception as reason:  # it takes no attributes, or is no exception
@@ -215,15 +235,3 @@ def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worke
 def tell_origin(error: BaseException, traceback: str, note: str) -> None:
     error.__cause__ = RemoteTraceback(traceback)
     add_note(error, note)
-
-
-ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
-
-
-def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error."""
-    try:
-        instance = classes.loads(message)
-    except Exception as error:  # its class cannot be imported here
-        instance = UserWarning(f"a warning that cannot be loaded here ({error})")
-    warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)

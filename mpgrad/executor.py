@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import functools
+import inspect
 import multiprocessing
 import threading
 import time
@@ -23,8 +24,12 @@ from mpgrad.operations import Operation
 from mpgrad.pool import Pool, positive
 from mpgrad.results import DifferentiableFuture, ResultIterator
 from mpgrad.scheduler import Scheduler
+from mpgrad.suggestions import suggests
+from mpgrad.tracebacks import hide_own_frames
 
 __all__ = ["Executor"]
+
+POOL_OPTIONS = [name for name, each in inspect.signature(Pool).parameters.items() if each.kind is each.KEYWORD_ONLY]
 
 
 class Executor(concurrent.futures.Executor):
@@ -51,6 +56,7 @@ class Executor(concurrent.futures.Executor):
         tensor([20., 40.])
     """
 
+    @suggests("Executor", *POOL_OPTIONS)
     def __init__(
         self,
         max_workers: int | None = None,
@@ -169,6 +175,9 @@ def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
                 return
             except multiprocessing.TimeoutError:
                 raise concurrent.futures.TimeoutError("a result did not come within the timeout") from None
+    except BaseException as error:
+        hide_own_frames(error)
+        raise
     finally:
         results.cancel_rest()
 

@@ -31,6 +31,7 @@ from mpgrad.modes import Modes, current_modes
 from mpgrad.packer import overlaps
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
 from mpgrad.state import dumps_whole
+from mpgrad.tracebacks import without_own_frames
 
 __all__ = ["may_be_followed", "run_followed"]
 
@@ -149,6 +150,7 @@ class Mapped(torch.autograd.Function):
     """A `Plan` as a node."""
 
     @staticmethod
+    @without_own_frames
     def forward(plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return plan.evaluate([tensor.detach() for tensor in tensors])
 
@@ -163,6 +165,7 @@ class Mapped(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @without_own_frames
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         tensors = ctx.saved_tensors
@@ -189,6 +192,7 @@ class Mapped(torch.autograd.Function):
         return None, *of_common, *itertools.chain(*of_own)
 
     @staticmethod
+    @without_own_frames
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         common, own = plan.parts(ctx.saved_tensors)
@@ -212,6 +216,7 @@ class Mapped(torch.autograd.Function):
         return tuple(results) or (None,)
 
     @staticmethod
+    @without_own_frames
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 import weakref
@@ -16,12 +17,13 @@ from mpgrad.arena import Borrowed, Slot
 from mpgrad.autograd import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef, place_of, view_at, views
-from mpgrad.errors import InternalError, WorkerDiedError, raised_again, warned_again
+from mpgrad.errors import InternalError, WorkerDiedError, raised_again
 from mpgrad.messages import Failure, Warned
 from mpgrad.packer import Packer, Placed, placed_again, staged_again
 from mpgrad.packing import SharedFunction
+from mpgrad.tracebacks import shown, warned_again
 
-__all__ = ["Carrier", "GradientReply", "OperationHome"]
+__all__ = ["Carrier", "GradientReply", "OperationHome", "raised_from"]
 
 FEW = 8  # to take one row out of columns takes as long as to pass by so many
 
@@ -60,8 +62,7 @@ class GradientReply:
         worker: int,
     ) -> None:
         if isinstance(found, Failure):
-            again = found.error, found.traceback, found.phase, subject_of(self._index), worker
-            self._arrived(lambda: raised_again(*again))
+            self._arrived(functools.partial(raised_from, found, subject_of(self._index), worker))
         else:
             self._arrived((found, payload, memories))
 
@@ -124,6 +125,11 @@ class GradientReply:
             raise outcome()
         assert outcome is not None
         return outcome
+
+
+def raised_from(failure: Failure, subject: str, worker: int) -> BaseException:
+    """The exception of a task, anew: `subject` is a part of its note, such as "item 3, "."""
+    return raised_again(failure.error, shown(failure.traceback), failure.phase, subject, worker, failure.given)
 
 
 def subject_of(index: int | range | None) -> str:

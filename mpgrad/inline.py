@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -113,7 +114,7 @@ class InlineScheduler(Scheduler):
     def drain_pipe(self, worker: Worker) -> None:
         """It answers in our own thread."""
 
-    def kill(self, worker: Worker) -> None:
+    def kill(self, worker: Worker, by: int = signal.SIGKILL) -> None:
         """There is no process to kill."""
 
     def watch(self, worker: Worker) -> None:

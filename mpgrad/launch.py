@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -45,7 +46,9 @@ class Launcher(Protocol):
         """Start worker `number` with its `end` of the socket pair, which is the launcher's to close."""
         ...
 
-    def kill(self, number: int) -> None: ...
+    def kill(self, number: int, by: int = signal.SIGKILL) -> None:
+        """End a worker by a signal."""
+        ...
 
     def exit_code(self, number: int, timeout: float) -> int | None:
         """The exit code of a worker that has ended; None where it has none, or has not ended within `timeout` seconds."""
@@ -98,9 +101,9 @@ class NurseryProcess:
                 return False
         return True
 
-    def kill(self, name: int) -> None:
+    def kill(self, name: int, by: int) -> None:
         with self._sending, contextlib.suppress(OSError):  # it has ended, and its workers with it
-            self._control.send(pickle.dumps(("kill", name, 0)))
+            self._control.send(pickle.dumps(("kill", name, by)))
 
     def exit_code(self, name: int, timeout: float) -> int | None:
         deadline = time.monotonic() + timeout
@@ -171,9 +174,9 @@ class NurseryLauncher:
                 self._nursery.fork(name, number, end)  # should that one be gone too, so is the other end of the worker's pipe
         self._born[number] = self._nursery, name
 
-    def kill(self, number: int) -> None:
+    def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         nursery, name = self._born[number]
-        nursery.kill(name)
+        nursery.kill(name, by)
 
     def exit_code(self, number: int, timeout: float) -> int | None:
         nursery, name = self._born[number]
@@ -209,8 +212,8 @@ class SpawnLauncher:
         with end:
             self._processes[number] = program("mpgrad.workers.main", "serve_spawned", end, number)
 
-    def kill(self, number: int) -> None:
-        self._processes[number].kill()
+    def kill(self, number: int, by: int = signal.SIGKILL) -> None:
+        self._processes[number].send_signal(by)
 
     def exit_code(self, number: int, timeout: float) -> int | None:
         try:
@@ -243,8 +246,12 @@ class ContextLauncher:
             process.start()
         self._processes[number] = process
 
-    def kill(self, number: int) -> None:
-        self._processes[number].kill()
+    def kill(self, number: int, by: int = signal.SIGKILL) -> None:
+        process = self._processes[number]
+        if process.exitcode is None:
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
+                os.kill(process.pid, by)
 
     def exit_code(self, number: int, timeout: float) -> int | None:
         process = self._processes[number]
@@ -291,7 +298,7 @@ class ThreadLauncher:
         thread.start()
         self._threads[number] = thread
 
-    def kill(self, number: int) -> None:
+    def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         pass  # its pipe is closed next, and it ends after the call it is in
 
     def exit_code(self, number: int, timeout: float) -> int | None:

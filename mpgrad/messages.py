@@ -1,12 +1,13 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
     parent ► worker   Start NewSlab SlabsGone Try Direct Define Forget Forward Backward Collect Release Returned Stop
-    worker ► parent   NewSlab SlabsGone Tried Ready StartFailed Results Gradients Collected Returned Printed Logged
+    worker ► parent   NewSlab SlabsGone Tried LastWords Ready StartFailed Results Gradients Collected Returned Printed Logged
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from mpgrad.devices import Handle
 from mpgrad.modes import Modes
 
 __all__ = [
+    "FAREWELL",
     "Backward",
     "BackwardCall",
     "Collect",
@@ -28,6 +30,7 @@ __all__ = [
     "Forward",
     "ForwardCall",
     "Gradients",
+    "LastWords",
     "Logged",
     "Message",
     "Missing",
@@ -51,6 +54,8 @@ __all__ = [
     "Try",
     "Warned",
 ]
+
+FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
 
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
 # (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
@@ -266,6 +271,10 @@ class Stop(NamedTuple):
 # --- worker to parent
 
 
+class LastWords(NamedTuple):
+    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
+
+
 class Ready(NamedTuple):
     """The worker has started; at `progress` in shared memory lie a few int64, see `Progress`."""
 
@@ -274,12 +283,16 @@ class Ready(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`."""
+    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`.
+
+    `given`: what the function was given, in words.
+    """
 
     error: bytes
     traceback: str
     phase: str
     offset: int = 0
+    given: str = ""
 
 
 class StartFailed(NamedTuple):
@@ -382,6 +395,7 @@ Message = (
     | Release
     | Start
     | Stop
+    | LastWords
     | Ready
     | StartFailed
     | Results

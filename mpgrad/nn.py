@@ -12,7 +12,6 @@ For CUDA devices the functions of `torch.nn.parallel` do it.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch.nn import parallel
 
 from mpgrad._torch import apply, replica_of, tree_leaves
 from mpgrad.pool import Pool, PoolWorker
+from mpgrad.tracebacks import warn, without_own_frames
 
 __all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
 
@@ -219,6 +219,7 @@ def put(module: nn.Module, path: str, buffer: Tensor) -> None:
     module.get_submodule(owner)._buffers[name] = buffer
 
 
+@without_own_frames
 def parallel_apply(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
@@ -294,10 +295,9 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
         target = first.device if output_device is None or isinstance(output_device, PoolWorker) else output_device
         there = [each.to(target) for each in outputs]
         if dim == 0 and all(each.dim() == 0 for each in there):
-            warnings.warn(
+            warn(
                 "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
-                "a vector.",
-                stacklevel=2,
+                "a vector."
             )
             return torch.stack(there)
         return torch.cat(there, dim)
@@ -315,6 +315,7 @@ def gather(outputs: Sequence[Any], output_device: Device | None = None, dim: int
     raise ValueError(f"outputs must be tensors, None, or tuples, lists and dicts of them (types: {kinds(outputs)})")
 
 
+@without_own_frames
 def data_parallel(
     module: nn.Module,
     input: Any,  # as torch.nn.parallel calls it
@@ -397,6 +398,7 @@ class DataParallel(nn.Module):
         self.output_device = output_device
         self.dim = dim
 
+    @without_own_frames
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return data_parallel(self.module, inputs, self.devices, self.output_device, self.dim, kwargs)
 

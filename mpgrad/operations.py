@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import math
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +34,12 @@ from mpgrad.autograd import (
     modified_in_place,
 )
 from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, stand_in, views
-from mpgrad.errors import ancestor_failed, warned_again
+from mpgrad.errors import ancestor_failed
 from mpgrad.messages import Eager, Result, Structure, Warned
 from mpgrad.modes import Modes
 from mpgrad.packing import Conditions, PackedCall, SharedFunction
 from mpgrad.routing import Request
+from mpgrad.tracebacks import warn, warned_again
 
 __all__ = ["Claim", "Delivered", "Failed", "Operation", "Submitted"]
 
@@ -224,10 +224,9 @@ class Operation:
             warned_again(*warned)
         if self.mutated:
             self.mutated = False
-            warnings.warn(
+            warn(
                 "the function wrote into a tensor that it captures, or into its .grad (for example running statistics, or a "
-                "backward of its own); the change stays in the worker: return the new value, and store it in the caller",
-                stacklevel=4,
+                "backward of its own); the change stays in the worker: return the new value, and store it in the caller"
             )
 
     @contextlib.contextmanager

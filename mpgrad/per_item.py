@@ -24,6 +24,7 @@ from mpgrad.autograd import (
     is_call,
     item_of,
 )
+from mpgrad.tracebacks import without_own_frames
 
 __all__ = ["per_item_grad"]
 
@@ -34,6 +35,7 @@ Places = list[list[Place]]  # for each tensor, all where it enters the call
 TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers from 0, and -1 stands for none
 
 
+@without_own_frames
 def per_item_grad(
     results: Sequence[torch.Tensor],
     inputs: Inputs | list[Any],

@@ -61,6 +61,7 @@ from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.structure import transported
+from mpgrad.suggestions import suggests
 
 __all__ = ["Pool", "PoolWorker"]
 
@@ -134,6 +135,7 @@ class Pool:
         tensor([20., 40.])
     """
 
+    @suggests("Pool")
     def __init__(
         self,
         processes: int | None = None,
@@ -422,6 +424,7 @@ class Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """`terminate`, as in multiprocessing: ask for results, and call backward, inside the with block."""
         self.terminate()
 
     def __reduce__(self) -> NoReturn:
@@ -466,6 +469,7 @@ class Pool:
         self._add_all(operation, [(args, kwargs)], borrow=False)
         return future
 
+    @not_compiled
     def synchronize(self) -> None:
         """Wait until all that was submitted up to now has ended: by `submit`, `map_async` and the like, or other threads.
 
@@ -596,7 +600,7 @@ class Pool:
         function = under_hooks(callable_of(function))
         check_untraced()
         if chunksize is not None:
-            positive("chunksize", chunksize)
+            check_chunksize(chunksize)
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)} (on_error: {on_error!r})")
         seconds = self._timeout if timeout is None else self._seconds(timeout)
@@ -969,11 +973,20 @@ def pickled_initializer(initializer: Callable[..., object] | None, initargs: tup
         raise transported(error, "the initializer or its arguments") from error
 
 
-def positive(name: str, number: int) -> int:
+def check_chunksize(chunksize: object) -> None:
+    if isinstance(chunksize, Iterable):
+        raise TypeError(
+            "one iterable of items is taken, and what follows it is the chunksize; for functions of several arguments use "
+            f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
+        )
+    positive("chunksize", chunksize)
+
+
+def positive(name: str, number: object) -> int:
     return at_least(name, number, 1)
 
 
-def at_least(name: str, number: int, least: int) -> int:
+def at_least(name: str, number: object, least: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name} must be an integer ({name}: {number!r})")
     if number < least:

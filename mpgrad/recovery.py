@@ -25,7 +25,8 @@ from mpgrad.packing import PackedCall
 __all__ = ["Recovery"]
 
 IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
-GRAPH_LOST = "the graph that backward needs was lost with it"
+GRAPH_LOST = "the graph that backward needs was lost with it, and is only made again with retries (retries: 0)"
+SUM_LOST = "the sum of gradients was lost with it"
 OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
 
 
@@ -70,20 +71,25 @@ class Recovery:
         if chunk.operation is not None:
             phase = "forward" if position >= 0 else "loading the function"
             for _, call in chunk.calls[given_up]:
-                chunk.operation.deliver(call.index, self._death(worker, code, accused_index, phase))
+                chunk.operation.deliver(call.index, self._death(worker, code, accused_index, phase, accused))
             del chunk.calls[given_up]
         else:
             for sent in chunk.gradients[given_up]:
-                sent.reply.fail(self._death(worker, code, accused_index, "backward"))
+                sent.reply.fail(self._death(worker, code, accused_index, "backward", accused))
             del chunk.gradients[given_up]
 
-    def _death(self, worker: Worker, code: int | None, index: int | None, phase: str) -> BaseException:
+    def _death(
+        self, worker: Worker, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
+    ) -> BaseException:
+        tried = accused.deaths + accused.idle_deaths
+        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
         if worker.overdue is not None:
-            return CallTimeoutError(index, phase, worker.overdue)
+            return CallTimeoutError(index, phase, worker.overdue, details[0], worker.stack)
         if worker.unreadable:
             return SharedMemoryError(f"{worker.unreadable} (item {index}, phase: {phase})")
-        detail = OUT_OF_MEMORY if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory else ""
-        return WorkerDiedError(index, phase, worker.number, code, detail)
+        if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
+            details.append(OUT_OF_MEMORY)
+        return WorkerDiedError(index, phase, worker.number, code, "; ".join(details), worker.stack)
 
     def revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
         """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
@@ -94,7 +100,7 @@ class Recovery:
         if reason is not None:
             item.reply.fail(reason)
         elif isinstance(item, CaptureRequest):
-            item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, GRAPH_LOST))
+            item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST))
         elif not can_be_made(item.what.graph):
             index = single(item.what.items)
             item.reply.fail(WorkerDiedError(index, "backward", gone.number, gone.exit_code, GRAPH_LOST))

@@ -117,7 +117,7 @@ class AsyncResult:
                     self._error = error
                 self._fetched = True
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)  # without the lines that asked before
             return self._value
 
     def wait(self, timeout: float | None = None) -> None:
@@ -180,7 +180,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         super().result(timeout=0)  # raises where it is cancelled, or not done
         self._uncollected.collected(self._number)
         if self._failed is not None:
-            raise self._failed.error()
+            raise self._failed.error().with_traceback(None)
         return self._operation.take()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -280,9 +280,6 @@ class ResultIterator:
     def __iter__(self) -> ResultIterator:
         return self
 
-    def __next__(self) -> Any:
-        return self.next()
-
     @not_compiled
     def next(self, timeout: float | None = None) -> Any:
         """The next result.
@@ -302,6 +299,8 @@ class ResultIterator:
             self._next += 1
             self._fill()
         return self.operation.value(index)
+
+    __next__ = next
 
     def _is_there(self) -> bool:
         return self._next in self.operation.outcomes

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -33,7 +34,7 @@ from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes, Ran
-from mpgrad.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
+from mpgrad.crew import CaptureRequest, Chunk, Differentiation, Doom, SentGradients, Worker
 from mpgrad.crossing import Crossing
 from mpgrad.deadlines import Deadlines, overdue_at
 from mpgrad.dependents import Dependents
@@ -42,8 +43,10 @@ from mpgrad.errors import InternalError, PoolClosedError, SharedMemoryError, Wor
 from mpgrad.homes import GradientReply
 from mpgrad.line import CHUNKS_UNDER_WAY, Line
 from mpgrad.messages import (
+    FAREWELL,
     Collected,
     Gradients,
+    LastWords,
     Logged,
     Message,
     NewSlab,
@@ -74,7 +77,9 @@ __all__ = ["Scheduler", "Settings"]
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
+FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to leave its stack and end
 STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
+INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
 
 
 class Forks:
@@ -191,7 +196,7 @@ class Scheduler(ABC):
         """Receive what the worker has sent up to now."""
 
     @abstractmethod
-    def kill(self, worker: Worker) -> None: ...
+    def kill(self, worker: Worker, by: int = signal.SIGKILL) -> None: ...
 
     @abstractmethod
     def tell_waiters(self) -> None:
@@ -212,7 +217,7 @@ class Scheduler(ABC):
         if self._broken is not None:
             raise self._broken.with_traceback(None)
         if self._closing:
-            raise PoolClosedError("the pool is closed; make a new one, or keep this one open (with mpgrad.Pool() as pool: ...)")
+            raise PoolClosedError(f"the pool is closed; make a new one, or call it {INSIDE}")
 
     @property
     def state(self) -> str:
@@ -544,13 +549,15 @@ class Scheduler(ABC):
 
     def lose(self, worker: Worker, blames: bool = True) -> None:
         """The end of its pipe: it died. All that it had been given goes to others, but for a call that kills too often."""
-        (position, _), offset = worker.begun(), worker.offset
+        begun, offset = worker.begun(), worker.offset
+        if worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
+            worker.overdue, blames = None, False
         chunks = list(worker.under_way.values())
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = worker.exit_code = self._bury(worker, died)
         self._deaths += 1
         if chunks and blames:
-            self._recovery.blame(worker, died.exit_code, chunks[0], position, offset)
+            self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
                 self._recovery.reruns += len(chunk.calls)
@@ -561,7 +568,7 @@ class Scheduler(ABC):
                 worker.backlog.appendleft(chunk.captures)
         if self._is_last_start(worker):
             so_did_others = f"so did {FAILED_STARTS} in a row"
-            self._break(WorkerDiedError(None, "start", worker.number, died.exit_code, so_did_others))
+            self._break(WorkerDiedError(None, "start", worker.number, died.exit_code, so_did_others, worker.stack))
         else:
             self.staff()
         self._rescue(worker)
@@ -597,13 +604,15 @@ class Scheduler(ABC):
             self._stop(operation)
         moments = [self._staff_at, self._deadlines.next]
         for worker in list(self._workers.values()):
-            if overdue_at(worker) <= now:
+            if worker.doomed is None and overdue_at(worker) <= now:
                 self.drain_pipe(worker)  # we may have been late, and it not
                 if worker.gone is None and overdue_at(worker) <= now:
                     worker.overdue = next(iter(worker.under_way.values())).timeout
-                    self.kill(worker)
-                    self.lose(worker)
-                    continue
+                    worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.begun())
+                    self.kill(worker, FAREWELL)  # the end of its pipe is read next, as of any that dies
+            elif worker.doomed is not None and worker.doomed.moment <= now:
+                self.kill(worker)
+                self.lose(worker)
             moments.append(overdue_at(worker))
         soonest = min(moments)
         return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
@@ -619,7 +628,8 @@ class Scheduler(ABC):
 
     def end(self) -> None:
         """The last thing that happens; nobody may be left waiting."""
-        reason = self._broken or PoolClosedError("the pool is closed, and its workers and their graphs are gone")
+        closed = f"the pool is closed, and its workers and their graphs are gone; ask for results, and call backward, {INSIDE}"
+        reason = self._broken or PoolClosedError(closed)
         chunks = [chunk for worker in self._workers.values() for chunk in worker.under_way.values()]
         gone = [*self._stranded, *self._workers.values()]
         self._ended = reason
@@ -802,6 +812,8 @@ class Scheduler(ABC):
                 case Returned():
                     for address, times in message.slots:
                         self._take_back(worker, address, times)
+                case LastWords():
+                    worker.last_words = worker.channel.take_descriptor()
                 case Ready():
                     with contextlib.suppress(SharedMemoryError):  # then nothing is known of how far it has come
                         memory = self.lenders.slab(slab_of(message.progress)).memory

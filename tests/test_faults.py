@@ -49,7 +49,7 @@ def test_the_exception_of_the_first_failing_item(pool: mpgrad.Pool) -> None:
             pool.map(fn, range(40), 2)
         assert caught.value.args == (5, "text") and caught.value.code == 5
     (note,) = caught.value.__notes__
-    assert note.startswith("raised in item 5, worker ") and note.endswith("phase: forward")
+    assert note.startswith("raised in item 5, worker ") and note.endswith("phase: forward (int)")
     assert 'raise OwnError(k, "text")' in str(caught.value.__cause__)
     works(pool)
 

@@ -28,7 +28,7 @@ from mpgrad.testing import assert_same_as_serial
 
 ROOT = Path(__file__).parent.parent
 BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
-BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours", "system"}
+BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours", "system", "tracebacks"}
 BOTH_SIDES |= {"modules", "state", "watch"}
 
 
@@ -79,7 +79,7 @@ def test_both_sides_import_nothing_of_one_side() -> None:
 
 def test_the_autograd_layer_knows_no_transport() -> None:
     ours = {name.split(".")[1] for name in imports_of(ROOT / "mpgrad" / "autograd.py") if name.startswith("mpgrad.")}
-    assert ours == {"_torch", "batching"}
+    assert ours == {"_torch", "batching", "tracebacks"}
 
 
 DOCUMENTED = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import torch
 from mpgrad.workers.calls import failure
 from mpgrad.workers.devices import Station, station
 from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
+from mpgrad.workers.last_words import promise_last_words
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker
 
@@ -45,8 +47,9 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         start = first.messages[0]
         assert isinstance(start, Start)
         if in_process:
-            settle(start)
+            settle(start, number)
             outlet = Outlet(channel, start.log_level)
+            promise_last_words(channel)
         worker = begin(number, channel, start, setting)
         if outlet is not None and worker is not None:
             worker.take_warnings()
@@ -112,8 +115,9 @@ def serve_spawned(descriptor: int, number: int) -> NoReturn:
     serve_and_exit(end, number, None)
 
 
-def settle(start: Start) -> None:
+def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
+    multiprocessing.current_process().name = f"mpgrad-worker-{number}"  # as log records call it
     sys.path[:] = start.path
     sys.argv[:] = start.argv
     if start.directory is not None:

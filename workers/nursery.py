@@ -3,7 +3,7 @@
 multiprocessing's fork server does the same, but imports the parent's main module (so that every script needs a guard),
 listens on a named socket and is shared with whatever else uses it. This one has a single pipe, to the parent, and ends with it.
 
-    parent ► nursery    ("fork", name, number) with the worker's end of a socket pair;  ("kill", name, 0)
+    parent ► nursery    ("fork", name, number) with the worker's end of a socket pair;  ("kill", name, signal)
     nursery ► parent    (name, exit code), once for each worker
 A worker's number is its own within its pool; its name is unique among all pools that share the nursery.
 """
@@ -84,7 +84,7 @@ class Nursery:
         else:
             for pid, child in self._children.items():
                 if child == name:
-                    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+                    os.kill(pid, number)  # not reaped yet, so the pid is still its own
         return True
 
     def _fork(self, end: socket.socket, name: int, number: int) -> None:

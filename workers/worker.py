@@ -19,7 +19,7 @@ from typing import Any, TextIO, overload
 
 import torch
 from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
-from mpgrad.workers.calls import Function, Made, Stage, arguments, failure, result_structure
+from mpgrad.workers.calls import Function, Made, Stage, arguments, failure, given_in_words, result_structure
 from mpgrad.workers.devices import Station
 from mpgrad.workers.graphs import (
     APPLIED,
@@ -248,7 +248,7 @@ class Worker:
                 self._graphs.trim()
             return result
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
-            return failure(error, stage.phase, stage.offset)
+            return failure(error, stage.phase, stage.offset, stage.given)
 
     def _place(self, made: Made, origin: int, stage: Stage) -> list[Placed] | Together:
         place, station = self._packer.place, self._station
@@ -309,7 +309,11 @@ class Worker:
                 if station is not None:
                     station.seed(seed)
             started = time.perf_counter()
-            value = function.target(*args, **kwargs)
+            try:
+                value = function.target(*args, **kwargs)
+            except BaseException:
+                stage.given = given_in_words(args, kwargs)
+                raise
             self._own_seconds += time.perf_counter() - started
             stage.phase = "result"
             shape, found = result_structure(value, self._packer.kind)

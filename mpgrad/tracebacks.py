@@ -1,0 +1,235 @@
+"""What a traceback shows: the code of the caller and of the tasks, without the frames of mpgrad between them.
+
+A serial loop's traceback leads from the caller's line to the line that failed. A pool has its own frames on both sides: they
+say nothing about the mistake. So they are left out, also of the text that comes from a worker. Where mpgrad itself raises
+something unexpected they stay, and `MPGRAD_FULL_TRACEBACK=1` in the environment shows them always.
+
+    worker: full text ──► caller, when it asks for the exception: `shown` ──► its cause
+    caller: `hide_own_frames` in the outermost function of mpgrad, before the exception leaves it
+Guarantees: costs nothing where nothing fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import itertools
+import linecache
+import os
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, ParamSpec, TypeVar
+
+import cloudpickle
+import torch
+
+from mpgrad import classes
+from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, RemoteTraceback, WorkerDiedError
+
+__all__ = ["hide_own_frames", "shown", "shown_stack", "warn", "warned_again", "without_own_frames"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PYTHON = os.path.join(os.path.dirname(os.__file__), "")
+CALLS_OF_TASKS = ("worker.py", "_make"), ("_torch.py", "gradients")
+OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, PoolClosedError, WorkerDiedError)
+# as the traceback module writes a frame, also within an exception group; and as faulthandler does
+FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
+STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
+
+
+@functools.cache
+def own_folders() -> tuple[str, ...]:
+    """Of mpgrad; the workers' side is named, not imported."""
+    workers = importlib.util.find_spec("mpgrad.workers")
+    there = workers.submodule_search_locations if workers is not None else None
+    return tuple(os.path.join(folder, "") for folder in (os.path.dirname(__file__), *(there or ())))
+
+
+@functools.cache
+def hidden_folders() -> tuple[str, ...]:
+    """Of mpgrad, and of what `torch.compile` puts around its functions."""
+    return *own_folders(), os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
+
+
+@functools.cache
+def library_folders() -> tuple[str, ...]:
+    """Of what mpgrad itself calls."""
+    return tuple(os.path.join(folder, "") for folder in (*torch.__path__, *cloudpickle.__path__))
+
+
+def is_own(file: str) -> bool:
+    return file.startswith(own_folders())
+
+
+def is_callers(file: str) -> bool:
+    """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within Python's own folder."""
+    in_python = file.startswith(PYTHON) and "-packages" not in file.removeprefix(PYTHON)
+    return not (in_python or file.startswith((*own_folders(), *library_folders(), "<frozen ")))
+
+
+def raised_by_task(frame: re.Match[str]) -> bool:
+    """Whether this frame of mpgrad's, the innermost, is one that calls the task or its graph: that is C code, which raised."""
+    return (os.path.basename(frame["file"]), frame["function"]) in CALLS_OF_TASKS
+
+
+def wants_all() -> bool:
+    return os.environ.get("MPGRAD_FULL_TRACEBACK", "") not in ("", "0")
+
+
+# --- here
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Of an exception that a call gave, or that comes from code of the caller's; a bare `raise` has to follow.
+
+    Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the frame of who calls this stays.
+    """
+    entries = list(entries_of(error.__traceback__))
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    innermost = itertools.takewhile(lambda file: not is_own(file), files[::-1])
+    is_outcome = isinstance(error, OUTCOMES) or isinstance(error.__cause__, RemoteTraceback)
+    if wants_all() or not (is_outcome or any(map(is_callers, innermost))):
+        return
+    kept: types.TracebackType | None = None
+    for entry, file in zip(entries[:0:-1], files[:0:-1], strict=True):
+        if not file.startswith(hidden_folders()):
+            entry.tb_next, kept = kept, entry
+    if sys.version_info >= (3, 11):
+        error.__traceback__ = kept
+    else:
+        entries[0].tb_next = kept
+
+
+def entries_of(entry: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function, whose exceptions show the caller's frames only."""
+
+    @functools.wraps(function)
+    def outermost(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
+
+    return outermost
+
+
+# --- from workers
+
+
+def shown(text: str) -> str:
+    """A worker's traceback without mpgrad's frames, and with those lines of source that only the caller has (notebooks)."""
+    if not wants_all():
+        text = "\n".join(without_own(text.split("\n")))
+    lines = text.split("\n")
+    found: list[str] = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        frame = FRAME.fullmatch(line)
+        found += [line] if frame is None or is_source(following, frame) else with_source(frame, frame["indent"])
+    return "\n".join(found)
+
+
+def is_source(line: str, frame: re.Match[str]) -> bool:
+    """Whether `line` belongs to the frame in front of it: source, or marks below it."""
+    return line.startswith(f"{frame['indent']}    ")
+
+
+def without_own(lines: list[str]) -> Iterator[str]:
+    """One traceback after the other: each keeps mpgrad's frames if it ends in one, for then mpgrad itself has raised."""
+    frames: list[tuple[re.Match[str], list[str]]] = []  # of the traceback that we are in, with their lines
+    latest: re.Match[str] | None = None
+    for line in lines:
+        frame = FRAME.fullmatch(line)
+        if frame is not None:
+            latest = frame
+            frames.append((frame, [line]))
+        elif latest is not None and (is_source(line, latest) or line.lstrip(" |").startswith("[Previous line repeated ")):
+            frames[-1][1].append(line)
+        else:
+            yield from lines_of(frames)
+            frames, latest = [], None
+            yield line
+    yield from lines_of(frames)
+
+
+def lines_of(frames: list[tuple[re.Match[str], list[str]]]) -> Iterator[str]:
+    ends_here = bool(frames) and is_own(frames[-1][0]["file"]) and not raised_by_task(frames[-1][0])
+    for frame, lines in frames:
+        if ends_here or not is_own(frame["file"]):
+            yield from lines
+
+
+def shown_stack(text: str) -> str:
+    """What faulthandler wrote of a worker's threads, innermost frames first: those that were in a task, or all."""
+    threads = [each.strip("\n").split("\n") for each in text.split("\n\n")]
+    found: list[str] = []
+    for title, *lines in threads:
+        frames = [frame for line in lines if (frame := STACK_FRAME.fullmatch(line)) is not None]
+        own = [is_own(frame["file"]) for frame in frames]
+        kept = frames
+        if any(own) and not own[0] and not wants_all():
+            inside = len(own) - own[::-1].index(True)  # what is further out has started the process
+            kept = [frame for frame, ours in zip(frames[:inside], own, strict=False) if not (ours or is_import(frame))]
+        found += [title, *itertools.chain.from_iterable(map(with_source, kept))] if kept else []
+    return "\n".join(found)
+
+
+def is_import(frame: re.Match[str]) -> bool:
+    """Python's own tracebacks leave these out too."""
+    return frame["file"].startswith("<frozen importlib.")
+
+
+def with_source(frame: re.Match[str], indent: str = "") -> list[str]:
+    source = linecache.getline(frame["file"], int(frame["line"])).strip()
+    return [frame[0], f"{indent}    {source}"] if source else [frame[0]]
+
+
+# --- warnings
+
+
+def outside() -> tuple[types.FrameType, int]:
+    """The caller's innermost frame, and how many frames up from who asks that is, who is 1."""
+    here = inspect.currentframe()
+    assert here is not None and here.f_back is not None
+    frame, level = here.f_back, 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(hidden_folders()):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
+def warn(message: str) -> None:
+    """`warnings.warn` from the caller's line."""
+    _, level = outside()
+    warnings.warn(message, stacklevel=level)
+
+
+ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
+
+
+def warned_again(message: bytes, file: str, line: int) -> None:
+    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error.
+
+    One that is said of who called the task (by `stacklevel`) is said of the caller's line.
+    """
+    try:
+        instance = classes.loads(message)
+    except Exception as error:  # its class cannot be imported here
+        instance = UserWarning(f"a warning that cannot be loaded here ({error})")
+    if is_own(file):
+        frame, _ = outside()
+        file, line = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)
+
