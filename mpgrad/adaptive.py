@@ -176,7 +176,9 @@ class LocalFunction:
         self._captures = [private(each, self._border) for each in captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
         self._is_followed = torch.is_grad_enabled()
+        self._may_reach = b"as_strided" in pickled  # before a tensor in its storage, where copies have nothing
         self._searched: structure.Searched = {}
+        self._check_reach(captures)
         try:
             self._target = structure.loads(pickled, self._captures, apart=True)
         except Exception as error:
@@ -213,6 +215,7 @@ class LocalFunction:
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+            self._check_reach(args)
             copies = [private(each, self._border, is_argument=True) for each in args]
             value = self._target(*copies)
             check_unwritten(args, copies)
@@ -220,11 +223,16 @@ class LocalFunction:
             pickled, tensors, claims = structure.dumps_arguments((tuple(args), kwargs), self._searched)
             if claims:
                 raise UnusualError
+            self._check_reach(tensors)
             copies = [private(each, self._border, is_argument=True) for each in tensors]
             own_args, own_kwargs = structure.loads(pickled, copies, apart=True)
             value = self._target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
+
+    def _check_reach(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._may_reach and any(map(torch.Tensor.storage_offset, tensors)):
+            raise UnusualError
 
     def _result(self, value: Any) -> Any:
         """`value` as it would arrive: no memory in common with what the function keeps, containers made anew."""

@@ -20,6 +20,7 @@ from mpgrad.workers.calls import failure
 from mpgrad.workers.devices import Station, station
 from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.streams import Outlet
+from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
 
 from mpgrad import classes
@@ -124,6 +125,7 @@ def settle(start: Start) -> None:
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()
+    SURROUNDINGS.watch()
 
 
 def die_with(parent_pid: int | None) -> None:

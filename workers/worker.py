@@ -36,6 +36,7 @@ from mpgrad.workers.graphs import (
     edges_at,
     run_backward,
 )
+from mpgrad.workers.surroundings import SURROUNDINGS
 
 from mpgrad import classes, structure
 from mpgrad._torch import plus
@@ -293,6 +294,7 @@ class Worker:
         given, entrances = self._inputs(refs, payload)
         made = Made(call, function, refs, given, entrances, message.modes.inference, on_devices=station is not None)
         before = CHECKPOINTS.count
+        SURROUNDINGS.are_of(made)
         for stage.offset, own in enumerate(made.items()):
             stage.phase = "forward"
             if call.bundle:
@@ -304,6 +306,7 @@ class Worker:
                 seed = seed_item(message.seed, call.item + stage.offset)
                 if station is not None:
                     station.seed(seed)
+            SURROUNDINGS.were_asked_for = False
             started = time.perf_counter()
             value = function.target(*args, **kwargs)
             self._own_seconds += time.perf_counter() - started
@@ -504,7 +507,8 @@ class Worker:
             precise = are_precise(message.captures)
             names = names_of(message.captures)
             search = Search({id(edges[number]): number for number in with_more_behind(message.captures)})
-            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search)
+            flags = flags_in(message.captures)
+            function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search, flags)
             self._functions[message.function] = function
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
