@@ -10,7 +10,7 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
-    from mpgrad import nn
+    from mpgrad import nn, testing
     from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
     from mpgrad.errors import (
         AncestorFailedError,
@@ -87,6 +87,7 @@ __all__ = [
     "per_item_grad",
     "run_isolated_backward",
     "run_isolated_forward",
+    "testing",
     "vjp",
     "wait",
 ]
@@ -94,8 +95,8 @@ __all__ = [
 
 def __getattr__(name: str) -> _typing.Any:
     """Everything is imported when it is first asked for: workers need a third of it, and start so much sooner."""
-    if name == "nn":
-        return _importlib.import_module("mpgrad.nn")
+    if name in ("nn", "testing"):
+        return _importlib.import_module(f"mpgrad.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -64,6 +64,7 @@ __all__ = [
     "refusing_no_grad",
     "replica_of",
     "saved_tensor_hooks",
+    "script_operations",
     "set_priority",
     "shared_storage",
     "storage_from_descriptor",
@@ -528,6 +529,12 @@ def load_script(code: bytes) -> torch.jit.ScriptModule:
             warnings.simplefilter("ignore", category)  # said to the one who scripted it
         module: torch.jit.ScriptModule = load(io.BytesIO(code))
     return module
+
+
+def script_operations() -> dict[int, str]:
+    """What TorchScript takes functions for that it does not compile, by the function's id."""
+    table: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    return table
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:

@@ -177,6 +177,9 @@ class LocalFunction:
         self._captures = [private(each, self._border) for each in function.captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
         self._is_followed = torch.is_grad_enabled()
+        code = function.pickled + (b"" if function.state is None else function.state.pickled)
+        self._may_reach = b"as_strided" in code  # before a tensor in its storage, where copies have nothing
+        self._check_reach(function.captures)
         try:
             self._target = self._loaded(function)
         except Exception as error:
@@ -223,6 +226,7 @@ class LocalFunction:
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+            self._check_reach(args)
             copies = [private(each, self._border, is_argument=True) for each in args]
             value = self._target(*copies)
             check_unwritten(args, copies)
@@ -230,11 +234,16 @@ class LocalFunction:
             pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), state.Everything())
             if claims:
                 raise UnusualError
+            self._check_reach(tensors)
             copies = [private(each, self._border, is_argument=True) for each in tensors]
             own_args, own_kwargs = structure.loads(pickled, copies, names=self._names)
             value = self._target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
+
+    def _check_reach(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._may_reach and any(map(torch.Tensor.storage_offset, tensors)):
+            raise UnusualError
 
     def _result(self, value: Any) -> Any:
         """`value` as it would arrive: no memory in common with what the function keeps, containers made anew."""

@@ -4,9 +4,9 @@ Autograd and pickle both want whole tensors; a message wants bytes and numbers. 
 where. A sparse tensor is one reference too: to a run of memory in which its indices and values lie like tensors in a message.
 Many references go together, in columns, or as a bucket where the tensors are alike.
 
-Guarantees: strides of dense tensors survive, an expanded tensor travels as small as it is; sparse tensors keep layout, order
-    of entries and whether they are coalesced; a received tensor is never a view in autograd's sense, so it may be written in
-    place like any fresh tensor.
+Guarantees: strides survive, and where that is little what lies between the elements and before them; an expanded tensor
+    travels as small as it is; sparse tensors keep layout, order of entries and whether they are coalesced; a received tensor
+    is never a view in autograd's sense, so it may be written in place like any fresh tensor.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "DTYPES",
     "HOOKED",
     "LEAF",
+    "LONE",
     "NUMBER_OF_DTYPE",
     "PARAMETER",
     "PLACE",
@@ -36,6 +37,7 @@ __all__ = [
     "SHARED",
     "SPARSE_LAYOUTS",
     "SPREAD",
+    "WITHIN",
     "Bucket",
     "Columns",
     "Form",
@@ -50,8 +52,9 @@ __all__ = [
     "place_of",
     "renamed",
     "rows_of",
-    "spread",
+    "span_of",
     "stand_in",
+    "strided",
     "unit_of",
     "view",
     "view_at",
@@ -65,6 +68,7 @@ ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
 DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+AS_STRIDED_ = torch.Tensor.as_strided_  # as it is here: in workers `surroundings` watches what functions do with it
 MAKE_COO: Any = torch.sparse_coo_tensor  # their type hints leave out the indices
 MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
 
@@ -233,8 +237,10 @@ REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
 SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
-SPREAD = 16  # travels dense, and is spread out to its strides by the receiver
+SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and is spread out to its strides by the receiver
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
+WITHIN = 64  # begins within the memory that travels: before it comes what its storage holds there
+LONE = 128  # what its storage holds before it stays behind
 DEVICE = 256  # times the code of the device on which the receiver is to have it (see `devices.code_of`), wherever it lies now
 
 
@@ -301,12 +307,24 @@ def renamed(ref: TensorRef, code: int) -> TensorRef:
     return ref._replace(flags=ref.flags % DEVICE + code * DEVICE)
 
 
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory lie from the first to the last one of a tensor that is not empty, these two included."""
+    return 1 + sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
+
+
+def strided(memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], flags: int) -> torch.Tensor:
+    """The tensor that travelled as `memory`: one run, which may be `memory` itself afterwards."""
+    if flags & SPREAD:
+        return spread(memory, shape, stride)
+    if flags & WITHIN:
+        return AS_STRIDED_(memory, shape, stride, memory.numel() - span_of(shape, stride))
+    return AS_STRIDED_(memory, shape, stride)
+
+
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-    return (
-        torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device)
-        .copy_(core.view(kept))
-        .as_strided_(shape, stride)
+    return AS_STRIDED_(
+        torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(core.view(kept)), shape, stride
     )
 
 
@@ -358,7 +376,7 @@ def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> t
     else:
         tensor = torch.frombuffer(borrow(TensorRef._make(row)), dtype=dtype, count=nbytes // dtype.itemsize)
     if form is not None:
-        return spread(tensor, shape, form) if flags & SPREAD else tensor.as_strided_(shape, form)
+        return strided(tensor, shape, form, flags)
     if len(shape) != 1 or nbytes == 0:
         return tensor.resize_(shape)
     return tensor
@@ -380,7 +398,7 @@ def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[Tensor
         tensor = view(ref._replace(shape=flat_shape, form=None, flags=0), payload, lambda ref: memory).to(device)
     if stride is None:
         return tensor.resize_(ref.shape)
-    return spread(tensor, ref.shape, stride) if ref.flags & SPREAD else tensor.as_strided_(ref.shape, stride)
+    return strided(tensor, ref.shape, stride, ref.flags)
 
 
 def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:

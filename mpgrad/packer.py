@@ -3,7 +3,7 @@
 Up to RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a tensor). Many that are
 alike are copied at once, and have one slot together: a bucket, which costs little more than one tensor.
 
-    tensor ──► core without holes ──► bytes, or a slot: Placed ──► Payload ──► TensorRef
+    tensor ──► one run of memory ──► bytes, or a slot: Placed ──► Payload ──► TensorRef
     tensors ──► Bucketed, or Riders: Together ──────────────────────► Payload ──► Bucket, or Columns
 """
 
@@ -23,6 +23,7 @@ from mpgrad.carrier import (
     ALIGNMENT,
     DEVICE,
     LEAF,
+    LONE,
     NUMBER_OF_DTYPE,
     PARAMETER,
     PLACE,
@@ -30,6 +31,7 @@ from mpgrad.carrier import (
     SHARED,
     SPARSE_LAYOUTS,
     SPREAD,
+    WITHIN,
     Bucket,
     Columns,
     Form,
@@ -37,7 +39,8 @@ from mpgrad.carrier import (
     Sparse,
     TensorRef,
     flags_of,
-    spread,
+    span_of,
+    strided,
     unit_of,
     view,
 )
@@ -66,6 +69,11 @@ ANSWERED_BYTES = 64 << 10  # of one for the caller, who copies it out of its buc
 MANY = 8  # references in one message, from which they are pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
+ROOM_BYTES = 256  # at most travel of what lies before a tensor in its storage: less than a message; rows of a batch stay small
+GAPPED = 4  # times its elements is what travels with its gaps, at most: there most cache lines hold an element, and are read
+HOW = SPREAD | WITHIN | LONE  # the flags that say how a tensor travels
+AS_STRIDED = torch.Tensor.as_strided  # as they are here: in workers `surroundings` watches what functions do with them
+OFFSET_OF = torch.Tensor.storage_offset
 
 
 class Placed(NamedTuple):
@@ -154,8 +162,10 @@ class Packer:
                 flat = torch.frombuffer(slot.memory, dtype=dtype)
                 torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
         self.bytes_copied += sum(counts) * dtype.itemsize
-        shared = self._flags if slot is not None else 0
-        return Bucketed(Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | shared), body, slot)
+        how = LONE if any(map(OFFSET_OF, alike)) else 0
+        if slot is not None:
+            how |= self._flags
+        return Bucketed(Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how), body, slot)
 
     def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
         rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
@@ -205,8 +215,9 @@ class Packer:
         """
         lane = None if staged or code == 0 else self._way(tensor)
         if lane is None:
-            placed = self.place(brought_here(tensor), flags)
-            return placed._replace(flags=placed.flags + code * DEVICE)
+            here = brought_here(tensor)
+            placed = self.place(here, flags)
+            return placed._replace(flags=(placed.flags | left_behind(tensor, here)) + code * DEVICE)
         core, form, how = dense_core(tensor.detach())
         slot = lane.write(core)
         nbytes = slot.memory.nbytes
@@ -241,12 +252,13 @@ class Packer:
         ways = [None if staged else self._way(tensor) for tensor in tensors]
         through_here = [brought_here(tensor) for tensor, way in zip(tensors, ways, strict=True) if way is None]
         refs, slot, slots = self.place_together(through_here, sharing)
-        here, found = iter(refs), []
+        here, found = zip(refs, through_here, strict=True), []
         for tensor, way in zip(tensors, ways, strict=True):
             code = code_of(tensor)
             if way is None:
-                ref = next(here)
-                found.append(ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE))
+                ref, own = next(here)
+                how = ref.flags & HOW | left_behind(tensor, own)
+                found.append(ref._replace(flags=how | flags_of(tensor) | code * DEVICE))
             else:
                 placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
                 assert isinstance(placed.holder, Slot)
@@ -299,30 +311,44 @@ def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
 
 
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """The part of `tensor` that lies in memory without holes, the form that rebuilds the rest from it, and SPREAD or 0.
+    """The memory that travels for `tensor`, one run; the form that rebuilds it from that, and what its flags say of it: `HOW`.
 
-    Strides are kept even where they have holes: sums over other strides add up in another order, and so to other bits.
+    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits. What
+    lies in the gaps, and before the tensor in its storage, travels too where that is little: `as_strided` can reach it.
     """
     if tensor.layout is not torch.strided:
         return sparse_core(tensor.detach())
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):
-        return tensor, None, 0
+        start = OFFSET_OF(tensor)
+        if start == 0:
+            return tensor, None, 0
+        if start * tensor.element_size() > ROOM_BYTES or not (tensor.dim() and tensor.numel()):
+            return tensor, None, LONE
     if tensor._is_zerotensor():  # it has no memory
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None, 0
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
+    how = LONE if OFFSET_OF(core) else 0
     if not (any(stride) or tensor.is_complex() or tensor.is_neg()):  # one number everywhere: what a sum's gradient looks like
-        return core.as_strided((1,) * len(stride), stride), stride, 0
+        return AS_STRIDED(core, (1,) * len(stride), stride), stride, how
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
-    if is_dense(core):
-        return core.resolve_conj().resolve_neg(), stride, 0
-    if not overlaps(core):
-        return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return whole, None, 0
+    if not (core.is_conj() or core.is_neg()):
+        span = span_of(core.shape, stride)
+        if span <= GAPPED * core.numel() or span * core.element_size() <= RIDE_BYTES:
+            return run_of(core, stride, span)
+    elif is_dense(core):
+        return core.resolve_conj().resolve_neg(), stride, how
+    return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD | how
+
+
+def run_of(core: torch.Tensor, stride: tuple[int, ...], span: int) -> tuple[torch.Tensor, Form, int]:
+    start = OFFSET_OF(core)
+    room = start if start * core.element_size() <= ROOM_BYTES else 0
+    how = 0 if start == 0 else WITHIN if room else LONE
+    return AS_STRIDED(core, (room + span,), (1,), start - room), stride, how
 
 
 def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
@@ -349,8 +375,13 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
     here = core.cpu()
     if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
         return here
-    flat = here.as_strided((here.numel(),), (1,))
-    return spread(flat, tuple(tensor.shape), stride) if how else flat.as_strided(tensor.shape, stride)
+    return strided(AS_STRIDED(here, (here.numel(),), (1,)), tuple(tensor.shape), stride, how)
+
+
+def left_behind(tensor: torch.Tensor, here: torch.Tensor) -> int:
+    """LONE, where `brought_here` has left what its storage holds before it."""
+    has_storage = tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return LONE if has_storage and OFFSET_OF(tensor) > OFFSET_OF(here) else 0
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

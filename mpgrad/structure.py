@@ -277,6 +277,13 @@ def reduce_method(value: types.MethodType) -> Any:
     return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
 
 
+def reduce_builtin(value: Any) -> Any:
+    """Under the name by which everybody calls it, for workers watch some of PyTorch's functions: see `workers.surroundings`."""
+    owner = torch.Tensor if isinstance(value, types.MethodDescriptorType) else torch
+    name = value.__name__
+    return (getattr, (owner, name)) if getattr(owner, name, None) is value else value.__reduce_ex__(5)
+
+
 def reduce_generator(value: torch.Generator) -> Any:
     # of the default generator the worker's own is meant, which has the seed of the item
     return (getattr, (torch, "default_generator")) if value is torch.default_generator else value.__reduce_ex__(5)
@@ -303,6 +310,8 @@ REDUCERS = {
     torch.Generator: reduce_generator,
     torch.finfo: reduce_limits,
     torch.iinfo: reduce_limits,
+    types.BuiltinMethodType: reduce_builtin,
+    types.MethodDescriptorType: reduce_builtin,
     types.MethodType: reduce_method,
     types.ModuleType: reduce_imported,
 }

@@ -2,91 +2,217 @@
 
 `torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the loop run by the caller is
 the reference, so values and the gradients of items must agree bit for bit, and no tolerance can hide a mistake.
+
+    loop ──► loop again, last item first ──► the pool ──► last item first, one call at a time ──► in the caller
+A function that the pool cannot run as the loop does (it counts its calls, remembers what it was given, writes to what it
+captures) may agree by chance in any one of these, but not in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mpgrad._torch import tree_leaves, tree_map_only
+from mpgrad._torch import apply, has_plain_memory, tree_leaves, tree_map_only
+from mpgrad.adaptive import LocalFunction, UnusualError, may_run_here
+from mpgrad.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
 from mpgrad.packing import pickled_function
 from mpgrad.pool import Pool
 
 __all__ = ["assert_same_as_serial"]
 
+Function = Callable[[Any], Any]
+
 
 def assert_same_as_serial(
-    fn: Callable[[Any], Any],
+    fn: Function,
     items: Sequence[Any],
     pool: Pool | None = None,
     *,
     order: int = 1,
-    run: Callable[[Pool, Callable[[Any], Any], list[Any]], Sequence[Any]] = lambda pool, fn, items: pool.map(fn, items),
+    run: Callable[[Pool, Function, list[Any]], Sequence[Any]] | None = None,
     rtol: float | None = None,
 ) -> None:
     """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and derivatives.
 
+    The loop is run a second time, with the last item first, and must give the same. The pool is asked twice: as it is asked
+    anywhere, and with the last item first, each item a call of its own. Where it may run cheap calls in the caller
+    (``inline="auto"``), they are run there too.
+
     Args:
-        fn: the function; gradients of the tensors that it captures are compared too.
-        items: tensors or structures; each run gets copies of its own, leaves where these are leaves.
+        fn: the function; gradients of the tensors that it captures are compared too. It must not write to these.
+        items: tensors or structures; each run gets copies of its own, leaves where these are leaves. Views in the same
+            storage are such views in the copies.
         pool: the pool to test; None for a new one of two processes.
         order: derivatives up to this order; 0 for values only. Those of order 2 are of all first ones, weighted at random,
-            as `torch.autograd.gradgradcheck` does it.
-        run: how the pool is asked, where it is not `map`.
+            as `torch.autograd.gradgradcheck` does it. Only of the pool's first run those beyond the first order.
+        run: how the pool is asked; None for `map`.
         rtol: relative tolerance for what the pool adds up in another order: the gradients of captures, and all from order 2
             on; None for 4096 times the precision of the dtype. All else is compared bit for bit.
 
     Raises:
-        AssertionError: names the item, and whether value or gradient differ.
+        AssertionError: names the item, and whether value or gradient differ; or says what `fn` does that no pool can follow:
+            it keeps something from call to call, writes to a capture, or draws random numbers, which are others in a pool.
         ValueError: `order` is negative.
 
     Example:
-        >>> import torch
-        >>> from mpgrad.testing import assert_same_as_serial
+        >>> import mpgrad, torch
         >>> weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
         >>> items = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in range(4)]
-        >>> assert_same_as_serial(lambda x: (x * weight).exp(), items, order=2)
+        >>> mpgrad.testing.assert_same_as_serial(lambda x: (x * weight).exp(), items, order=2)
     """
     if order < 0:
         raise ValueError(f"order must be at least 0 (order: {order})")
     if pool is None:
         with Pool(processes=2) as own:
             return assert_same_as_serial(fn, items, own, order=order, run=run, rtol=rtol)
-    captures = [tensor for tensor in pickled_function(fn).captures if tensor.requires_grad]
-    ours, theirs = copies(items), copies(items)
-    results, reference = list(run(pool, fn, ours)), [fn(item) for item in theirs]
-    if len(results) != len(reference):
-        raise AssertionError(f"the pool gave {len(results)} results, the serial loop {len(reference)}")
-    for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
-        compare_values(f"item {index}", result, expected)
-    sides = [
-        (differentiable(outputs), [*differentiable(inputs), *captures])
-        for outputs, inputs in ((results, ours), (reference, theirs))
-    ]
-    names = [f"input {number}" for number in range(len(differentiable(ours)))]
-    names += [f"capture {number}" for number in range(len(captures))]
-    for degree in range(1, order + 1):
-        found = [gradients_of(outputs, inputs, degree, degree < order) for outputs, inputs in sides]
-        for number, (name, grad, expected) in enumerate(zip(names, *found, strict=True)):
-            in_order = degree == 1 and number < len(names) - len(captures)
-            label = "gradient of" if degree == 1 else f"derivative of order {degree} of"
-            compare_tensors(f"{label} {name}", grad, expected, 0.0 if in_order else rtol)
-        sides = [(differentiable(grads), inputs) for grads, (_, inputs) in zip(found, sides, strict=True)]
+    loop = Loop(fn, items, order, rtol)
+    loop.assert_repeatable()
+    before = RandomState()
+    ask = run or (lambda pool, fn, items: pool.map(fn, items))
+    given = copies(items)
+    results = list(ask(pool, fn, given))
+    try:
+        loop.compare(results, given, order)
+    except AssertionError as error:
+        if not loop.draws:
+            raise
+        raise AssertionError(said_of_random_numbers(fn, items, results, before, error)) from error
+    given = copies(items)
+    backwards = run or (lambda pool, fn, items: pool.map(fn, items, chunksize=1))
+    loop.compare(list(backwards(pool, fn, given[::-1]))[::-1], given, min(order, 1), " (last item first, one by one)")
+    given = copies(items)
+    if run is None and (found := results_in_the_caller(pool, fn, given)) is not None:
+        loop.compare(found, given, min(order, 1), " (in the caller)")
     return None
+
+
+class Loop:
+    """The serial loop, and what it gave."""
+
+    def __init__(self, fn: Function, items: Sequence[Any], order: int, rtol: float | None) -> None:
+        self._fn = fn
+        self._items = items
+        self._rtol = rtol
+        self._start = RandomState()
+        reached = pickled_function(fn).captures
+        before = [tensor.detach().clone() for tensor in reached]
+        inputs = copies(items)
+        self._results = [fn(item) for item in inputs]
+        self.draws = self._start.has_moved()
+        for tensor, value in zip(reached, before, strict=True):
+            if tensor.shape != value.shape or not same_bits(tensor.detach().cpu().to_dense(), value.cpu().to_dense()):
+                raise AssertionError(
+                    f"the function writes to a tensor or array that it captures ({describe(value)}): in a pool that stays in a "
+                    "worker; return what is new instead"
+                )
+        self._captures = [tensor for tensor in reached if tensor.requires_grad]
+        self._derivatives = list(derivatives(self._results, [*differentiable(inputs), *self._captures], order))
+
+    def assert_repeatable(self) -> None:
+        """Run the loop again, with the last item first unless random numbers are drawn one after another."""
+        again = copies(self._items)
+        if self.draws:
+            end = RandomState()
+            self._start.put_back()
+            results = [self._fn(item) for item in again]
+            end.put_back()
+        else:
+            results = [self._fn(item) for item in again[::-1]][::-1]
+        for index, pair in enumerate(zip(results, self._results, strict=True)):
+            try:
+                compare_values(f"item {index}", *pair)
+            except AssertionError as error:
+                raise AssertionError(
+                    f"item {index}: the function gives something else when it is called again, or in another order: it counts "
+                    "its calls, or keeps something from one to the next. A pool calls it in any order, in several processes; "
+                    "give each item what it depends on"
+                ) from error
+
+    def compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = "") -> None:
+        """`how` the pool was asked, for the error."""
+        if len(results) != len(self._results):
+            raise AssertionError(f"the pool gave {len(results)} results, the serial loop {len(self._results)}{how}")
+        for index, pair in enumerate(zip(results, self._results, strict=True)):
+            compare_values(f"item {index}", *pair, how)
+        ours = differentiable(inputs)
+        names = [f"input {number}" for number in range(len(ours))]
+        names += [f"capture {number}" for number in range(len(self._captures))]
+        sides = derivatives(results, [*ours, *self._captures], len(self._derivatives)), self._derivatives
+        for degree, both in itertools.islice(enumerate(zip(*sides, strict=False), start=1), order):
+            label = "gradient of" if degree == 1 else f"derivative of order {degree} of"
+            for number, (name, grad, expected) in enumerate(zip(names, *both, strict=True)):
+                in_order = degree == 1 and number < len(ours)
+                compare_tensors(f"{label} {name}", grad, expected, 0.0 if in_order else self._rtol, how)
+
+
+def said_of_random_numbers(
+    fn: Function, items: Sequence[Any], results: Sequence[Any], before: RandomState, error: AssertionError
+) -> str:
+    """Of a function that draws some, and an `error` that may come of that. `before`: the generators as the pool began."""
+    with kept_random_state():
+        before.put_back()
+        seed = draw_seed()
+        try:
+            for index, (item, result) in enumerate(zip(copies(items), results, strict=True)):
+                seed_item(seed, index)
+                compare_values(f"item {index}", result, fn(item))
+        except AssertionError:
+            return f"{error} (the function draws random numbers, which are others in a pool; that is not all that differs)"
+    return (
+        "the function draws random numbers, and these are all that differs: in a pool each item has a stream of its own, which "
+        "torch.manual_seed fixes, where the items of a loop share one. To compare it, give each item its numbers, a seed, or a "
+        f"torch.Generator ({error})"
+    )
+
+
+def results_in_the_caller(pool: Pool, fn: Function, items: Sequence[Any]) -> list[Any] | None:
+    """As of calls that are too cheap to be sent; None where the pool would send them all the same."""
+    if not (pool._may_stay and may_run_here()):
+        return None
+    pickled = pickled_function(fn)
+    with TURNS.lock:
+        try:
+            return LocalFunction(pickled).run([((item,), {}) for item in items], math.inf)
+        except UnusualError:
+            return None
+
+
+class Alias(torch.autograd.Function):
+    """Another tensor with the same memory, which is no leaf, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def copies(items: Sequence[Any]) -> list[Any]:
     known: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def value_of(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_plain_memory(tensor):
+            return tensor.detach().clone()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storages[storage.data_ptr()], *place)
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:  # one tensor twice stays one
-            leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            leaf = value_of(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
                 leaf = torch.nn.Parameter(leaf.detach(), tensor.requires_grad)
-            known[id(tensor)] = leaf if tensor.is_leaf else leaf.clone()
+            known[id(tensor)] = leaf if tensor.is_leaf else apply(Alias, leaf)
         return known[id(tensor)]
 
     return [tree_map_only(torch.Tensor, copy, item) for item in items]
@@ -94,6 +220,13 @@ def copies(items: Sequence[Any]) -> list[Any]:
 
 def differentiable(structures: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(list(structures)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def derivatives(outputs: Sequence[Any], inputs: list[torch.Tensor], order: int) -> Iterator[list[torch.Tensor | None]]:
+    """The gradients of the outputs, then those of these, and so on."""
+    for degree in range(1, order + 1):
+        outputs = gradients_of(differentiable(outputs), inputs, degree, degree < order)
+        yield outputs
 
 
 def gradients_of(
@@ -109,19 +242,20 @@ def gradients_of(
     return list(found)
 
 
-def compare_values(name: str, result: Any, expected: Any) -> None:
+def compare_values(name: str, result: Any, expected: Any, how: str = "") -> None:
     if type(result) is not type(expected):
-        raise AssertionError(f"{name}: the pool gave a {type(result).__name__}, the serial loop a {type(expected).__name__}")
+        kinds = type(result).__name__, type(expected).__name__
+        raise AssertionError(f"{name}: the pool gave a {kinds[0]}, the serial loop a {kinds[1]}{how}")
     ours, theirs = tree_leaves(result), tree_leaves(expected)
     if len(ours) != len(theirs):
-        raise AssertionError(f"{name}: the results differ in structure")
+        raise AssertionError(f"{name}: the results differ in structure{how}")
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(other, torch.Tensor):
             if mine.requires_grad != other.requires_grad:
-                raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}")
-            compare_tensors(f"{name}, value", mine, other, 0.0)
+                raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}{how}")
+            compare_tensors(f"{name}, value", mine, other, 0.0, how)
         elif has_equality(other) and any_of(mine != other):
-            raise AssertionError(f"{name}: the pool gave {mine!r}, the serial loop {other!r}")
+            raise AssertionError(f"{name}: the pool gave {mine!r}, the serial loop {other!r}{how}")
 
 
 def any_of(unequal: Any) -> bool:
@@ -135,22 +269,24 @@ def has_equality(value: object) -> bool:
     return equality is not object.__eq__
 
 
-def compare_tensors(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None) -> None:
+def compare_tensors(
+    name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None, how: str = ""
+) -> None:
     if ours is None or theirs is None:
         if ours is not theirs:
-            raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
+            raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}{how}")
         return
     kinds = [(each.device, each.dtype, each.shape, each.layout, strides_that_matter(each)) for each in (ours, theirs)]
     if kinds[0] != kinds[1]:
-        raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}")
+        raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}{how}")
     if rtol is None:
         rtol = 4096 * torch.finfo(theirs.dtype).eps
     ours, theirs = ours.detach().cpu().to_dense(), theirs.detach().cpu().to_dense()
     if rtol == 0 and same_bits(ours, theirs):
         return
     if rtol == 0 or not torch.allclose(ours, theirs, rtol=rtol, atol=rtol, equal_nan=True):
-        difference = (ours - theirs).abs().max().item()
-        raise AssertionError(f"{name}: the pool and the serial loop differ by up to {difference:.3g}")
+        difference = (ours.to(torch.complex128) - theirs.to(torch.complex128)).abs().max().item()
+        raise AssertionError(f"{name}: the pool and the serial loop differ by up to {difference:.3g}{how}")
 
 
 def strides_that_matter(tensor: torch.Tensor) -> list[int]:

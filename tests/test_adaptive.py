@@ -121,6 +121,19 @@ def test_arguments_and_captures_are_private(cheap: mpgrad.Pool) -> None:
     assert not state.any()
 
 
+def test_what_lies_before_an_argument_is_not_mistaken(cheap: mpgrad.Pool) -> None:
+    def reach(x: Tensor) -> Tensor:
+        return x.as_strided((2,), (1,), 0)
+
+    known(cheap, reach, items())
+    before = here(cheap)
+    rows = list(torch.arange(1000.0).view(10, 100))
+    with pytest.raises(RuntimeError, match="what lies there before it did not come along"):
+        cheap.map(reach, rows[4:])
+    assert here(cheap) == before
+    assert torch.equal(known(cheap, lambda x: x * 2, rows[4:])[0], rows[4] * 2)
+
+
 def test_writes_to_leaves_are_refused_here_as_there(cheap: mpgrad.Pool) -> None:
     def sometimes(x: Tensor) -> Tensor:
         return x.add_(1) if x.numel() == 3 else x * 2

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import mpgrad.workers.contexts
 import mpgrad.workers.parallel
+import numpy
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ import mpgrad.executor
 import mpgrad.per_item
 import mpgrad.pool
 import mpgrad.testing
-from mpgrad.testing import assert_same_as_serial
+from mpgrad.testing import assert_same_as_serial, copies
 
 ROOT = Path(__file__).parent.parent
 BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
@@ -103,7 +105,7 @@ def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) ->
 def test_the_package_root_shows_the_public_names_only() -> None:
     shown = {name for name in dir(mpgrad) if not name.startswith("_")}
     submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers", "doctor"}
-    assert shown - (submodules - {"nn"}) == set(mpgrad.__all__)
+    assert shown - (submodules - {"nn", "testing"}) == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
     assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
 
@@ -216,6 +218,147 @@ def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
             assert_same_as_serial(abs, items, pool, order=-1)
         with pytest.raises(AssertionError, match="gradient of capture 0: the pool and the serial loop differ"):
             assert_same_as_serial(lambda x: WrongGradient.apply(captured) * x, items, pool, rtol=0.0)
+
+
+CALLS = [0]
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    CALLS[0] += 1
+    return x * CALLS[0]
+
+
+class Counts:
+    calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def counts_in_a_closure(start: int, period: int) -> Any:
+    calls = start
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls = (calls + 1) % period
+        return x * calls
+
+    return fn
+
+
+def adds_what_came_before(x: torch.Tensor, before: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006
+    before.append(x.detach().sum())
+    return x + sum(before)
+
+
+def adds_what_came_since_the_largest(x: torch.Tensor, before: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006
+    if x.numel() == 1:
+        before.clear()
+    before.append(x.detach().sum())
+    return x + sum(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100])
+def test_the_oracle_fails_on_what_depends_on_other_calls(pool2: mpgrad.Pool, count: int) -> None:
+    items = [torch.ones(1 + n % 3, requires_grad=True) for n in range(count)]
+    functions = [counts, Counts(), counts_in_a_closure(0, 1000), counts_in_a_closure(7, 2 if count == 1 else count)]
+    for fn in [*functions, adds_what_came_before, adds_what_came_since_the_largest][: 5 if count == 1 else 6]:
+        with pytest.raises(AssertionError, match=r"item \d+: the function gives something else when it is called again, or in"):
+            assert_same_as_serial(fn, items, pool2)
+
+
+def test_the_oracle_says_that_random_numbers_are_others(pool2: mpgrad.Pool) -> None:
+    items = [torch.ones(n, requires_grad=True) for n in (2, 3)]
+    caller = os.getpid()
+    draw = [lambda x: x * torch.rand(()), lambda x: x * random.random(), lambda x: x * numpy.random.rand()]
+    for fn in [*draw, torch.nn.Dropout(0.5)]:
+        with pytest.raises(AssertionError, match=r"draws random numbers, and these are all that differs.* a seed"):
+            assert_same_as_serial(fn, items, pool2)
+        with pytest.raises(AssertionError, match=r"draws random numbers, .*; that is not all that differs"):
+            assert_same_as_serial(lambda x, fn=fn: fn(x) + (os.getpid() != caller), items, pool2)
+    assert_same_as_serial(lambda x: (torch.rand(2), x * 2)[1], items, pool2)  # they change nothing
+
+    def seeded(item: tuple[int, torch.Tensor]) -> torch.Tensor:
+        return item[1] * torch.rand((), generator=torch.Generator().manual_seed(item[0]))
+
+    assert_same_as_serial(seeded, list(enumerate(items)), pool2)
+
+
+def test_the_oracle_fails_on_writes_to_captures(pool2: mpgrad.Pool) -> None:
+    items = [torch.ones(3), torch.ones(3)]
+    state, array = torch.zeros(3), numpy.zeros(5000)
+
+    def to_array(x: torch.Tensor) -> torch.Tensor:
+        array[0] += 1
+        return x * 2
+
+    for fn in (lambda x: (state.add_(x), x * 2)[1], to_array, torch.nn.BatchNorm1d(3).requires_grad_(False)):
+        with pytest.raises(AssertionError, match=r"writes to a tensor or array that it captures \(a torch\..* of shape"):
+            assert_same_as_serial(
+                fn, [x[None].repeat(2, 1) for x in items] if isinstance(fn, torch.nn.Module) else items, pool2
+            )
+
+
+class WrongGradientOfCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
+    items = [torch.ones(3, requires_grad=True)]
+    caller = os.getpid()
+
+    def second_call_in_a_worker(x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() == caller:
+            return x * 2
+        sys.calls = getattr(sys, "calls", 0) + 1  # type: ignore[attr-defined]
+        return x * (1 + sys.calls) if sys.calls < 3 else x * 2  # type: ignore[attr-defined]
+
+    with mpgrad.Pool(1) as pool:
+        with pytest.raises(AssertionError, match=r"item 0, value: .* differ by up to 1 \(last item first, one by one\)$"):
+            assert_same_as_serial(second_call_in_a_worker, items, pool)
+        for fn, what in (
+            (lambda x: x * (2 if x.is_leaf else 3), "item 0, value"),
+            (lambda x: WrongGradientOfCopies.apply(x, 2 if x.is_leaf else 3), "gradient of input 0"),
+        ):
+            with pytest.raises(AssertionError, match=rf"{what}: .* differ .* \(in the caller\)$"):
+                assert_same_as_serial(fn, items, pool)
+        with pytest.raises(AssertionError, match=r"item 0, value: the pool and the serial loop differ by up to 1"):
+            assert_same_as_serial(lambda x: torch.tensor([os.getpid() == caller]), items, pool)
+        assert_same_as_serial(lambda x: x * 2, [], pool)
+        with pytest.raises(AssertionError, match=r"the pool gave 2 results, the serial loop 1"):
+            assert_same_as_serial(lambda x: x * 2, items, pool, run=lambda pool, fn, items: pool.map(fn, [*items, items[0]]))
+
+
+def test_the_oracle_gives_views_of_what_the_items_are_views_of(pool2: mpgrad.Pool) -> None:
+    batch = torch.arange(40.0).view(4, 10)
+    rows = [row.requires_grad_() for row in batch]
+    assert_same_as_serial(lambda x: x.as_strided((2,), (3,)), rows, pool2)
+    assert_same_as_serial(lambda x: x.as_strided((2,), (3,), 0) * x[:2], [row[1:] for row in rows], pool2)
+    columns = copies([batch[:, 3], (batch[:, 5] * 1)[::2], batch[:, 3].requires_grad_() * 1])
+    assert [each.stride() for each in columns] == [(10,), (2,), (1,)] and columns[0].storage_offset() == 3
+    given = torch.ones(6, requires_grad=True)
+    (no_leaf,) = copies([(given * 2)[::2]])
+    assert not no_leaf.is_leaf and no_leaf.stride() == (2,) and not no_leaf._is_view()
+
+
+IMPORTED = """
+import sys, mpgrad
+assert "torch" not in sys.modules
+mpgrad.testing.assert_same_as_serial(abs, [-1])
+"""
+
+
+def test_the_oracle_need_not_be_imported_by_name() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # --- progress

@@ -11,7 +11,16 @@ import torch
 from mpgrad.workers.graphs import Edge, Entrance, Graph, Search, edge_of, edges_at, leaves_behind
 
 from mpgrad import structure
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors, check_carriable, flags_of, with_more_behind
+from mpgrad.carrier import (
+    LEAF,
+    REQUIRES_GRAD,
+    TensorRef,
+    are_distinct_tensors,
+    check_carriable,
+    flags_in,
+    flags_of,
+    with_more_behind,
+)
 from mpgrad.devices import code_of
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
@@ -32,6 +41,7 @@ class Function(NamedTuple):
     names: list[int]  # where those captures lie in the caller
     precise: bool  # these gradients are not of half precision
     search: Search
+    flags: Sequence[int]  # of the captures
 
 
 class Stage:
@@ -83,6 +93,10 @@ class Made:
             start += count
         if not self._call.bundle:
             yield self._given
+
+    def arrived(self) -> Iterator[tuple[torch.Tensor, int]]:
+        yield from zip(self._given, flags_in(self._refs), strict=False)  # when the function has ended they are forgotten
+        yield from zip(self._function.captures, self._function.flags, strict=True)
 
     def connect(self, found: Sequence[torch.Tensor], whole: bool) -> list[torch.Tensor]:
         """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""

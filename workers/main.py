@@ -22,6 +22,7 @@ from mpgrad.workers.devices import Station, station
 from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.last_words import promise_last_words
 from mpgrad.workers.streams import Outlet
+from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
 
 from mpgrad import classes
@@ -129,6 +130,7 @@ def settle(start: Start, number: int) -> None:
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()
+    SURROUNDINGS.watch()
 
 
 def die_with(parent_pid: int | None) -> None:

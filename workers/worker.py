@@ -36,6 +36,7 @@ from mpgrad.workers.graphs import (
     edges_at,
     run_backward,
 )
+from mpgrad.workers.surroundings import SURROUNDINGS
 
 from mpgrad import classes
 from mpgrad._torch import plus
@@ -297,6 +298,7 @@ class Worker:
         given, entrances = self._inputs(refs, payload)
         made = Made(call, function, refs, given, entrances, message.modes.inference, on_devices=station is not None)
         before = CHECKPOINTS.count
+        SURROUNDINGS.are_of(made)
         for stage.offset, own in enumerate(made.items()):
             stage.phase = "forward"
             if call.bundle:
@@ -308,6 +310,7 @@ class Worker:
                 seed = seed_item(message.seed, call.item + stage.offset)
                 if station is not None:
                     station.seed(seed)
+            SURROUNDINGS.were_asked_for = False
             started = time.perf_counter()
             try:
                 value = function.target(*args, **kwargs)
@@ -518,8 +521,9 @@ class Worker:
             precise = are_precise(message.captures)
             names = names_of(message.captures)
             search = Search({id(edges[number]): number for number in with_more_behind(message.captures)})
+            flags = flags_in(message.captures)
             self._functions[message.function] = Function(
-                message.code, target, captures, modules, edges, versions, message.gathers, names, precise, search
+                message.code, target, captures, modules, edges, versions, message.gathers, names, precise, search, flags
             )
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
