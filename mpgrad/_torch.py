@@ -82,6 +82,7 @@ __all__ = [
     "within_dual_level",
     "without_autocast",
     "without_refusal",
+    "without_saved_tensor_hooks",
     "without_tangents",
 ]
 
@@ -183,6 +184,20 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
     """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """As in a thread of its own."""
+    hidden = []
+    try:
+        while (hooks := saved_tensor_hooks()) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            hidden.append(hooks)
+        yield
+    finally:
+        for hooks in reversed(hidden):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -540,6 +540,9 @@ def hooks_for_saved_tensors() -> None:
     outside = _torch.saved_tensor_hooks()
     with torch.autograd.graph.saved_tensors_hooks(unpack, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         expect((None, (pack, unpack)), (outside, _torch.saved_tensor_hooks()))
+        with _torch.without_saved_tensor_hooks():
+            expect(None, _torch.saved_tensor_hooks())
+        expect((pack, unpack), _torch.saved_tensor_hooks())
 
 
 @behaviour("a mode can see, and refuse, that gradients are turned off")

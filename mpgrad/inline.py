@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpgrad._torch import outside_transforms
+from mpgrad._torch import outside_transforms, without_saved_tensor_hooks
 from mpgrad.channel import Frame, Pipe
 from mpgrad.crew import Worker
 from mpgrad.messages import Message, Start, Stop
@@ -73,7 +73,8 @@ class InlineScheduler(Scheduler):
 
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
-        with kept_random_state(), outside_transforms():  # which are the caller's, and would follow the task
+        # what is the caller's would follow the task
+        with kept_random_state(), outside_transforms(), without_saved_tensor_hooks():
             if isinstance(first, Start):
                 main = importlib.import_module("mpgrad.workers.main")
                 self._remote = main.begin(1, self._to_parent, first)

@@ -618,3 +618,28 @@ def test_while_another_thread_imports_the_compiler(pool2: mpgrad.Pool, monkeypat
     # symptom: AttributeError. cause: a module is in sys.modules before what it defines is there.
     monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
     assert pool2.map(abs, [-1]) == [1]
+
+
+def test_hooks_of_a_checkpoint_around_an_inline_pool() -> None:
+    """Symptom: a map of two items gave one result, now and then. Cause: the worker, in the caller's thread, saved tensors under the
+    checkpoint's hooks; these ended the second run of the region in the middle of a task."""
+    c = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
+    with mpgrad.Pool(1, engine="inline", inline="never") as pool:
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+            a, b = pool.map(task, [x * 2, x.exp()])
+            return (a * b).tanh()
+
+        def task(t: torch.Tensor) -> torch.Tensor:
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            return (t * c).sin()
+
+        for _ in range(10):
+            seen: list[bool] = []
+            x = torch.full((3,), 0.25, dtype=torch.float64, requires_grad=True)
+            torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False).sum().backward()
+            assert seen == [True, True]
+            y = x.detach().requires_grad_()
+            ((y * 2 * c).sin() * (y.exp() * c).sin()).tanh().sum().backward()
+            assert torch.equal(x.grad, y.grad)
