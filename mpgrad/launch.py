@@ -40,6 +40,7 @@ class Launcher(Protocol):
     """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
 
     can_kill: bool  # a worker that runs a call
+    copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
 
     def launch(self, number: int, end: socket.socket) -> None:
         """Start worker `number` with its `end` of the socket pair, which is the launcher's to close."""
@@ -140,6 +141,7 @@ class NurseryLauncher:
     """Workers forked from the nursery."""
 
     can_kill = True
+    copies_caller = False
     _lock = threading.Lock()
     _shared: NurseryProcess | None = None
     _users = 0
@@ -201,6 +203,7 @@ class SpawnLauncher:
     """
 
     can_kill = True
+    copies_caller = False
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -227,9 +230,14 @@ class SpawnLauncher:
 
 
 class ContextLauncher:
-    """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver"."""
+    """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
+
+    Where a process forks while another thread of it imports a module, the child waits for that module for ever; and while the
+    main module is hidden nobody finds it.
+    """
 
     can_kill = True
+    copies_caller = True
 
     def __init__(self, context: BaseContext) -> None:
         self._context = context
@@ -281,6 +289,7 @@ class ThreadLauncher:
     """Workers in threads of this process. They cannot be killed, only asked."""
 
     can_kill = False
+    copies_caller = False
 
     def __init__(self) -> None:
         self._threads: dict[int, threading.Thread] = {}

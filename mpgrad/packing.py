@@ -51,11 +51,12 @@ def pickled_function(function: Callable[..., Any], kind: str = "") -> PickledFun
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
+    Exception: what its own code raised when it was to be pickled.
     """
     try:
         pickled, captures = structure.dumps(function)
     except Exception as error:
-        raise structure.transported(error, "the function") from error
+        structure.not_carried(error, "the function")
     for tensor in captures:
         check_carriable(tensor, "the function", None, kind)
     return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False))
@@ -329,4 +330,4 @@ def arguments_structure(
     try:
         return structure.dumps_arguments((tuple(args), kwargs), searched)
     except Exception as error:
-        raise structure.transported(error, f"item {index}") from error
+        structure.not_carried(error, f"item {index}")
