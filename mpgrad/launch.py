@@ -60,6 +60,18 @@ def enter(module: str, function: str, *arguments: Any) -> None:
     getattr(importlib.import_module(module), function)(*arguments)
 
 
+def enter_process(module: str, function: str, *arguments: Any) -> None:
+    """`enter`, in a process that may be a fork of one in which some thread imported a module: nobody here will go on with that.
+
+    Whoever asks for it gets it as it is, as in the thread that imports it, instead of waiting for the end.
+    """
+    for each in list(sys.modules.values()):
+        spec = getattr(each, "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            spec._initializing = False  # type: ignore[union-attr]
+    enter(module, function, *arguments)
+
+
 def program(module: str, function: str, end: socket.socket, *numbers: int) -> subprocess.Popen[bytes]:
     """A fresh interpreter that calls an entry point of the workers' side with its end of a pipe, and `numbers`."""
     arguments = ", ".join(map(str, (end.fileno(), *numbers)))
@@ -232,8 +244,7 @@ class SpawnLauncher:
 class ContextLauncher:
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
 
-    Where a process forks while another thread of it imports a module, the child waits for that module for ever; and while the
-    main module is hidden nobody finds it.
+    A fork has half of a module that some thread imports in that moment; and while the main module is hidden nobody finds it.
     """
 
     can_kill = True
@@ -246,7 +257,7 @@ class ContextLauncher:
     def launch(self, number: int, end: socket.socket) -> None:
         forked_by_us = self._context.get_start_method() != "forkserver"
         arguments = ("mpgrad.workers.main", "serve_in_process", end, number, os.getpid() if forked_by_us else None)
-        process = self._context.Process(target=enter, args=arguments, daemon=True)  # type: ignore[attr-defined]
+        process = self._context.Process(target=enter_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
         with hidden_main_module(), end:
             process.start()
         self._processes[number] = process

@@ -470,7 +470,7 @@ class Pool:
 
     def failed_call(self, error: BaseException) -> DifferentiableFuture:
         """The future of a call that could not be sent."""
-        operation = self._begin(abs, kind=Submitted, one_by_one=True)
+        operation = self._begin(abs, kind=Submitted, one_by_one=True, pickled=pickled_function(abs), drawn=0)
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         operation.added, operation.sealed = 1, True
