@@ -252,7 +252,7 @@ def test_callbacks_of_failures(kind: Any) -> None:
     seen: list[Any] = []
     with kind(1) as executor:
         executor.submit(fails, 1).add_done_callback(lambda future: seen.append((future.done(), str(future.exception()))))
-    assert seen == [(True, "'nothing at 1'")] or seen == [(True, "nothing at 1")]
+    assert seen == [(True, "nothing at 1")]
 
 
 @both
@@ -264,7 +264,7 @@ def test_what_cannot_be_pickled_fails_its_future(kind: Any) -> None:
             with pytest.raises(error) as caught:
                 future.result(PATIENCE)
             assert future.exception() is caught.value
-            assert "__reduce__" in str(caught.value.__cause__) or error is TypeError
+            assert isinstance(caught.value.__cause__, concurrent.futures.process._RemoteTraceback)
         with pytest.raises(KeyError, match="no"):
             executor.submit(Unpicklable(KeyError("no"))).result(PATIENCE)
         results = executor.map(identity, [1, Unpicklable(KeyError("no")), 3])
