@@ -317,13 +317,6 @@ def test_what_was_submitted_is_done_before_the_interpreter_ends(tmp_path: Path, 
     assert (ended.stdout, ended.stderr, ended.returncode) == ("done 1\ndone 2\n", "", 0)
 
 
-LIBRARY = """
-import multiprocessing, mpgrad
-def say(x):
-    print("done", x, flush=True)
-executor = mpgrad.Executor(1, mp_context=multiprocessing.get_context("fork"))
-executor.submit(say, "library")
-"""
 NEVER_SHUT_DOWN = """
 import atexit, multiprocessing
 @atexit.register
@@ -337,34 +330,35 @@ def say(x):
     import slow
     print("done", x, flush=True)
 {guard}
-    import library
     executors = []
-    for method in {methods}:
+    for number, method in enumerate({methods}):
         executors.append(mpgrad.Executor(1, mp_context=method and multiprocessing.get_context(method)))
         import slow
-    for number, executor in enumerate(executors):
-        executor.submit(say, number)
+        executors[-1].submit(say, number)
 """
 
 
 @pytest.mark.parametrize(
-    ("is_script", "guard", "methods"),
-    [(True, "if True:", ("fork", "spawn", None)), (False, "if __name__ == '__main__':", ("fork",))],
+    ("runs", "guard", "methods"),
+    [
+        ("script.py", "if True:", ("fork", None)),
+        ("-c", "if __name__ == '__main__':", ("spawn",)),
+        ("import", "if True:", ("fork",)),
+    ],
+    ids=["script", "-c", "import"],
 )
-def test_executors_that_nobody_shuts_down(tmp_path: Path, is_script: bool, guard: str, methods: tuple[str | None, ...]) -> None:
+def test_executors_that_nobody_shuts_down(tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]) -> None:
     """Symptom: a program with a forked worker never ended. Cause: it was forked while another thread imported a module.
 
     That was one that the caller imported next, or the one whose import makes the executor.
     """
     (tmp_path / "slow.py").write_text("import time; time.sleep(0.3)")
-    (tmp_path / "library.py").write_text(LIBRARY)
     script = tmp_path / "script.py"
     script.write_text(NEVER_SHUT_DOWN.format(guard=guard, methods=methods))
-    arguments = [script] if is_script else ["-c", script.read_text()]
+    arguments = {"script.py": [script], "-c": ["-c", script.read_text()], "import": ["-c", "import script"]}[runs]
     ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     *done, last = ended.stdout.splitlines()
-    expected = [f"done {k}" for k in (*range(len(methods)), "library")]
-    assert (sorted(done), ended.stderr, ended.returncode) == (expected, "", 0)
+    assert (sorted(done), ended.stderr, ended.returncode) == ([f"done {k}" for k in range(len(methods))], "", 0)
     assert last == "cannot schedule new futures after interpreter shutdown"
 
 
