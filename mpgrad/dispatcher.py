@@ -55,6 +55,7 @@ class Dispatcher(Scheduler):
         self._sleeping_soundly = False  # without the timer that sends the news
         self._news_due = math.inf
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
+        self._staffed = threading.Event()
         with contextlib.ExitStack() as undo:  # what was opened, should no descriptor or thread be left for the rest
             undo.callback(launcher.close)
             self._wake_read, self._wake_write = os.pipe()
@@ -67,6 +68,12 @@ class Dispatcher(Scheduler):
             self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
             self._thread.start()
             undo.pop_all()
+        if launcher.copies_caller:
+            try:
+                self._staffed.wait()
+            except BaseException:  # KeyboardInterrupt: nobody will have this pool
+                self.abandon()
+                raise
 
     # --- any thread
 
@@ -120,7 +127,10 @@ class Dispatcher(Scheduler):
 
     def _run(self) -> None:
         try:
-            self.staff()
+            try:
+                self.staff()
+            finally:
+                self._staffed.set()
             while not self._stopping:
                 self._turn()
         except BaseException as error:

@@ -7,9 +7,11 @@ multiprocessing raises whatever type is at hand; here the class already says who
 from __future__ import annotations
 
 import logging
+import multiprocessing.pool
+import pickle
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from typing import Any
 
 from mpgrad import classes
@@ -22,6 +24,7 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "SharedMemoryError",
+    "UncarriedResultError",
     "UnsupportedTorchError",
     "WorkerDiedError",
     "add_note",
@@ -136,15 +139,38 @@ class RemoteError(RuntimeError):
     """Stands for an exception of a task that cannot be pickled; the message names its type and text."""
 
 
-class RemoteTraceback(Exception):
-    """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception raised in the parent."""
+class RemoteTraceback(multiprocessing.pool.RemoteTraceback, _RemoteTraceback):  # type: ignore[name-defined,misc]
+    """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception raised in the parent.
+
+    A `RemoteTraceback` of `multiprocessing.pool` and of `concurrent.futures.process`, which stand in the same place.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        super().__init__(text)
+        self.tb = f'\n"""\n{text}"""'
+
+
+class UncarriedResultError(
+    multiprocessing.pool.MaybeEncodingError,  # type: ignore[name-defined,misc]
+    pickle.PicklingError,
+    TypeError,
+):
+    """A result cannot be carried to the caller.
+
+    A `MaybeEncodingError`, as `multiprocessing.Pool` raises, and what pickle raises, as `concurrent.futures` does.
+
+    Attributes:
+        exc: the `repr` of what was raised.
+        value: that of the result.
+    """
+
+    def __init__(self, message: str, exc: str, value: str) -> None:
+        Exception.__init__(self, message, exc, value)
+        self.exc = exc
+        self.value = value
 
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        return str(self.args[0])
 
 
 def ancestor_failed(error: BaseException, subject: str) -> AncestorFailedError:

@@ -14,14 +14,16 @@ import inspect
 import multiprocessing
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from mpgrad.errors import RemoteTraceback
 from mpgrad.operations import Operation
-from mpgrad.pool import Pool, positive
+from mpgrad.pool import Pool, callable_of, positive
 from mpgrad.results import DifferentiableFuture, ResultIterator
 from mpgrad.scheduler import Scheduler
 from mpgrad.suggestions import suggests
@@ -67,6 +69,8 @@ class Executor(concurrent.futures.Executor):
         max_tasks_per_child: int | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(max_workers, int) and max_workers <= 0:  # in the words of concurrent.futures
+            raise ValueError(f"max_workers must be greater than 0 (max_workers: {max_workers})")
         if max_workers is not None:
             positive("max_workers", max_workers)
         if max_tasks_per_child is not None:
@@ -84,17 +88,23 @@ class Executor(concurrent.futures.Executor):
         weakref.finalize(self, self._pool.leave).atexit = False  # what was submitted is still done
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
-        """As `Pool.submit`.
+        """As `Pool.submit`; but what cannot be sent is raised by the future, as in `concurrent.futures`.
 
         Raises:
             RuntimeError: after `shutdown`.
             BrokenProcessPool: workers cannot be started.
+            TypeError: `fn` is not callable.
         """
+        fn = callable_of(fn)
         with self._lock:
             self._check_open()
             if "device" in kwargs:  # the function's, not the pool's
                 fn, kwargs = functools.partial(fn, **kwargs), {}
-            future = self._pool.submit(fn, *args, **kwargs)
+            try:
+                future = self._pool.submit(fn, *args, **kwargs)
+            except Exception as error:
+                self._pool._scheduler.check_open()
+                future = self._pool.failed_call(without_frames(error))
             self._futures.add(future)
         return future
 
@@ -117,8 +127,11 @@ class Executor(concurrent.futures.Executor):
 
         Raises:
             concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
-            Exception: what the first failing call raised.
+            Exception: what the first failing call raised, or what was raised where one could not be sent.
         """
+        fn = callable_of(fn)
+        if chunksize is not None:
+            positive("chunksize", chunksize)
         if buffersize is not None:
             positive("buffersize", buffersize)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -126,7 +139,11 @@ class Executor(concurrent.futures.Executor):
         items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
         with self._lock:
             self._check_open()
-        results = self._pool.results_of(fn, items, chunksize, buffersize)
+        try:
+            results = self._pool.results_of(fn, items, chunksize, buffersize)
+        except Exception as error:
+            self._pool._scheduler.check_open()
+            return raised_later(without_frames(error))
         self._maps.add(results.operation)
         return in_time(results, deadline)
 
@@ -151,6 +168,8 @@ class Executor(concurrent.futures.Executor):
     def _check_open(self) -> None:
         if self._shut_down:
             raise RuntimeError("cannot schedule new futures after shutdown")
+        if INTERPRETER_ENDS.is_set():
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
 
 class Initializer:
@@ -164,6 +183,18 @@ class Initializer:
             self._function(*initargs)
         except BaseException as error:
             raise BrokenProcessPool(f"the initializer failed in a worker ({type(error).__name__}: {error})") from error
+
+
+def without_frames(error: Exception) -> Exception:
+    """`error` with its traceback as text only: frames would keep the arguments for as long as the future."""
+    error.__cause__ = RemoteTraceback("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def raised_later(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
 
 
 def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
@@ -183,10 +214,12 @@ def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
 
 
 UNFINISHED: weakref.WeakSet[Scheduler] = weakref.WeakSet()  # of executors
+INTERPRETER_ENDS = threading.Event()
 
 
 def finish_all() -> None:
     """As the interpreter ends: what was submitted is done first, as in concurrent.futures."""
+    INTERPRETER_ENDS.set()
     for scheduler in list(UNFINISHED):
         if scheduler.is_ours:  # a forked child has those of its parent too
             scheduler.leave()

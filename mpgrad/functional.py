@@ -68,7 +68,7 @@ def run_followed(
         try:
             arguments, tensors = dumps_whole(call)
         except Exception as error:
-            raise structure.transported(error, f"item {index}") from error
+            structure.not_carried(error, f"item {index}")
         own.append(tensors)
         needs_grad = [[tensor.requires_grad for tensor in each] for each in (common, tensors)]
         programs.append(Direct(index, arguments, *needs_grad))

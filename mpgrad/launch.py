@@ -41,6 +41,7 @@ class Launcher(Protocol):
     """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
 
     can_kill: bool  # a worker that runs a call
+    copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
 
     def launch(self, number: int, end: socket.socket) -> None:
         """Start worker `number` with its `end` of the socket pair, which is the launcher's to close."""
@@ -60,6 +61,18 @@ class Launcher(Protocol):
 def enter(module: str, function: str, *arguments: Any) -> None:
     """Call an entry point of the workers' side by its name: the parent's side never imports it."""
     getattr(importlib.import_module(module), function)(*arguments)
+
+
+def enter_process(module: str, function: str, *arguments: Any) -> None:
+    """`enter`, in a process that may be a fork of one in which some thread imported a module: nobody here will go on with that.
+
+    Whoever asks for it gets it as it is, as in the thread that imports it, instead of waiting for the end.
+    """
+    for each in list(sys.modules.values()):
+        spec = getattr(each, "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            spec._initializing = False  # type: ignore[union-attr]
+    enter(module, function, *arguments)
 
 
 def program(module: str, function: str, end: socket.socket, *numbers: int) -> subprocess.Popen[bytes]:
@@ -143,6 +156,7 @@ class NurseryLauncher:
     """Workers forked from the nursery."""
 
     can_kill = True
+    copies_caller = False
     _lock = threading.Lock()
     _shared: NurseryProcess | None = None
     _users = 0
@@ -204,6 +218,7 @@ class SpawnLauncher:
     """
 
     can_kill = True
+    copies_caller = False
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -230,9 +245,13 @@ class SpawnLauncher:
 
 
 class ContextLauncher:
-    """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver"."""
+    """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
+
+    A fork has half of a module that some thread imports in that moment; and while the main module is hidden nobody finds it.
+    """
 
     can_kill = True
+    copies_caller = True
 
     def __init__(self, context: BaseContext) -> None:
         self._context = context
@@ -241,7 +260,7 @@ class ContextLauncher:
     def launch(self, number: int, end: socket.socket) -> None:
         forked_by_us = self._context.get_start_method() != "forkserver"
         arguments = ("mpgrad.workers.main", "serve_in_process", end, number, os.getpid() if forked_by_us else None)
-        process = self._context.Process(target=enter, args=arguments, daemon=True)  # type: ignore[attr-defined]
+        process = self._context.Process(target=enter_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
         with hidden_main_module(), end:
             process.start()
         self._processes[number] = process
@@ -288,6 +307,7 @@ class ThreadLauncher:
     """Workers in threads of this process. They cannot be killed, only asked."""
 
     can_kill = False
+    copies_caller = False
 
     def __init__(self) -> None:
         self._threads: dict[int, threading.Thread] = {}

@@ -52,11 +52,12 @@ def pickled_function(function: Callable[..., Any], kind: str = "", first: Argume
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
+    Exception: what its own code raised when it was to be pickled.
     """
     try:
         pickled, captures, modules = state.dumps_function(function, first)
     except Exception as error:
-        raise structure.transported(error, "the function") from error
+        structure.not_carried(error, "the function")
     if modules is not None:
         captures += modules.tensors
     for tensor in captures:
@@ -332,4 +333,4 @@ def arguments_structure(
     try:
         return state.dumps_arguments((tuple(args), kwargs), known)
     except Exception as error:
-        raise structure.transported(error, f"item {index}") from error
+        structure.not_carried(error, f"item {index}")

@@ -60,7 +60,7 @@ from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Un
 from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
-from mpgrad.structure import transported
+from mpgrad.structure import not_carried
 from mpgrad.suggestions import suggests
 
 __all__ = ["Pool", "PoolWorker"]
@@ -174,7 +174,7 @@ class Pool:
             workers=workers,
             initializer=pickled_initializer(initializer, tuple(initargs)),
             threads=positive("threads_per_worker", threads_per_worker),
-            calls=None if maxtasksperchild is None else positive("maxtasksperchild", maxtasksperchild),
+            calls=None if maxtasksperchild is None else calls_of_a_worker(maxtasksperchild),
             retries=at_least("retries", retries, 0) if engine == "process" else 0,
             graph_bytes=0 if graphs == "recompute" else graph_bytes,
             devices=self._devices,
@@ -232,7 +232,9 @@ class Pool:
 
         Raises:
             Exception: what the first failing item raised, with a note that names item, worker and phase.
-            TypeError, pickle.PicklingError: the function, an item or a result cannot be carried; says which.
+            TypeError, pickle.PicklingError: the function, an item or a result cannot be carried; says which. Where the pickling
+                of an item raises something else, that is raised, with a note; and that of a result is a
+                `multiprocessing.pool.MaybeEncodingError` too.
             WorkerDiedError: workers died while they ran one of the items, more often than it is retried.
             CallTimeoutError: one of the items took longer than `timeout`, likewise.
             PoolClosedError: after `close` or `terminate`.
@@ -467,6 +469,15 @@ class Pool:
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
+        return future
+
+    def failed_call(self, error: BaseException) -> DifferentiableFuture:
+        """The future of a call that could not be sent."""
+        operation = self._begin(abs, kind=Submitted, one_by_one=True, pickled=pickled_function(abs), drawn=0)
+        assert isinstance(operation, Submitted)
+        future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
+        operation.added, operation.sealed = 1, True
+        operation.fail(error)
         return future
 
     @not_compiled
@@ -970,7 +981,7 @@ def pickled_initializer(initializer: Callable[..., object] | None, initargs: tup
     try:
         return classes.dumps((initializer, initargs))
     except Exception as error:
-        raise transported(error, "the initializer or its arguments") from error
+        not_carried(error, "the initializer or its arguments")
 
 
 def check_chunksize(chunksize: object) -> None:
@@ -984,6 +995,13 @@ def check_chunksize(chunksize: object) -> None:
 
 def positive(name: str, number: object) -> int:
     return at_least(name, number, 1)
+
+
+def calls_of_a_worker(number: int) -> int:
+    try:
+        return positive("maxtasksperchild", number)
+    except TypeError as error:  # multiprocessing.Pool says so of any type
+        raise ValueError(*error.args) from None
 
 
 def at_least(name: str, number: object, least: int) -> int:

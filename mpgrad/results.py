@@ -153,6 +153,10 @@ class AsyncResult:
             report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
 
 
+class ExceptionOfTask(Exception):
+    """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture` gives what it really was."""
+
+
 class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
 
@@ -175,24 +179,29 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
     @not_compiled
     def result(self, timeout: float | None = None) -> Any:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
-        if not self.done():
-            self._desk.wait_until(self.done, timeout)
-        super().result(timeout=0)  # raises where it is cancelled, or not done
-        self._uncollected.collected(self._number)
-        if self._failed is not None:
-            raise self._failed.error().with_traceback(None)
+        failed = self._await_failure(timeout)
+        if failed is not None:
+            raise failed.error().with_traceback(None)
         return self._operation.take()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As in `concurrent.futures`: what the call raised, or None."""
-        if not self.done():
-            self._desk.wait_until(self.done, timeout)
-        super().exception(timeout=0)  # likewise
-        failed = self._failed
-        self._uncollected.collected(self._number)
-        if failed is not None and failed.is_cancelled:
-            raise failed.error()
+        failed = self._await_failure(timeout)
         return None if failed is None else failed.error()
+
+    def _await_failure(self, timeout: float | None) -> Failed | None:
+        """Wait until it is done; what it failed with, or None.
+
+        Raises:
+            concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
+            concurrent.futures.CancelledError: it was cancelled.
+        """
+        if not self.done() and not self._desk.wait_until(self.done, timeout):
+            raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
+        if self.cancelled():
+            raise concurrent.futures.CancelledError
+        self._uncollected.collected(self._number)
+        return self._failed
 
     def cancel(self, force: bool = False) -> bool:
         """Cancel the call, unless it runs or is done; calls that were given its result then fail.
@@ -244,11 +253,12 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         if not self._starts():
             return  # cancelled
         try:
-            if isinstance(outcome, Failed):
-                self._failed = outcome
-                if not outcome.is_cancelled:
-                    self._uncollected.note(self._number, outcome)
-            self.set_result(None)  # the value is made by `result`, and so is the exception
+            self._failed = outcome if isinstance(outcome, Failed) else None
+            if self._failed is None or self._failed.is_cancelled:
+                self.set_result(None)  # the value is made by who asks for it
+            else:
+                self._uncollected.note(self._number, self._failed)
+                self.set_exception(ExceptionOfTask())  # and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 

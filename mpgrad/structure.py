@@ -21,7 +21,7 @@ import sys
 import types
 from collections import ChainMap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
@@ -30,6 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad._torch import load_script, parametrize_again
 from mpgrad.classes import ClassPickler, ClassUnpickler
+from mpgrad.errors import add_note
 from mpgrad.modules import (
     LIVE,
     GlobalsOf,
@@ -49,7 +50,7 @@ from mpgrad.modules import (
 )
 from mpgrad.packer import RIDE_BYTES
 
-__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result", "transported"]
+__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result", "not_carried"]
 
 
 class Deferred:
@@ -87,10 +88,18 @@ def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> 
     return tuple(tensors) if isinstance(shape, int) else loads(shape, tensors)
 
 
-def transported(error: BaseException, subject: str) -> BaseException:
-    """The error to raise where `subject` (for example "item 3") could not be pickled: same type, named subject."""
-    kind = TypeError if isinstance(error, TypeError) else pickle.PicklingError
-    return kind(f"{subject} cannot be carried to or from a worker: {error}")
+def not_carried(error: Exception, subject: str) -> NoReturn:
+    """Raise the `error` with which `subject` (for example "item 3") could not be pickled: same type, named subject.
+
+    What an object's own code raised stays the object that it is, and the subject is a note.
+    """
+    message = f"{subject} cannot be carried to or from a worker"
+    if type(error) in (TypeError, pickle.PicklingError):
+        raise type(error)(f"{message}: {error}") from error
+    if isinstance(error, StopIteration):  # the loop that takes items from their source would take it for its end
+        raise pickle.PicklingError(f"{message}: {error!r}") from error
+    add_note(error, message)
+    raise error
 
 
 class TensorPickler(ClassPickler):

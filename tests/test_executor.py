@@ -40,6 +40,26 @@ def fails(x: Any) -> Any:
     raise LookupError(f"nothing at {x}")
 
 
+def identity(x: Any) -> Any:
+    return x
+
+
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(1e-3)
+
+
+class Unpicklable:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+    def __call__(self, *args: Any) -> None:
+        raise AssertionError("it cannot have been sent")
+
+
 def exits(x: Any) -> Any:
     os._exit(3)
 
@@ -198,6 +218,80 @@ def test_as_completed_and_callbacks(kind: Any) -> None:
 
 
 @both
+def test_waiting_for_the_first_exception(kind: Any, tmp_path: Path) -> None:
+    """Symptom: it waited for all. Cause: futures that failed were told that they had a result."""
+    with kind(2) as executor:
+        slow, failing = executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)
+        started = time.monotonic()
+        for _ in range(2):  # the second time it has failed before
+            found = concurrent.futures.wait([slow, failing], PATIENCE, concurrent.futures.FIRST_EXCEPTION)
+            assert found == ({failing}, {slow}) and time.monotonic() - started < PATIENCE
+        (tmp_path / "go").touch()
+        error = failing.exception()
+        assert isinstance(error, LookupError) and failing.exception() is error
+        with pytest.raises(LookupError, match="nothing at 1"):
+            failing.result()
+
+
+@both
+def test_the_first_exception_in_asyncio(kind: Any, tmp_path: Path) -> None:
+    async def main(executor: Any) -> None:
+        slow, failing = map(asyncio.wrap_future, (executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)))
+        assert await asyncio.wait([slow, failing], return_when=asyncio.FIRST_EXCEPTION) == ({failing}, {slow})
+        (tmp_path / "go").touch()
+        with pytest.raises(LookupError, match="nothing at 1"):
+            await failing
+        await slow
+
+    with kind(2) as executor:
+        asyncio.run(main(executor))
+
+
+@both
+def test_callbacks_of_failures(kind: Any) -> None:
+    seen: list[Any] = []
+    with kind(1) as executor:
+        executor.submit(fails, 1).add_done_callback(lambda future: seen.append((future.done(), str(future.exception()))))
+    assert seen == [(True, "nothing at 1")]
+
+
+@both
+def test_what_cannot_be_pickled_fails_its_future(kind: Any) -> None:
+    """Symptom: `submit` raised."""
+    with kind(1) as executor:
+        for error, arguments in ((KeyError, (Unpicklable(KeyError("no")),)), (TypeError, (threading.Lock(),))):
+            future = executor.submit(note, *arguments)
+            with pytest.raises(error) as caught:
+                future.result(PATIENCE)
+            assert future.exception() is caught.value
+            assert isinstance(caught.value.__cause__, concurrent.futures.process._RemoteTraceback)
+        with pytest.raises(KeyError, match="no"):
+            executor.submit(Unpicklable(KeyError("no"))).result(PATIENCE)
+        results = executor.map(identity, [1, Unpicklable(KeyError("no")), 3])
+        assert next(results) == 1
+        with pytest.raises(KeyError, match="no"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+        results = executor.map(Unpicklable(KeyError("no")), [1, 2])
+        with pytest.raises(KeyError, match="no"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+        assert executor.submit(abs, -1).result() == 1
+
+
+@both
+def test_errors_of_workers_are_the_standard_librarys(kind: Any) -> None:
+    with kind(1) as executor:
+        cause = executor.submit(fails, 1).exception().__cause__
+        assert isinstance(cause, concurrent.futures.process._RemoteTraceback)
+        assert 'LookupError(f"nothing at {x}")' in cause.tb and str(cause) == cause.tb
+        with pytest.raises(TypeError, match="cannot pickle"):
+            executor.submit(threading.Lock).result()
+
+
+@both
 def test_many_threads(kind: Any) -> None:
     with kind(2) as executor, concurrent.futures.ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda k: executor.submit(pow, k, 2).result(), range(40))) == [k**2 for k in range(40)]
@@ -223,7 +317,70 @@ def test_what_was_submitted_is_done_before_the_interpreter_ends(tmp_path: Path, 
     assert (ended.stdout, ended.stderr, ended.returncode) == ("done 1\ndone 2\n", "", 0)
 
 
+NEVER_SHUT_DOWN = """
+import atexit, multiprocessing
+@atexit.register
+def run_last():
+    try:
+        executors[0].submit(abs, 1)
+    except RuntimeError as error:
+        print(error)
+import mpgrad
+def say(x):
+    import slow
+    print("done", x, flush=True)
+{guard}
+    executors = []
+    for number, method in enumerate({methods}):
+        executors.append(mpgrad.Executor(1, mp_context=method and multiprocessing.get_context(method)))
+        import slow
+        executors[-1].submit(say, number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("runs", "guard", "methods"),
+    [
+        ("script.py", "if True:", ("fork", None)),
+        ("-c", "if __name__ == '__main__':", ("spawn",)),
+        ("import", "if True:", ("fork",)),
+    ],
+    ids=["script", "-c", "import"],
+)
+def test_executors_that_nobody_shuts_down(tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]) -> None:
+    """Symptom: a program with a forked worker never ended. Cause: it was forked while another thread imported a module.
+
+    That was one that the caller imported next, or the one whose import makes the executor.
+    """
+    (tmp_path / "slow.py").write_text("import time; time.sleep(0.3)")
+    script = tmp_path / "script.py"
+    script.write_text(NEVER_SHUT_DOWN.format(guard=guard, methods=methods))
+    arguments = {"script.py": [script], "-c": ["-c", script.read_text()], "import": ["-c", "import script"]}[runs]
+    ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    *done, last = ended.stdout.splitlines()
+    assert (sorted(done), ended.stderr, ended.returncode) == ([f"done {k}" for k in range(len(methods))], "", 0)
+    assert last == "cannot schedule new futures after interpreter shutdown"
+
+
 # --- what ours does
+
+
+def test_a_future_that_failed_before_it_was_sent() -> None:
+    """It keeps no arguments, and what is given it fails with it."""
+    x = torch.rand(3)
+    reference = weakref.ref(x)
+    with mpgrad.Executor(1) as executor:
+        future = executor.submit(abs, x, threading.Lock())
+        del x
+        assert future.done() and not future.running() and not future.cancelled() and not future.cancel()
+        assert reference() is None  # no cycle either
+        with pytest.raises(mpgrad.AncestorFailedError, match="cannot pickle") as caught:
+            executor.submit(abs, future).result()
+        assert caught.value.__cause__ is future.exception()
+        with pytest.raises(TypeError, match="item 0 cannot be carried to or from a worker: cannot pickle"):
+            future.result()
+        with pytest.raises(TypeError, match="the function must be callable"):
+            executor.submit(3)  # type: ignore[arg-type]
 
 
 def test_gradients_after_the_shutdown() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing.pool
 import os
 import pickle
 import signal
@@ -159,6 +161,65 @@ def test_unpicklable_functions_items_and_results(pool: mpgrad.Pool) -> None:
         pool.map(lambda k: threading.Lock() if k else k, [0, 1])
     assert any("item 1" in note and "phase: result" in note for note in caught.value.__notes__)
     works(pool)
+
+
+class Refuses:
+    """Its own pickling raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+    def __repr__(self) -> str:
+        return "<refuses>"
+
+
+def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
+    """Symptom: a PicklingError. multiprocessing.Pool raises the exception itself."""
+    error = LookupError("not found")
+    with pytest.raises(LookupError) as caught:
+        pool.map(abs, [1, Refuses(error)])
+    assert caught.value is error and error.__cause__ is None
+    assert error.__notes__ == ["item 1 cannot be carried to or from a worker"]
+    with pytest.raises(RuntimeError, match="no function") as caught:
+        pool.map(functools.partial(abs, Refuses(RuntimeError("no function"))), [1])
+    assert caught.value.__notes__ == ["the function cannot be carried to or from a worker"]
+    results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])  # it must not be taken for the end of the items
+    assert next(results) == 1
+    with pytest.raises(pickle.PicklingError, match=r"item 1 cannot be carried to or from a worker: StopIteration\(3\)"):
+        next(results)
+    works(pool)
+
+
+class Unreadable(Refuses):
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_a_result_that_cannot_be_carried_is_a_maybe_encoding_error(pool: mpgrad.Pool) -> None:
+    for fn, exc, value in (
+        (lambda k: Refuses(LookupError("not found")), "LookupError('not found')", "<refuses>"),
+        (lambda k: Unreadable(LookupError("not found")), "LookupError('not found')", "Unreadable object at"),
+        (lambda k: torch.ones(2).to_mkldnn(), "its layout is torch._mkldnn", "layout=torch._mkldnn"),
+    ):
+        with pytest.raises(multiprocessing.pool.MaybeEncodingError, match=r"the result .*cannot be carried") as caught:
+            pool.map(fn, [1])
+        assert isinstance(caught.value, pickle.PicklingError) and isinstance(caught.value, TypeError)
+        assert exc in caught.value.exc and value in caught.value.value
+        assert "phase: result" in caught.value.__notes__[0]
+    works(pool)
+
+
+def test_remote_tracebacks_are_the_standard_librarys(pool: mpgrad.Pool) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool.apply(divmod, (1, 0))
+    cause = caught.value.__cause__
+    assert isinstance(cause, multiprocessing.pool.RemoteTraceback) and isinstance(cause, mpgrad.RemoteTraceback)
+    assert str(cause) == cause.tb == f'\n"""\n{cause.text}"""' and "ZeroDivisionError" in cause.text
+    again = pickle.loads(pickle.dumps(cause))
+    assert (type(again), again.tb, again.text) == (type(cause), cause.tb, cause.text)
 
 
 def test_a_pool_cannot_be_captured(pool2: mpgrad.Pool) -> None:
@@ -442,6 +503,7 @@ def limit_files(nbytes: int) -> None:
         ({"processes": True}, TypeError, r"processes must be an integer \(processes: True\)"),
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1"),
         ({"maxtasksperchild": 0}, ValueError, "maxtasksperchild must be at least 1"),
+        ({"maxtasksperchild": 0.5}, ValueError, r"maxtasksperchild must be an integer \(maxtasksperchild: 0.5\)"),
         ({"engine": "gpu"}, ValueError, r"engine must be one of process, thread, inline, stream \(engine: 'gpu'\)"),
         ({"initializer": 3}, TypeError, "initializer must be a function or None"),
         ({"initializer": abs, "initargs": (threading.Lock(),)}, TypeError, "the initializer or its arguments cannot be"),

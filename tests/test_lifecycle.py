@@ -19,6 +19,7 @@ import torch
 from conftest import alive, gone, linux_only, shared_memory_files, staffed
 
 import mpgrad
+import mpgrad.dispatcher
 from mpgrad.system import PORTABLE
 
 SCRIPT = """
@@ -86,6 +87,24 @@ def test_a_context_object(nursery: mpgrad.Pool) -> None:
 
     with mpgrad.Pool(1, context=multiprocessing.get_context("spawn")) as pool:
         assert pool.map(abs, [-1, -2]) == [1, 2]
+
+
+class InterruptedThreading:
+    """`threading`, in which somebody presses Ctrl-C while an event is waited for."""
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+def test_an_interrupt_while_the_workers_of_a_context_start(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of the pool that nobody has."""
+    monkeypatch.setattr(mpgrad.dispatcher, "threading", InterruptedThreading())
+    with pytest.raises(KeyboardInterrupt):
+        mpgrad.Pool(1, context="spawn")
 
 
 def test_a_module_beside_the_script_is_importable(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from mpgrad.carrier import (
     with_more_behind,
 )
 from mpgrad.devices import code_of
-from mpgrad.errors import carried
+from mpgrad.errors import UncarriedResultError, carried
 from mpgrad.messages import Failure, ForwardCall, Structure
 from mpgrad.modules import Live
 from mpgrad.state import loads_whole
@@ -164,7 +164,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
     """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if it has some.
 
     Raises:
-        TypeError, pickle.PicklingError: it cannot be carried.
+        UncarriedResultError: it cannot be carried.
     """
     shape: Structure = None
     if isinstance(value, torch.Tensor):
@@ -175,10 +175,21 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         try:
             shape, tensors = structure.dumps(value)
         except Exception as error:
-            raise structure.transported(error, "the result") from error
-    for tensor in tensors:
-        check_carriable(tensor, "the result", None, kind)
+            message = f"the result cannot be carried to or from a worker: {error}"
+            raise UncarriedResultError(message, repr(error), described(value)) from error
+    try:
+        for tensor in tensors:
+            check_carriable(tensor, "the result", None, kind)
+    except TypeError as error:
+        raise UncarriedResultError(str(error), repr(error), described(value)) from error
     return shape, tensors
+
+
+def described(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # it is the user's code, and what the result is wanted for is an error's text
+        return object.__repr__(value)
 
 
 def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:
