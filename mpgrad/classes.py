@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import queue
+import subprocess
+import threading
 import types
 import typing
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import cloudpickle
@@ -24,6 +28,8 @@ from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 __all__ = ["ClassPickler", "ClassUnpickler", "NotApartError", "dumps", "follow_the_caller", "loads", "reduce_class", "refuse"]
 
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
+# all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
+CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
 
 
@@ -40,6 +46,8 @@ def loads(pickled: bytes) -> Any:
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def reducer_override(self, value: object) -> Any:
         reduced = super().reducer_override(value)
+        if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
+            raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
         if reduced is NotImplemented or not isinstance(value, type):
             return reduced
         OURS.add(value)

@@ -30,6 +30,7 @@ from mpgrad._torch import (
 from mpgrad.modes import Modes, current_modes
 from mpgrad.packer import overlaps
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
+from mpgrad.uncarried import transported_item
 
 __all__ = ["may_be_followed", "run_followed"]
 
@@ -66,7 +67,7 @@ def run_followed(
         try:
             arguments, tensors = structure.dumps(call)
         except Exception as error:
-            raise structure.transported(error, f"item {index}") from error
+            raise transported_item(error, index, *call) from error
         own.append(tensors)
         needs_grad = [[tensor.requires_grad for tensor in each] for each in (common, tensors)]
         programs.append(Direct(index, arguments, *needs_grad))

@@ -22,6 +22,7 @@ from mpgrad.modes import Modes
 from mpgrad.packer import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
 from mpgrad.routing import Request
 from mpgrad.structure import Searched
+from mpgrad.uncarried import transported, transported_item
 
 __all__ = [
     "Arguments",
@@ -55,7 +56,7 @@ def pickled_function(function: Callable[..., Any], kind: str = "") -> PickledFun
     try:
         pickled, captures = structure.dumps(function)
     except Exception as error:
-        raise structure.transported(error, "the function") from error
+        raise transported(error, "the function", function) from error
     for tensor in captures:
         check_carriable(tensor, "the function", None, kind)
     return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False))
@@ -329,4 +330,4 @@ def arguments_structure(
     try:
         return structure.dumps_arguments((tuple(args), kwargs), searched)
     except Exception as error:
-        raise structure.transported(error, f"item {index}") from error
+        raise transported_item(error, index, args, kwargs) from error

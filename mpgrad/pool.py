@@ -60,7 +60,8 @@ from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Un
 from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
-from mpgrad.structure import Searched, transported
+from mpgrad.structure import Searched
+from mpgrad.uncarried import transported
 
 __all__ = ["Pool", "PoolWorker"]
 
@@ -944,7 +945,8 @@ def pickled_initializer(initializer: Callable[..., object] | None, initargs: tup
     try:
         return classes.dumps((initializer, initargs))
     except Exception as error:
-        raise transported(error, "the initializer or its arguments") from error
+        given = {"initializer": initializer, "initargs": initargs}
+        raise transported(error, "the initializer or its arguments", given) from error
 
 
 def positive(name: str, number: int) -> int:

@@ -5,35 +5,32 @@ that need gradients. Here each tensor leaves its number in the bytes; what the t
 decided elsewhere. The tensors that a *function* reaches in this way are its captures.
 
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
-order in which it met them, so they stand at the end of the list, the first one last. Scripted and parametrized modules, which
-refuse to be pickled, are taken apart here and put together again around the tensors.
+order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as something
+else, goes as `mpgrad.reducers` has it.
 
 A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import pickle
 import sys
 import sysconfig
 import types
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch.nn import Module
-from torch.nn.utils.parametrize import is_parametrized
 
-from mpgrad._torch import load_script, parametrize_again
 from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
 from mpgrad.packer import RIDE_BYTES
+from mpgrad.reducers import cached_again, itself, reduce_module
 
-__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_result", "transported"]
+__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_result"]
 
 Searched = dict[int, object]  # classes and functions that reach no tensor, by id
 
@@ -83,12 +80,6 @@ def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> 
     if shape is None:
         return tensors[0]
     return tuple(tensors) if isinstance(shape, int) else loads(shape, tensors)
-
-
-def transported(error: BaseException, subject: str) -> BaseException:
-    """The error to raise where `subject` (for example "item 3") could not be pickled: same type, named subject."""
-    kind = TypeError if isinstance(error, TypeError) else pickle.PicklingError
-    return kind(f"{subject} cannot be carried to or from a worker: {error}")
 
 
 class TensorPickler(ClassPickler):
@@ -168,99 +159,6 @@ class TensorUnpickler(ClassUnpickler):
 
 class ApartUnpickler(TensorUnpickler):
     set_class = staticmethod(refuse)
-
-
-def itself(value: Any) -> Any:
-    return value
-
-
-def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
-    """A cached function with an empty cache: what was in it was computed from the caller's tensors."""
-    return functools.lru_cache(**parameters)(function)
-
-
-def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """How the modules that refuse to be pickled are, all the same; None for any other."""
-    if isinstance(value, torch.jit.ScriptModule):
-        tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers(remove_duplicate=False))}
-        hollow = copy.deepcopy(value)
-        put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0)))
-        return script_again, (hollow.save_to_buffer(), tensors)
-    if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
-        return object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
-    return None
-
-
-def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
-    module = load_script(code)
-    put_tensors(module, tensors)
-    return module
-
-
-def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
-    owners = dict(module.named_modules(remove_duplicate=False))
-    for path, tensor in tensors.items():
-        owner, _, name = path.rpartition(".")
-        setattr(owners[owner], name, tensor)
-
-
-class ScriptedFunction:
-    """TorchScript saves a function as the method of a module, and forgets its defaults."""
-
-    def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
-        self._code, self._names, self._defaults = code, names, defaults
-        self._module = load_script(code)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}
-        return self._module(*args, **{**rest, **kwargs})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScriptedFunction, (self._code, self._names, self._defaults)
-
-
-def reduce_script_function(value: Any) -> tuple[Any, ...]:
-    arguments = value.schema.arguments
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return ScriptedFunction, (value.save_to_buffer(), [each.name for each in arguments], defaults)
-
-
-def reduce_method(value: types.MethodType) -> Any:
-    owner = value.__self__
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and value.__func__ is FUNCTION_APPLY:
-        return getattr, (owner, "apply")  # the worker's own, not a copy of torch's code
-    return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
-
-
-def reduce_generator(value: torch.Generator) -> Any:
-    # of the default generator the worker's own is meant, which has the seed of the item
-    return (getattr, (torch, "default_generator")) if value is torch.default_generator else value.__reduce_ex__(5)
-
-
-def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
-    return type(value), (getattr(torch, value.dtype),)
-
-
-def reduce_imported(value: types.ModuleType) -> Any:
-    """An imported module; also one like torch._C._functions, which is an attribute of another and cannot be imported."""
-    parent, _, name = value.__name__.rpartition(".")
-    if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
-        return getattr, (sys.modules[parent], name)
-    return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
-
-
-# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name
-FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
-OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
-REDUCERS = {
-    torch.jit.ScriptFunction: reduce_script_function,
-    torch.Generator: reduce_generator,
-    torch.finfo: reduce_limits,
-    torch.iinfo: reduce_limits,
-    types.MethodType: reduce_method,
-    types.ModuleType: reduce_imported,
-}
-TensorPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here
 
 
 def reaches_tensor(value: object) -> bool:

@@ -150,13 +150,13 @@ def test_exceptions_that_end_programs(pool: mpgrad.Pool, exception: BaseExceptio
 
 
 def test_unpicklable_functions_items_and_results(pool: mpgrad.Pool) -> None:
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"the function cannot be carried to or from a worker: cannot pickle '_thread.lock'"):
-        pool.map(lambda x: lock, [1])
-    with pytest.raises(TypeError, match=r"item 2 cannot be carried to or from a worker: cannot pickle '_thread.lock'"):
-        pool.map(abs, [1, 2, lock])
+    numbers = iter(k for k in range(3))
+    with pytest.raises(TypeError, match=r"the function cannot be carried to or from a worker: cannot pickle 'generator'"):
+        pool.map(lambda x: numbers, [1])
+    with pytest.raises(TypeError, match=r"item 2 cannot be carried to or from a worker: cannot pickle 'generator'"):
+        pool.map(abs, [1, 2, numbers])
     with pytest.raises(TypeError, match="the result cannot be carried to or from a worker: cannot pickle") as caught:
-        pool.map(lambda k: threading.Lock() if k else k, [0, 1])
+        pool.map(lambda k: (j for j in range(k)) if k else k, [0, 1])
     assert any("item 1" in note and "phase: result" in note for note in caught.value.__notes__)
     works(pool)
 

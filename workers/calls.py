@@ -15,6 +15,7 @@ from mpgrad.carrier import LEAF, REQUIRES_GRAD, TensorRef, are_distinct_tensors,
 from mpgrad.devices import code_of
 from mpgrad.errors import carried
 from mpgrad.messages import Failure, ForwardCall, Structure
+from mpgrad.uncarried import transported
 
 __all__ = ["Function", "Made", "Stage", "arguments", "failure", "result_structure"]
 
@@ -155,7 +156,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         try:
             shape, tensors = structure.dumps(value)
         except Exception as error:
-            raise structure.transported(error, "the result") from error
+            raise transported(error, "the result", value) from error
     for tensor in tensors:
         check_carriable(tensor, "the result", None, kind)
     return shape, tensors

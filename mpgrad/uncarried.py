@@ -1,0 +1,180 @@
+"""Where in a function, an item or a result that stands which could not be pickled, and what to do about it.
+
+pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is searched once more after the
+failure: of what an object is made of, one part fails by itself, and of that one part of it, down to what has no such part.
+
+Guarantees: costs nothing where nothing fails; where much has to be tried (`SECONDS`), the path ends early.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from mpgrad.structure import Deferred, TensorPickler, names_in
+
+__all__ = ["transported", "transported_item"]
+
+SECONDS = 5.0
+
+
+def transported(error: BaseException, subject: str, value: object, may_wait: bool = False) -> BaseException:
+    """The error to raise where `value`, the `subject` (for example "item 3"), could not be pickled: same type, named subject.
+
+    It says by which path the culprit is reached, and what to do. `may_wait`: futures may be in it.
+    """
+    path, culprit = find(value, functools.partial(fails, may_wait))
+    where = f" ({path})" if path else ""
+    remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
+    kind = TypeError if isinstance(error, TypeError) else pickle.PicklingError
+    return kind(f"{subject} cannot be carried to or from a worker: {error}{where}{'; ' if remedy else ''}{remedy}")
+
+
+def transported_item(error: BaseException, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> BaseException:
+    value = args[0] if len(args) == 1 and not kwargs else {**dict(enumerate(args)), **kwargs}
+    return transported(error, f"item {index}", value, may_wait=True)
+
+
+class Trial(TensorPickler):
+    """Pickles to see whether that works; of futures nothing is asked."""
+
+    def persistent_id(self, value: object) -> int | None:
+        if isinstance(value, torch.Tensor) or (isinstance(value, Deferred) and self.claims is not None):
+            return 0
+        return super().persistent_id(value)
+
+
+def fails(may_wait: bool, value: object) -> bool:
+    try:
+        Trial(io.BytesIO(), [] if may_wait else None).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+class Found(NamedTuple):
+    path: str  # from the value that was to be carried; "" where it is that itself
+    culprit: object
+
+
+class Part(NamedTuple):
+    name: str
+    value: object
+
+
+def find(value: object, fails: Callable[[object], bool]) -> Found:
+    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries one."""
+    deadline = time.monotonic() + SECONDS
+    path, seen = "", {id(value)}
+    while True:
+        inner = next((part for part in parts(value) if is_culprit(part.value, seen, fails, deadline)), None)
+        if inner is None:
+            return Found(path, value)
+        seen.add(id(inner.value))
+        if isinstance(value, types.FunctionType):
+            path += (", " if path else "") + f"{value.__name__}'s {inner.name}"
+        else:
+            path += inner.name if path else inner.name.removeprefix(".")
+        value = inner.value
+
+
+def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], deadline: float) -> bool:
+    return id(part) not in seen and time.monotonic() < deadline and fails(part)
+
+
+def parts(value: object) -> Iterator[Part]:
+    """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
+    if isinstance(value, types.FunctionType):
+        yield from parts_of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield Part("", value.__self__)
+        yield Part(".__func__", value.__func__)
+    elif isinstance(value, functools.partial):
+        yield Part(".func", value.func)
+        yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
+        yield from (Part(f".keywords[{name!r}]", each) for name, each in value.keywords.items())
+    elif isinstance(value, Mapping):
+        yield from (Part(f"[{key!r}]", each) for key, each in list(value.items()))
+        yield from (Part(f" (the key {key!r})", key) for key in list(value))
+        yield from parts_of_state(value)
+    elif isinstance(value, (list, tuple)):
+        yield from (Part(f"[{number}]", each) for number, each in enumerate(value))
+        yield from parts_of_state(value)
+    elif isinstance(value, (set, frozenset)):
+        yield from (Part(f" (its member {each!r})", each) for each in list(value))
+    elif isinstance(value, type):
+        yield from (Part(f".{name}", each) for name, each in list(vars(value).items()))
+        yield from (Part(f" (its base {each.__name__})", each) for each in value.__bases__)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield Part("", value.__func__)
+    elif isinstance(value, property):
+        yield from (Part(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel"))
+    elif (cached := getattr(value, "__wrapped__", None)) is not None:
+        yield Part("", cached)
+    else:
+        yield from parts_of_state(value)
+        yield Part(" (its class)", type(value))
+
+
+def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield Part(f"closure: {name}", cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
+        yield Part(f"global: {name}", function.__globals__[name])
+    for number, each in enumerate(function.__defaults__ or ()):
+        yield Part(f"default {number}", each)
+    for name, each in (function.__kwdefaults__ or {}).items():
+        yield Part(f"default: {name}", each)
+    for name, each in vars(function).items():
+        yield Part(f"attribute: {name}", each)
+
+
+def parts_of_state(value: object) -> Iterator[Part]:
+    """What it would have itself made again from: its attributes, unless it says otherwise."""
+    try:
+        _, arguments, state, *_ = (*value.__reduce_ex__(5), None)  # as a tuple; a name alone has no parts
+    except Exception:  # it refuses: then it is the one
+        return
+    yield from (Part(f" (what it is made from: {type(each).__name__})", each) for each in arguments or () if each is not type(value))
+    for attributes in state if isinstance(state, tuple) else (state,):
+        if isinstance(attributes, dict):
+            yield from (Part(f".{name}", each) for name, each in attributes.items())
+        elif attributes is not None:
+            yield Part(" (its state)", attributes)
+
+
+def remedy_for(culprit: object) -> str:
+    """What to do about something that means nothing outside of the caller's process; "" where no more is known of it."""
+    names = {f"{each.__module__}.{each.__qualname__}" for each in type(culprit).__mro__}
+    return next((words for kinds, words in REMEDIES.items() if names & set(kinds)), "")
+
+
+# by name: most of these modules are never imported
+ONCE = "or once a worker, with Pool(initializer=...)"
+ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of what holds it"
+PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
+REMEDIES = {
+    ("io.IOBase", "_io._IOBase"): f"pass its name, and open it in the function, {ONCE}",
+    ("_socket.socket", "ssl.SSLContext", "_ssl._SSLContext", "sqlite3.Connection"): f"connect in the function, {ONCE}",
+    ("builtins.generator", "builtins.coroutine", "builtins.async_generator"): "make a list of what it gives, or call in the "
+    "function what gave it",
+    ("threading.Thread",): "start it in the function, or have the function not reach it",
+    ("subprocess.Popen", "multiprocessing.process.BaseProcess"): "it is the caller's child: pass what it gave, or start it in "
+    "the function",
+    ("multiprocessing.synchronize.SemLock", "_multiprocessing.SemLock"): "workers are no children of multiprocessing's: lock "
+    "a file (fcntl.flock) that each opens by its name",
+    ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
+    "was to be put into it, and pass what was to be taken out",
+    ("concurrent.futures._base.Future",): "pass its result()",
+    ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",
+}
