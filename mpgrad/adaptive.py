@@ -24,6 +24,7 @@ from mpgrad import structure
 from mpgrad._torch import SharedHooks, saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.compiled import MARK
 from mpgrad.costs import Costs
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
@@ -177,6 +178,8 @@ class LocalFunction:
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
         self._is_followed = torch.is_grad_enabled()
         self._searched: structure.Searched = {}
+        if MARK in pickled:  # it would be compiled once more, in this process
+            raise UnusualError
         try:
             self._target = structure.loads(pickled, self._captures, apart=True)
         except Exception as error:

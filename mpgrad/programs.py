@@ -11,7 +11,6 @@ another, which is how transforms are nested. Parents make and pickle them, worke
 from __future__ import annotations
 
 import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ class Runner:
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
         if self.seed is not None:  # a derivative of some items only meets their random numbers again
             seed_item(self.seed, program.direct.item)
-        tensors = program(functools.partial(structure.loads, self.pickled), self.common, own)
+        tensors = program(lambda captures: structure.loads_function(self.pickled, captures)[0], self.common, own)
         return program.direct.result, [tensor.detach() for tensor in tensors]
 
 

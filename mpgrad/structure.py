@@ -24,13 +24,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from cloudpickle.cloudpickle import _function_setstate as set_function
+from cloudpickle.cloudpickle import _make_function as make_function
 from torch.nn import Module
 
 from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
+from mpgrad.compiled import MARK, Surroundings, reduce_compiled, without_marks
 from mpgrad.packer import RIDE_BYTES
 from mpgrad.reducers import cached_again, itself, reduce_module
 
-__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_result"]
+__all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_function", "loads_result"]
 
 Searched = dict[int, object]  # classes and functions that reach no tensor, by id
 
@@ -73,6 +76,14 @@ def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any
         NotApartError: it has a class that was carried by value, and was to be `apart` from all that is here.
     """
     return (ApartUnpickler if apart else TensorUnpickler)(io.BytesIO(pickled), tensors, claimed).load()
+
+
+def loads_function(pickled: bytes, tensors: Sequence[torch.Tensor]) -> tuple[Any, Surroundings | None]:
+    """`loads` of a function, and what it is to run in (`with`), where it has compiled ones in it."""
+    if MARK not in pickled:
+        return loads(pickled, tensors), None
+    surroundings = Surroundings()
+    return surroundings.load(SurroundedUnpickler(surroundings, io.BytesIO(pickled), tensors, ()).load), surroundings
 
 
 def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
@@ -137,6 +148,15 @@ class TensorPickler(ClassPickler):
         return reaches
 
 
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        if "_torchdynamo_orig_callable" not in vars(function):
+            return super()._dynamic_function_reduce(function)
+        if (reduced := reduce_compiled(function)) is not None:
+            return reduced
+        make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(function)
+        return make, arguments, (without_marks(attributes), slots), *rest
+
+
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
     memory = buffer.raw()
     if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
@@ -155,6 +175,21 @@ class TensorUnpickler(ClassUnpickler):
 
     def persistent_load(self, number: int) -> Any:
         return self._tensors[number] if number >= 0 else self._claimed[-1 - number]
+
+
+class SurroundedUnpickler(TensorUnpickler):
+    """Gives functions the globals that `Surroundings` keeps for them."""
+
+    def __init__(self, surroundings: Surroundings, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._given = {
+            make_function.__name__: surroundings.make_function,
+            set_function.__name__: functools.partial(surroundings.set_state, set_function),
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._given.get(name) if module == make_function.__module__ else None
+        return super().find_class(module, name) if found is None else found
 
 
 class ApartUnpickler(TensorUnpickler):

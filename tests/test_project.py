@@ -28,7 +28,7 @@ from mpgrad.testing import assert_same_as_serial
 
 ROOT = Path(__file__).parent.parent
 BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
-BOTH_SIDES |= {"structure", "reducers", "uncarried", "classes", "modes", "errors", "place", "behaviours", "system"}
+BOTH_SIDES |= {"structure", "reducers", "uncarried", "compiled", "classes", "modes", "errors", "place", "behaviours", "system"}
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ from mpgrad.carrier import (
     with_more_behind,
 )
 from mpgrad.channel import Frame, Pipe, drained, send_slabs
+from mpgrad.compiled import Surroundings
 from mpgrad.devices import code_of
 from mpgrad.errors import SharedMemoryError
 from mpgrad.messages import (
@@ -93,6 +94,7 @@ from mpgrad.packer import ANSWERED_BYTES, Packer, Payload, Placed, Together
 __all__ = ["Worker"]
 
 GARBAGE_BYTES = 64 << 20
+NOTHING = contextlib.nullcontext()
 MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
@@ -108,6 +110,7 @@ class Worker:
         self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
         self._lent: dict[int, Slot] = {}
         self._functions: dict[int, Function | Failure] = {}
+        self._surroundings: dict[int, Surroundings] = {}  # of functions that have compiled ones in them
         self._codes: dict[int, bytes] = {}
         self._graphs = GraphTable(graph_bytes)
         self._sums: dict[int, dict[tuple[int, tuple[Level, ...]], CaptureSums]] = {}  # by function, then by backward
@@ -182,7 +185,7 @@ class Worker:
         outcomes: list[Result | Failure] = []
         self._own_seconds = self._ahead_seconds = 0.0
         started = time.perf_counter()
-        with under(message.modes):
+        with under(message.modes), self._surroundings.get(message.function, NOTHING):
             for position, call in enumerate(message.calls):
                 if message.chunk in self._progress[Progress.CANCELLED :]:
                     break
@@ -398,7 +401,8 @@ class Worker:
             self._give_back_unread(step)
             raise classes.loads(function.error)
         before = self._graphs.memory_in_use()
-        made = self._make(step, step.call, function, payload, Stage())
+        with self._surroundings.get(step.function, NOTHING):
+            made = self._make(step, step.call, function, payload, Stage())
         if made.graph is None:
             raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
         if step.spent:
@@ -432,7 +436,8 @@ class Worker:
             grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
         started = time.perf_counter()
         try:
-            gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
+            with self._surroundings.get(graph.function, NOTHING):
+                gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
         finally:
             self._engine_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
@@ -499,19 +504,23 @@ class Worker:
             with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
                 captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-            target = structure.loads(self._codes[message.code], captures)
+            target, surroundings = structure.loads_function(self._codes[message.code], captures)
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
             search = Search({id(edges[number]): number for number in with_more_behind(message.captures)})
             function = Function(message.code, target, captures, edges, versions, message.gathers, names, precise, search)
             self._functions[message.function] = function
+            if surroundings is not None:
+                self._surroundings[message.function] = surroundings
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
 
     def _forget(self, message: Forget, payload: memoryview) -> None:
         for function in message.functions:
             self._functions.pop(function, None)
+            if (surroundings := self._surroundings.pop(function, None)) is not None:
+                surroundings.forget()
             self._sums.pop(function, None)
             self._eager_sums.pop(function, None)
         for code in message.codes:
