@@ -31,7 +31,7 @@ Namespace = dict[str, Any]
 
 MOST_CODES = 4096
 MOST_CONTEXTS = 256
-MARK = b"compiled_again"  # in the pickle of what has a compiled function in it; elsewhere it does no harm
+MARK = __name__.encode()  # in the pickle of what has a compiled function in it; elsewhere it does no harm
 MARKS = ("_torchdynamo_", "get_compiler_config", "aot_compile", "_is_torch_compile", "_isolate_recompiles_id")
 
 
@@ -139,7 +139,7 @@ def reduce_compiled(value: types.FunctionType) -> tuple[Any, ...] | None:
 
 def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those of a function, less what functools.wraps has copied to it from a compiled one: for that it would be taken."""
-    return {name: value for name, value in attributes.items() if not name.startswith(MARKS)}
+    return {name: value for name, value in attributes.items() if not name.startswith(MARKS)} if attributes else attributes
 
 
 def reduce_compiled_module(value: torch.nn.Module) -> tuple[Any, ...] | None:

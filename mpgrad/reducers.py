@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import dis
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -30,9 +32,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad._torch import load_script, parametrize_again
 from mpgrad.classes import ClassPickler
-from mpgrad.compiled import compile_in_place, reduce_compiled_module
+from mpgrad.compiled import compile_in_place, reduce_compiled_module, without_marks
 
-__all__ = ["cached_again", "itself", "reduce_module"]
+__all__ = ["cached_again", "complete", "itself", "reduce_module"]
 
 Reduced = tuple[Any, ...]
 
@@ -41,7 +43,30 @@ def itself(value: Any) -> Any:
     return value
 
 
-# --- of functools
+# --- functions
+
+
+def complete(function: types.FunctionType, reduced: Reduced) -> Reduced:
+    """cloudpickle's way of a function, with the globals that classes in it use; it looks into functions only."""
+    make, arguments, (attributes, slots), *rest = reduced
+    known = function.__globals__
+    for name in names_in_classes(function.__code__) & known.keys():
+        slots["__globals__"].setdefault(name, known[name])
+    return make, arguments, (without_marks(attributes), slots), *rest
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in_classes(code: types.CodeType) -> frozenset[str]:
+    """What the bodies of classes that are defined within `code` look up by name."""
+    found: set[str] = set()
+    for inner in (each for each in code.co_consts if isinstance(each, types.CodeType)):
+        found |= names_in_classes(inner)
+        if not inner.co_flags & inspect.CO_OPTIMIZED:
+            found |= {each.argval for each in dis.get_instructions(inner) if each.opname in LOOK_UP}
+    return frozenset(found)
+
+
+LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def cached_again(function: Any, parameters: dict[str, Any]) -> Any:

@@ -29,9 +29,9 @@ from cloudpickle.cloudpickle import _make_function as make_function
 from torch.nn import Module
 
 from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
-from mpgrad.compiled import MARK, Surroundings, reduce_compiled, without_marks
+from mpgrad.compiled import MARK, Surroundings, reduce_compiled
 from mpgrad.packer import RIDE_BYTES
-from mpgrad.reducers import cached_again, itself, reduce_module
+from mpgrad.reducers import cached_again, complete, itself, reduce_module
 
 __all__ = ["Deferred", "Searched", "dumps", "dumps_arguments", "loads", "loads_function", "loads_result"]
 
@@ -149,12 +149,8 @@ class TensorPickler(ClassPickler):
 
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
-        if "_torchdynamo_orig_callable" not in vars(function):
-            return super()._dynamic_function_reduce(function)
-        if (reduced := reduce_compiled(function)) is not None:
-            return reduced
-        make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(function)
-        return make, arguments, (without_marks(attributes), slots), *rest
+        compiled = reduce_compiled(function)
+        return complete(function, super()._dynamic_function_reduce(function)) if compiled is None else compiled
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
