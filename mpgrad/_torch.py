@@ -37,9 +37,14 @@ __all__ = [
     "SharedHooks",
     "apply",
     "batched",
+    "before_compiler",
+    "cache_folder",
+    "compile_in_place",
+    "compiled_in_place",
     "compiler_context",
     "compiler_options",
     "descriptor_of",
+    "disabling",
     "dual_level_is_active",
     "edge_that_keeps",
     "flattened",
@@ -54,6 +59,7 @@ __all__ = [
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
+    "is_optimized",
     "is_refusing_no_grad",
     "leaf_will_run",
     "level_count",
@@ -524,18 +530,43 @@ def made_by_compiler(function: types.FunctionType) -> bool:
     return maker in COMPILERS and "_torchdynamo_orig_callable" in vars(function)
 
 
+def is_optimized(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile(module)` gave it."""
+    return "dynamo_ctx" in vars(module)
+
+
 COMPILERS = ("torch._dynamo.eval_frame", "torch._dynamo.external_utils")
 
 
 def compiler_context(compiled: Any) -> Any:
     """What `torch.compile` wraps functions with, by a function or module that it has wrapped; None where there is none."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return None
-    if isinstance(compiled, dynamo.OptimizedModule):
-        return compiled.dynamo_ctx
+    if isinstance(compiled, torch.nn.Module):
+        return vars(compiled).get("dynamo_ctx")
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
     held = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
     return next((each for each in held if isinstance(each, dynamo._TorchDynamoContext)), None)
+
+
+def before_compiler(made: Any) -> Any:
+    """What was given to `torch.compile` or `torch.compiler.disable`."""
+    return made._orig_mod if isinstance(made, torch.nn.Module) else made._torchdynamo_orig_callable
+
+
+def disabling(made: Any) -> dict[str, Any]:
+    """The arguments of `torch.compiler.disable` that gave `made`."""
+    context = compiler_context(made)
+    if context is None:  # without `recursive` PyTorch has no need of one
+        return {"recursive": False, "reason": made._torchdynamo_disable_msg}
+    return {"recursive": True, "reason": context.msg}
+
+
+def compiled_in_place(module: torch.nn.Module) -> Any:
+    """What `module.compile()` has put into it, of which its state has nothing; None where it was not called."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def compile_in_place(module: Any, wrap: Callable[[Any], Any]) -> None:
+    module._compiled_call_impl = wrap(module._call_impl)
 
 
 def compiler_options(context: Any) -> dict[str, Any] | None:
@@ -545,8 +576,7 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
     layers = [context.callback]
     while (inner := inner_layer(layers[-1])) is not None:
         layers.append(inner)
-    backend, convert = layers[-1], layers[-2]
-    found = backend_options(backend)
+    convert, found = layers[1], backend_options(layers[-1])
     inner_options = found["options"] or {}
     if (kept := context.callback.hooks.guard_filter_fn) is not None:
         inner_options = {**inner_options, "guard_filter_fn": kept}
@@ -602,13 +632,18 @@ def inductor_in_turns() -> None:
     wrapper.__call__ = in_turns
 
 
+def cache_folder() -> str:
+    """Where PyTorch keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
 @contextlib.contextmanager
 def first_of_those_that_compile(what: str) -> Iterator[None]:
     """Wait until whoever has begun with the same is ready; those that have waited go on side by side."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     name = hashlib.sha256(what.encode()).hexdigest()
-    folder = os.path.join(cache_dir(), "locks")
+    folder = os.path.join(cache_folder(), "locks")
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"mpgrad-{name}.lock"), "w") as file:
         try:

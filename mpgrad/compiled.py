@@ -2,8 +2,8 @@
 
 What PyTorch compiles it keeps with a function's code object, and its guards look into the dictionary of globals that it was
 compiled with. But each operation loads its function anew, around tensors of its own. So where a compiled function is among
-what is loaded, code objects that are equal become one object, and functions of one module share one dictionary of globals, as
-in the caller, from operation to operation.
+what is loaded, equal code objects become one object, functions without closures stay the same objects, and those of one module
+share one dictionary of globals, as in the caller, from operation to operation.
 
     caller  compiled ──► (original, options)      worker  load: code and globals as before, values noted ──► Surroundings
                                                           call, backward: `with surroundings` puts the values in their places
@@ -16,16 +16,26 @@ from __future__ import annotations
 
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mpgrad import classes
-from mpgrad._torch import compiler_context, compiler_options, inductor_in_turns, made_by_compiler
+from mpgrad import behaviours, classes
+from mpgrad._torch import (
+    before_compiler,
+    compile_in_place,
+    compiler_context,
+    compiler_options,
+    disabling,
+    inductor_in_turns,
+    is_optimized,
+    made_by_compiler,
+)
 from mpgrad.place import PLACE
 
-__all__ = ["MARK", "Surroundings", "compiled_again", "compile_in_place", "reduce_compiled", "reduce_compiled_module", "without_marks"]
+__all__ = ["MARK", "Surroundings", "reduce_compiled", "with_compiled_call", "without_marks"]
 
 Namespace = dict[str, Any]
 
@@ -40,6 +50,7 @@ class Rooms(threading.local):
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
+        self.functions: dict[tuple[Any, ...], types.FunctionType] = {}  # without closures, by code, globals and number in a load
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         self.contexts: dict[bytes, Any] = {}  # by options: what was compiled under another one counts as not compiled
         self.placed: Surroundings | None = None  # whose values are in the namespaces
@@ -56,6 +67,8 @@ class Surroundings:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
         self._met: dict[int, Namespace] = {}  # by id of the globals as they came
         self._came: list[Namespace] = []  # which keeps those ids from being others'
+        self._states: dict[types.FunctionType, tuple[Any, Any, dict[str, Any]]] = {}  # of those that operations have in common
+        self._made: Counter[tuple[Any, ...]] = Counter()
         self._before: list[Surroundings | None] = []
 
     def __enter__(self) -> None:
@@ -72,6 +85,8 @@ class Surroundings:
         if ROOMS.placed is not self:
             for namespace, values in self._values.values():
                 namespace.update(values)
+            for function, state in self._states.items():
+                function.__defaults__, function.__kwdefaults__, function.__dict__ = state
             ROOMS.placed = self
 
     def load(self, unpickle: Callable[[], Any]) -> Any:
@@ -82,6 +97,7 @@ class Surroundings:
         finally:
             self._met.clear()
             self._came.clear()
+            self._made.clear()
             if ROOMS.running is not None:
                 ROOMS.running.place()
 
@@ -92,11 +108,21 @@ class Surroundings:
             for namespace, values in self._values.values():
                 for name in values:
                     namespace.pop(name, None)
+            for function in self._states:
+                function.__defaults__, function.__kwdefaults__, function.__dict__ = None, None, {}
 
-    def make_function(self, code: types.CodeType, came: Namespace, *others: Any) -> types.FunctionType:
+    def make_function(
+        self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
+    ) -> types.FunctionType:
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
-        return types.FunctionType(ROOMS.codes.setdefault(code, code), self._namespace(came), *others)
+            ROOMS.functions.clear()
+        namespace = self._namespace(came)
+        made = types.FunctionType(ROOMS.codes.setdefault(code, code), namespace, name, defaults, closure)
+        if closure is not None:
+            return made
+        self._made[code, id(namespace)] += 1
+        return ROOMS.functions.setdefault((code, id(namespace), self._made[code, id(namespace)]), made)
 
     def _namespace(self, came: Namespace) -> Namespace:
         namespace = self._met.get(id(came))
@@ -115,7 +141,11 @@ class Surroundings:
         values.update(state[1]["__globals__"])
         if "__name__" in names_in(function.__code__):  # of which classes that are made in it are said to be
             values["__name__"] = namespace["__name__"] = state[1].get("__module__")
+        if function.__closure__ is None:
+            function.__dict__ = {}
         set_function(function, state)
+        if function.__closure__ is None:
+            self._states[function] = function.__defaults__, function.__kwdefaults__, function.__dict__
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -125,16 +155,17 @@ def names_in(code: types.CodeType) -> set[str]:
 # --- what stands in a pickle for what the compiler made
 
 
-def reduce_compiled(value: types.FunctionType) -> tuple[Any, ...] | None:
-    """How a function that the compiler made travels; None for any other."""
-    if not made_by_compiler(value):
+def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
+    """How a function or module that the compiler made travels; None for any other."""
+    is_module = isinstance(value, torch.nn.Module)
+    if not (is_optimized(value) if is_module else made_by_compiler(value)):
         return None
-    original: Any = value._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    behaviours.check_compiler()
     context = compiler_context(value)
-    if context is None or (options := compiler_options(context)) is None:
-        recursive = context is not None  # else PyTorch has no need of one
-        return disabled_again, (original, recursive, value._torchdynamo_disable_msg)  # type: ignore[attr-defined]
-    return compiled_again, (original, classes.dumps(options))
+    options = None if context is None else compiler_options(context)
+    if options is None:
+        return disabled_again, (before_compiler(value), disabling(value))
+    return compiled_again, (before_compiler(value), classes.dumps(options))
 
 
 def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -142,23 +173,13 @@ def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if not name.startswith(MARKS)} if attributes else attributes
 
 
-def reduce_compiled_module(value: torch.nn.Module) -> tuple[Any, ...] | None:
-    """How what `torch.compile(module)` gave travels; None for any other."""
-    context = vars(value).get("dynamo_ctx")
-    if context is None or "_orig_mod" not in value._modules:
-        return None
-    options = compiler_options(context)
-    if options is None:
-        return disabled_again, (value._orig_mod, True, context.msg)
-    return compiled_again, (value._orig_mod, classes.dumps(options))
-
-
-def compile_in_place(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ...]:
-    """As `reduced`, for a module that `module.compile()` has changed: PyTorch leaves that out of its state."""
+def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ...]:
+    """As `reduced`, for a module to which `module.compile()` has given a compiled call: its state has nothing of that."""
+    behaviours.check_compiler()
     create, arguments, state, *_ = reduced
     setter = reduced[5] if len(reduced) > 5 else None
-    again = classes.dumps(compiler_options(compiler_context(compiled)))
-    return create, arguments, (state, setter, again), None, None, set_and_compile
+    options = classes.dumps(compiler_options(compiler_context(compiled)))
+    return create, arguments, (state, setter, options), None, None, set_and_compile
 
 
 def set_and_compile(module: Any, given: tuple[Any, Callable[[Any, Any], None] | None, bytes]) -> None:
@@ -167,7 +188,7 @@ def set_and_compile(module: Any, given: tuple[Any, Callable[[Any, Any], None] | 
         setter(module, state)
     else:
         module.__setstate__(state)
-    module._compiled_call_impl = compiled_again(module._call_impl, options)
+    compile_in_place(module, lambda call: compiled_again(call, options))
 
 
 def compiled_again(original: Any, options: bytes) -> Any:
@@ -185,5 +206,5 @@ def compiled_again(original: Any, options: bytes) -> Any:
     return compiled
 
 
-def disabled_again(original: Any, recursive: bool, reason: str | None) -> Any:
-    return torch.compiler.disable(original, recursive=recursive, reason=reason)  # type: ignore[no-untyped-call]
+def disabled_again(original: Any, options: dict[str, Any]) -> Any:
+    return torch.compiler.disable(original, **options)  # type: ignore[no-untyped-call]

@@ -30,9 +30,9 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
-from mpgrad._torch import load_script, parametrize_again
+from mpgrad._torch import compiled_in_place, load_script, parametrize_again
 from mpgrad.classes import ClassPickler
-from mpgrad.compiled import compile_in_place, reduce_compiled_module, without_marks
+from mpgrad.compiled import reduce_compiled, with_compiled_call, without_marks
 
 __all__ = ["cached_again", "complete", "itself", "reduce_module"]
 
@@ -208,12 +208,12 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         hollow = copy.deepcopy(value)
         put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0)))
         return script_again, (hollow.save_to_buffer(), tensors)
-    if (reduced := reduce_compiled_module(value)) is not None:
+    if (reduced := reduce_compiled(value)) is not None:
         return reduced
     if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
         reduced = object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
-    compiled = vars(value).get("_compiled_call_impl")
-    return reduced if compiled is None else compile_in_place(reduced or value.__reduce_ex__(5), compiled)
+    compiled = compiled_in_place(value)
+    return reduced if compiled is None else with_compiled_call(reduced or value.__reduce_ex__(5), compiled)
 
 
 def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
