@@ -40,6 +40,7 @@ __all__ = ["MARK", "Surroundings", "reduce_compiled", "with_compiled_call", "wit
 Namespace = dict[str, Any]
 
 MOST_CODES = 4096
+MOST_CLASSES = 256
 MOST_CONTEXTS = 256
 MARK = __name__.encode()  # in the pickle of what has a compiled function in it; elsewhere it does no harm
 MARKS = ("_torchdynamo_", "get_compiler_config", "aot_compile", "_is_torch_compile", "_isolate_recompiles_id")
@@ -51,6 +52,7 @@ class Rooms(threading.local):
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
         self.functions: dict[tuple[Any, ...], types.FunctionType] = {}  # without closures, by code, globals and number in a load
+        self.classes: dict[type, None] = {}  # what was compiled for one that has gone is thrown away
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         self.contexts: dict[bytes, Any] = {}  # by options: what was compiled under another one counts as not compiled
         self.placed: Surroundings | None = None  # whose values are in the namespaces
@@ -146,6 +148,13 @@ class Surroundings:
         set_function(function, state)
         if function.__closure__ is None:
             self._states[function] = function.__defaults__, function.__kwdefaults__, function.__dict__
+
+
+    def set_class(self, set_class: Callable[[type, Any], None], made: type, state: Any) -> None:
+        if len(ROOMS.classes) > MOST_CLASSES:
+            ROOMS.classes.clear()
+        ROOMS.classes[made] = None
+        set_class(made, state)
 
 
 def names_in(code: types.CodeType) -> set[str]:

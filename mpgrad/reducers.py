@@ -116,17 +116,14 @@ def reduce_local(value: threading.local) -> Any:
 def reduce_context_variable(value: contextvars.ContextVar[Any]) -> Any:
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
-    given = value.get(MISSING)
-    if given is MISSING:  # in this context; the default is what any context has
-        given = contextvars.Context().run(value.get, MISSING)
-    return context_variable_again, (value.name, *(() if given is MISSING else (given,)))
+    try:
+        return context_variable_again, (value.name, value.get())  # in this context, or the default
+    except LookupError:
+        return context_variable_again, (value.name,)
 
 
 def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any]:
     return contextvars.ContextVar(name, default=given[0]) if given else contextvars.ContextVar(name)
-
-
-MISSING = object()
 
 
 def reduce_attribute(value: object) -> Reduced | None:
@@ -145,18 +142,25 @@ def reduce_attribute(value: object) -> Reduced | None:
 class KeptReference(weakref.ref[Any]):
     """A weak reference that came to a worker, where nobody else holds what it leads to."""
 
-    __slots__ = ("__weakref__", "kept")
+    __slots__ = ("kept",)
 
 
-def reference_again(target: Any, callback: Callable[[Any], object] | None) -> KeptReference:
-    made = KeptReference(target, callback)
-    made.kept = target  # type: ignore[misc]  # a slot
+class KeptMethod(weakref.WeakMethod[Any]):
+    __slots__ = ("kept",)
+
+
+def reference_again(kind: type[Any], target: Any) -> Any:
+    made = kind(target)  # no callback: it would be called when the target goes, which is with the reference
+    made.kept = target
     return made
 
 
 def reduce_reference(value: weakref.ref[Any]) -> Reduced:
     target = value()
-    return (dead_reference, ()) if target is None else (reference_again, (target, value.__callback__))
+    if target is None:
+        return dead_reference, ()
+    kind = KeptMethod if isinstance(value, weakref.WeakMethod) else KeptReference
+    return reference_again, (kind, target)
 
 
 def dead_reference() -> weakref.ref[Any]:
@@ -165,17 +169,6 @@ def dead_reference() -> weakref.ref[Any]:
 
 class Dead:
     """Nobody holds one."""
-
-
-def reduce_weak_method(value: weakref.WeakMethod[Any]) -> Reduced:
-    method = value()
-    return (dead_reference, ()) if method is None else (method_again, (method,))
-
-
-def method_again(method: Any) -> weakref.WeakMethod[Any]:
-    made = weakref.WeakMethod(method)
-    made.kept = method  # type: ignore[attr-defined]
-    return made
 
 
 def reduce_proxy(value: Any) -> Reduced:
@@ -296,7 +289,8 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     contextvars.ContextVar: reduce_context_variable,
     weakref.ref: reduce_reference,
     KeptReference: reduce_reference,
-    weakref.WeakMethod: reduce_weak_method,
+    weakref.WeakMethod: reduce_reference,
+    KeptMethod: reduce_reference,
     weakref.ProxyType: reduce_proxy,
     weakref.CallableProxyType: reduce_proxy,
     weakref.WeakKeyDictionary: reduce_weak_mapping,

@@ -28,7 +28,7 @@ from cloudpickle.cloudpickle import _function_setstate as set_function
 from cloudpickle.cloudpickle import _make_function as make_function
 from torch.nn import Module
 
-from mpgrad.classes import ClassPickler, ClassUnpickler, reduce_class, refuse
+from mpgrad.classes import SETS_CLASS, ClassPickler, ClassUnpickler, reduce_class, refuse
 from mpgrad.compiled import MARK, Surroundings, reduce_compiled
 from mpgrad.packer import RIDE_BYTES
 from mpgrad.reducers import cached_again, complete, itself, reduce_module
@@ -181,6 +181,7 @@ class SurroundedUnpickler(TensorUnpickler):
         self._given = {
             make_function.__name__: surroundings.make_function,
             set_function.__name__: functools.partial(surroundings.set_state, set_function),
+            SETS_CLASS[1]: functools.partial(surroundings.set_class, self.set_class),
         }
 
     def find_class(self, module: str, name: str) -> Any:
