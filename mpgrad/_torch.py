@@ -525,7 +525,7 @@ def vmap_the_older_way(fn: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[
 
 
 def made_by_compiler(function: types.FunctionType) -> bool:
-    """Whether `torch.compile` or `torch.compiler.disable` gave it; not a wrapper to which functools.wraps has copied its marks."""
+    """Whether `torch.compile` or `torch.compiler.disable` gave it; no wrapper that functools.wraps has given its marks."""
     maker = function.__globals__.get("__name__")
     return maker in COMPILERS and "_torchdynamo_orig_callable" in vars(function)
 
@@ -589,7 +589,7 @@ def compiler_options(context: Any) -> dict[str, Any] | None:
         isolate_recompiles=getattr(context, "_isolate_recompiles_id", -1) != -1,
         shapes_spec=getattr(context, "_shapes_spec", None),
     )
-    return {name: value for name, value in found.items() if value is not None and value is not False or name == "dynamic"}
+    return {name: value for name, value in found.items() if name == "dynamic" or value not in (None, False)}
 
 
 def inner_layer(layer: Any) -> Any:

@@ -51,7 +51,9 @@ class Rooms(threading.local):
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
-        self.functions: dict[tuple[Any, ...], types.FunctionType] = {}  # without closures, by code, globals and number in a load
+        self.functions: dict[
+            tuple[Any, ...], types.FunctionType
+        ] = {}  # without closures, by code, globals and number in a load
         self.classes: dict[type, None] = {}  # what was compiled for one that has gone is thrown away
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         self.contexts: dict[bytes, Any] = {}  # by options: what was compiled under another one counts as not compiled
@@ -148,7 +150,6 @@ class Surroundings:
         set_function(function, state)
         if function.__closure__ is None:
             self._states[function] = function.__defaults__, function.__kwdefaults__, function.__dict__
-
 
     def set_class(self, set_class: Callable[[type, Any], None], made: type, state: Any) -> None:
         if len(ROOMS.classes) > MOST_CLASSES:

@@ -206,7 +206,10 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
     if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
         reduced = object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
     compiled = compiled_in_place(value)
-    return reduced if compiled is None else with_compiled_call(reduced or value.__reduce_ex__(5), compiled)
+    if compiled is None:
+        return reduced
+    own: Any = reduced or value.__reduce_ex__(5)
+    return with_compiled_call(own, compiled)
 
 
 def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
@@ -298,5 +301,3 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     weakref.WeakSet: reduce_weak_set,
 }
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here
-
-

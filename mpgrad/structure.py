@@ -5,8 +5,8 @@ that need gradients. Here each tensor leaves its number in the bytes; what the t
 decided elsewhere. The tensors that a *function* reaches in this way are its captures.
 
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
-order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as something
-else, goes as `mpgrad.reducers` has it.
+order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
+something else, goes as `mpgrad.reducers` has it.
 
 A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
 """
@@ -146,7 +146,6 @@ class TensorPickler(ClassPickler):
         if not reaches:
             self._searched[id(value)] = value
         return reaches
-
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
         compiled = reduce_compiled(function)

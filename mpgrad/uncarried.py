@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpgrad.errors import UnsupportedTorchError
 from mpgrad.structure import Deferred, TensorPickler, names_in
 
 __all__ = ["transported", "transported_item"]
@@ -30,6 +31,8 @@ def transported(error: BaseException, subject: str, value: object, may_wait: boo
 
     It says by which path the culprit is reached, and what to do. `may_wait`: futures may be in it.
     """
+    if isinstance(error, UnsupportedTorchError):
+        return error
     path, culprit = find(value, functools.partial(fails, may_wait))
     where = f" ({path})" if path else ""
     remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
@@ -38,7 +41,8 @@ def transported(error: BaseException, subject: str, value: object, may_wait: boo
 
 
 def transported_item(error: BaseException, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> BaseException:
-    value = args[0] if len(args) == 1 and not kwargs else {**dict(enumerate(args)), **kwargs}
+    named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
+    value = args[0] if len(args) == 1 and not kwargs else named
     return transported(error, f"item {index}", value, may_wait=True)
 
 
@@ -74,7 +78,8 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
     deadline = time.monotonic() + SECONDS
     path, seen = "", {id(value)}
     while True:
-        inner = next((part for part in parts(value) if is_culprit(part.value, seen, fails, deadline)), None)
+        tried = () if remedy_for(value) else parts(value)
+        inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
         if inner is None:
             return Found(path, value)
         seen.add(id(inner.value))
@@ -142,10 +147,14 @@ def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
 def parts_of_state(value: object) -> Iterator[Part]:
     """What it would have itself made again from: its attributes, unless it says otherwise."""
     try:
-        _, arguments, state, *_ = (*value.__reduce_ex__(5), None)  # as a tuple; a name alone has no parts
+        reduced = value.__reduce_ex__(5)
     except Exception:  # it refuses: then it is the one
         return
-    yield from (Part(f" (what it is made from: {type(each).__name__})", each) for each in arguments or () if each is not type(value))
+    if isinstance(reduced, str):  # it goes by name
+        return
+    own = type(value)
+    yield from (Part(f" (made from a {type(each).__name__})", each) for each in reduced[1] if each is not own)
+    state = reduced[2] if len(reduced) > 2 else None
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, dict):
             yield from (Part(f".{name}", each) for name, each in attributes.items())

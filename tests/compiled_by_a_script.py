@@ -165,7 +165,7 @@ def operations_side_by_side(xs: list[Tensor], pool: mpgrad.Pool) -> None:
     """Each sees the globals that it began with, in calls, calls that are made again, and backwards."""
     global factor
     results = []
-    for factor in (1, 2, 3):
+    for factor in (1, 2, 3):  # noqa: B007  # it is a global
         results.append((pool.map(of_globals, xs), gradients([of_globals(x) for x in xs], xs)))
         with torch.no_grad():
             weight.mul_(1.5)
