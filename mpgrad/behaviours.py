@@ -148,12 +148,13 @@ def check_compiler() -> None:
 
 
 def what_it_was_made_with_can_be_read() -> None:
+    compiler: Any = torch.compile
     module = torch.nn.Identity()
     given: list[dict[str, Any]] = [{"dynamic": None}, {"dynamic": True, "fullgraph": True}, {"dynamic": False, "mode": "other"}]
     given += [{"dynamic": None, "options": {"guard_filter_fn": list, "other": 1}}]
     for options in ({"backend": on_its_own, **each} for each in given):
         copied: dict[str, Any] = {name: dict(value) if name == "options" else value for name, value in options.items()}
-        found: Any = torch.compile(**copied)(probed)  # which takes some of the options out
+        found: Any = compiler(probed, **copied)  # which takes some of the options out
         expect(True, _torch.made_by_compiler(found))
         expect(options, _torch.compiler_options(_torch.compiler_context(found)))
         expect(probed, _torch.before_compiler(found))
