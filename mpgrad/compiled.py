@@ -54,6 +54,7 @@ class Rooms(threading.local):
         self.functions: dict[
             tuple[Any, ...], types.FunctionType
         ] = {}  # without closures, by code, globals and number in a load
+        self.disabled: dict[tuple[Any, ...], Any] = {}  # what torch.compiler.disable made of those
         self.classes: dict[type, None] = {}  # what was compiled for one that has gone is thrown away
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         self.contexts: dict[bytes, Any] = {}  # by options: what was compiled under another one counts as not compiled
@@ -121,6 +122,7 @@ class Surroundings:
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
             ROOMS.functions.clear()
+            ROOMS.disabled.clear()
         namespace = self._namespace(came)
         made = types.FunctionType(ROOMS.codes.setdefault(code, code), namespace, name, defaults, closure)
         if closure is not None:
@@ -217,4 +219,10 @@ def compiled_again(original: Any, options: bytes) -> Any:
 
 
 def disabled_again(original: Any, options: dict[str, Any]) -> Any:
-    return torch.compiler.disable(original, **options)  # type: ignore[no-untyped-call]
+    disable: Any = torch.compiler.disable
+    if not any(original is each for each in ROOMS.functions.values()):
+        return disable(original, **options)
+    key = original, *options.values()
+    if key not in ROOMS.disabled:  # guards ask for the very same object
+        ROOMS.disabled[key] = disable(original, **options)
+    return ROOMS.disabled[key]
