@@ -24,6 +24,7 @@ from mpgrad import state, structure
 from mpgrad._torch import SharedHooks, saved_tensor_hooks
 from mpgrad.carrier import are_distinct_tensors, check_carriable
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.compiled import MARK
 from mpgrad.costs import Costs
 from mpgrad.functional import may_be_followed
 from mpgrad.modes import TURNS, RandomState
@@ -180,6 +181,8 @@ class LocalFunction:
         code = function.pickled + (b"" if function.state is None else function.state.pickled)
         self._may_reach = b"as_strided" in code  # before a tensor in its storage, where copies have nothing
         self._check_reach(function.captures)
+        if MARK in code:  # it would be compiled once more, in this process
+            raise UnusualError
         try:
             self._target = self._loaded(function)
         except Exception as error:

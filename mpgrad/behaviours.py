@@ -82,6 +82,7 @@ class Check:
 
     def __init__(self) -> None:
         self.passed = False
+        self.compiler_passed = False
         self.lock = threading.RLock()  # two probes at once would meet each other's changes
 
 
@@ -125,6 +126,64 @@ def check_now() -> None:
             torch.__version__,
             ".".join(map(str, newest)),
         )
+
+
+def check_compiler() -> None:
+    """Try what is relied on where functions are carried that torch.compile made; for others the compiler need not be loaded.
+
+    Raises:
+        UnsupportedTorchError: they are made otherwise than expected.
+    """
+    with CHECK.lock:
+        if CHECK.compiler_passed:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                what_it_was_made_with_can_be_read()
+        except Exception as error:
+            name = "torch.compile leaves what it was given where it can be read"
+            raise UnsupportedTorchError(torch.__version__, [name], tuple(TRIED)) from error
+        CHECK.compiler_passed = True
+
+
+def what_it_was_made_with_can_be_read() -> None:
+    compiler: Any = torch.compile
+    module = torch.nn.Identity()
+    given: list[dict[str, Any]] = [{"dynamic": None}, {"dynamic": True, "fullgraph": True}, {"dynamic": False, "mode": "other"}]
+    given += [{"dynamic": None, "options": {"guard_filter_fn": list, "other": 1}}]
+    for options in ({"backend": on_its_own, **each} for each in given):
+        copied: dict[str, Any] = {name: dict(value) if name == "options" else value for name, value in options.items()}
+        found: Any = compiler(probed, **copied)  # which takes some of the options out
+        expect(True, _torch.made_by_compiler(found))
+        expect(options, _torch.compiler_options(_torch.compiler_context(found)))
+        expect(probed, _torch.before_compiler(found))
+    eager = _torch.compiler_context(torch.compile(module, backend="eager"))
+    expect({"backend": "eager", "dynamic": None}, _torch.compiler_options(eager))
+    inductor: Any = torch.compile(module, options={"epilogue_fusion": False})
+    expected = {"backend": "inductor", "dynamic": None, "options": {"epilogue_fusion": False}}
+    expect(expected, _torch.compiler_options(_torch.compiler_context(inductor)))
+    expect((True, False), (_torch.is_optimized(inductor), _torch.is_optimized(module)))
+    expect(module, _torch.before_compiler(inductor))
+    for recursive in (True, False):
+        disabled: Any = torch.compiler.disable(probed, recursive=recursive, reason="why")  # type: ignore[no-untyped-call]
+        expect((True, probed), (_torch.made_by_compiler(disabled), _torch.before_compiler(disabled)))
+        expect({"recursive": recursive, "reason": "why"}, _torch.disabling(disabled))
+    module.compile(backend="eager", dynamic=True)
+    in_place = _torch.compiler_context(_torch.compiled_in_place(module))
+    expect({"backend": "eager", "dynamic": True}, _torch.compiler_options(in_place))
+    _torch.compile_in_place(module, lambda call: lambda x: (call(x), "compiled"))
+    expect((1, "compiled"), module(1))
+    _torch.cache_folder()
+
+
+def probed(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def on_its_own(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """A backend that nothing is compiled with."""
+    return graph.forward
 
 
 def failures() -> list[tuple[str, Exception]]:

@@ -13,11 +13,15 @@ import enum
 import functools
 import io
 import pickle
+import queue
+import subprocess
 import sys
+import threading
 import types
 import typing
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import cloudpickle
@@ -43,6 +47,8 @@ __all__ = [
 
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
+# all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
+CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
 
 
@@ -61,6 +67,8 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         if isinstance(value, type) and value in COPIES:
             return class_of_ours, (COPIES[value],)
         reduced = super().reducer_override(value)
+        if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
+            raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
         if reduced is NotImplemented or not isinstance(value, type):
             return reduced
         OURS.add(value)

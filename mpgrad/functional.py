@@ -32,6 +32,7 @@ from mpgrad.packer import overlaps
 from mpgrad.programs import Batched, Direct, Jvp, Program, Runner, Vjp
 from mpgrad.state import dumps_whole
 from mpgrad.tracebacks import without_own_frames
+from mpgrad.uncarried import item_not_carried
 
 __all__ = ["may_be_followed", "run_followed"]
 
@@ -68,7 +69,7 @@ def run_followed(
         try:
             arguments, tensors = dumps_whole(call)
         except Exception as error:
-            structure.not_carried(error, f"item {index}")
+            item_not_carried(error, index, *call)
         own.append(tensors)
         needs_grad = [[tensor.requires_grad for tensor in each] for each in (common, tensors)]
         programs.append(Direct(index, arguments, *needs_grad))

@@ -24,12 +24,15 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.place import PLACE
+
+if TYPE_CHECKING:
+    from mpgrad.compiled import Placement
 
 __all__ = [
     "ABOUT_ITSELF",
@@ -41,6 +44,7 @@ __all__ = [
     "NamesHere",
     "Namespaces",
     "Wanted",
+    "attribute_here",
     "is_own",
     "make_function",
     "module_of",
@@ -51,6 +55,7 @@ __all__ = [
     "reduce_carried",
     "run_initializer",
     "set_function",
+    "uses_in",
     "uses_of",
 ]
 
@@ -227,8 +232,9 @@ class Live:
 
     modules: Mapping[str, CarriedModule] = {}  # that are not those of this process
 
-    def __init__(self, classes: dict[str, type] | None = None) -> None:
+    def __init__(self, classes: dict[str, type] | None = None, placement: Placement | None = None) -> None:
         self.classes = classes
+        self.placement = placement  # where there are functions that the compiler made
 
     def resolve(self, mark: Mark) -> Any:
         if isinstance(mark, NamesHere):
@@ -245,8 +251,8 @@ LIVE = Live()
 class Namespaces(Live):
     """The modules of one state, see `mpgrad.state`."""
 
-    def __init__(self) -> None:
-        super().__init__(None if PLACE.in_worker else {})
+    def __init__(self, placement: Placement | None = None) -> None:
+        super().__init__(None if PLACE.in_worker else {}, placement)
         self.modules: dict[str, CarriedModule] = {}
         self.builtins = {**vars(builtins), "__import__": self._import}
 
@@ -272,7 +278,10 @@ class Namespaces(Live):
         return found
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
-        vars(self.module(module)).update({**names, **set_by_initializer(module, names)})
+        values, contents = {**names, **set_by_initializer(module, names)}, vars(self.module(module))
+        contents.update(values)
+        if self.placement is not None:
+            self.placement.put(contents, values)
 
     def module(self, name: str) -> CarriedModule:
         if name not in self.modules:
@@ -289,13 +298,19 @@ class Namespaces(Live):
 
 def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
     """cloudpickle would give it the builtins of this process."""
+    if names.placement is not None:
+        return names.placement.make_function(code, own_globals, *others)
     own_globals["__builtins__"] = names.builtins if isinstance(names, Namespaces) else vars(builtins)
     return types.FunctionType(code, own_globals, *others)
 
 
-def set_function(made: types.FunctionType, state: Any) -> None:
+def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
+    *own_state, names = state
+    if names.placement is not None:
+        names.placement.set_state(function_setstate, made, own_state)
+        return
     kept, given = made.__globals__["__builtins__"], state[1]["__globals__"]
-    function_setstate(made, state)
+    function_setstate(made, own_state)
     made.__globals__["__builtins__"] = kept  # functions that this one makes get them
     if INITIALIZED:
         made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
@@ -418,8 +433,12 @@ def own_import(name: str) -> types.ModuleType:
         raise failed from error
 
 
-def of_this_process() -> Live:
-    return LIVE if PLACE.in_worker else Live({})
+def of_this_process(placement: Placement | None) -> Live:
+    return LIVE if PLACE.in_worker and placement is None else Live(None if PLACE.in_worker else {}, placement)
+
+
+def attribute_here(module: str, name: str) -> Any:
+    return getattr(own_import(module), name)
 
 
 def own_imports(names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad import state, structure
+from mpgrad import state
 from mpgrad._torch import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.arena import Borrowed
 from mpgrad.autograd import gate, leaf_gate
@@ -22,6 +22,7 @@ from mpgrad.modes import Modes
 from mpgrad.packer import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
 from mpgrad.routing import Request
 from mpgrad.state import State
+from mpgrad.uncarried import item_not_carried, not_carried
 
 __all__ = [
     "Arguments",
@@ -57,7 +58,7 @@ def pickled_function(function: Callable[..., Any], kind: str = "", first: Argume
     try:
         pickled, captures, modules = state.dumps_function(function, first)
     except Exception as error:
-        structure.not_carried(error, "the function")
+        not_carried(error, "the function", function)
     if modules is not None:
         captures += modules.tensors
     for tensor in captures:
@@ -333,4 +334,4 @@ def arguments_structure(
     try:
         return state.dumps_arguments((tuple(args), kwargs), known)
     except Exception as error:
-        structure.not_carried(error, f"item {index}")
+        item_not_carried(error, index, args, kwargs)

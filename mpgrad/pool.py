@@ -60,8 +60,8 @@ from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Un
 from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
-from mpgrad.structure import not_carried
 from mpgrad.suggestions import suggests
+from mpgrad.uncarried import not_carried
 
 __all__ = ["Pool", "PoolWorker"]
 
@@ -981,7 +981,8 @@ def pickled_initializer(initializer: Callable[..., object] | None, initargs: tup
     try:
         return classes.dumps((initializer, initargs))
     except Exception as error:
-        not_carried(error, "the initializer or its arguments")
+        given = {"initializer": initializer, "initargs": initargs}
+        not_carried(error, "the initializer or its arguments", given)
 
 
 def check_chunksize(chunksize: object) -> None:

@@ -33,11 +33,36 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.classes import dynamic, made_like_own
-from mpgrad.modules import ABOUT_ITSELF, LIVE, LeftOf, Live, Namespaces, Wanted, is_own, name_of, own_imports
+from mpgrad.compiled import MARK, Placement
+from mpgrad.modules import (
+    ABOUT_ITSELF,
+    LIVE,
+    LeftOf,
+    Live,
+    Namespaces,
+    Wanted,
+    is_own,
+    make_function,
+    name_of,
+    of_this_process,
+    own_imports,
+)
+from mpgrad.reducers import cached_again
 from mpgrad.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
-__all__ = ["State", "dumps_arguments", "dumps_function", "dumps_whole", "loads_function", "loads_whole", "namespaces_of"]
+__all__ = [
+    "Everything",
+    "Recent",
+    "State",
+    "dumps_arguments",
+    "dumps_function",
+    "dumps_whole",
+    "loads_function",
+    "loads_whole",
+    "loads_with_state",
+    "namespaces_of",
+]
 
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
 MOST_STATES = 32  # kept for the next operation
@@ -231,6 +256,8 @@ class StatePickler(CallerPickler):
             return self._noted_function(value)
         if isinstance(value, type):
             return self._noted_class(value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, types.CellType):
             self.watch.content(contents_of_cell, value)
         elif isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
@@ -241,7 +268,9 @@ class StatePickler(CallerPickler):
 
     def _noted_function(self, value: types.FunctionType) -> Any:
         reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
-        if reduced is not NotImplemented:
+        if reduced is not NotImplemented and reduced[0] is not make_function:  # the compiler made it
+            self.watch.function(value)
+        elif reduced is not NotImplemented:
             self.watch.function(value)
             given = reduced[2][1]["__globals__"]
             self.watch.names(value.__globals__, list(given))
@@ -389,27 +418,45 @@ def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wan
 
 def loads_whole(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live = LIVE) -> Any:
     """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then."""
+    if MARK in pickled and names.placement is None:
+        placement = Placement()
+        names = of_this_process(placement)
+        return placement.load(lambda: loads_whole(pickled, tensors, claimed, names))
     if not pickled.startswith(WHOLE):
         return loads(pickled, tensors, claimed, names=names)
     start = len(WHOLE) + 3 * NUMBER_BYTES
     parts = [pickled[place : place + NUMBER_BYTES] for place in range(len(WHOLE), start, NUMBER_BYTES)]
     number, own, size = [int.from_bytes(part, "little") for part in parts]
-    names = loaded(number, pickled[start : start + size], tensors[own:])
+    names = loaded(number, pickled[start : start + size], tensors[own:], names.placement)
     return loads(pickled[start + size :], tensors[:own], claimed, names=names)
 
 
-def loaded(number: int, pickled: bytes, tensors: Sequence[torch.Tensor]) -> Namespaces:
+def loads_with_state(
+    pickled: bytes, captures: Sequence[torch.Tensor], number: int, state: bytes, tensors: int
+) -> tuple[Any, Live]:
+    """A function, and the modules that it sees; of `captures` the last `tensors` are those of the state `number`, if any."""
+    placement = Placement() if MARK in pickled or MARK in state else None
+    own = len(captures) - tensors
+
+    def load() -> tuple[Any, Live]:
+        names = loaded(number, state, captures[own:], placement) if state else of_this_process(placement)
+        return loads_function(pickled, captures[:own], names), names
+
+    return load() if placement is None else placement.load(load)
+
+
+def loaded(number: int, pickled: bytes, tensors: Sequence[torch.Tensor], placement: Placement | None = None) -> Namespaces:
     """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
-    if tensors:
-        return namespaces_of(pickled, tensors)
+    if tensors or placement is not None:
+        return namespaces_of(pickled, tensors, placement)
     found = LOADED.get(number) or namespaces_of(pickled, ())
     LOADED.put(number, found)
     return found
 
 
-def namespaces_of(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Namespaces:
+def namespaces_of(pickled: bytes, tensors: Sequence[torch.Tensor], placement: Placement | None = None) -> Namespaces:
     """The modules as a state has them."""
-    found = Namespaces()
+    found = Namespaces(placement)
     stream = io.BytesIO(pickled)
     unpickler = TensorUnpickler(stream, tensors, (), found)
     own_imports(unpickler.load())

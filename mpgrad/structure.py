@@ -5,32 +5,27 @@ that need gradients. Here each tensor leaves its number in the bytes; what the t
 decided elsewhere. The tensors that a *function* reaches in this way are its captures.
 
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
-order in which it met them, so they stand at the end of the list, the first one last. Scripted and parametrized modules, which
-refuse to be pickled, are taken apart here and put together again around the tensors.
+order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
+something else, goes as `mpgrad.reducers` has it.
 
 A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import pickle
 import sys
 import types
-from collections import ChainMap
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import cloudpickle
 import torch
 from torch.nn import Module
-from torch.nn.utils.parametrize import is_parametrized
 
-from mpgrad._torch import load_script, parametrize_again
-from mpgrad.classes import ClassPickler, ClassUnpickler
-from mpgrad.errors import add_note
+from mpgrad.classes import SETS_CLASS, ClassPickler, ClassUnpickler
+from mpgrad.compiled import reduce_compiled
 from mpgrad.modules import (
     LIVE,
     GlobalsOf,
@@ -49,8 +44,9 @@ from mpgrad.modules import (
     uses_of,
 )
 from mpgrad.packer import RIDE_BYTES
+from mpgrad.reducers import complete, itself, reduce_module
 
-__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result", "not_carried"]
+__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
 
 
 class Deferred:
@@ -86,20 +82,6 @@ def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> 
     if shape is None:
         return tensors[0]
     return tuple(tensors) if isinstance(shape, int) else loads(shape, tensors)
-
-
-def not_carried(error: Exception, subject: str) -> NoReturn:
-    """Raise the `error` with which `subject` (for example "item 3") could not be pickled: same type, named subject.
-
-    What an object's own code raised stays the object that it is, and the subject is a note.
-    """
-    message = f"{subject} cannot be carried to or from a worker"
-    if type(error) in (TypeError, pickle.PicklingError):
-        raise type(error)(f"{message}: {error}") from error
-    if isinstance(error, StopIteration):  # the loop that takes items from their source would take it for its end
-        raise pickle.PicklingError(f"{message}: {error!r}") from error
-    add_note(error, message)
-    raise error
 
 
 class TensorPickler(ClassPickler):
@@ -146,6 +128,10 @@ class TensorPickler(ClassPickler):
             return reduced
         return super().reducer_override(value)
 
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        compiled = reduce_compiled(function)
+        return complete(function, super()._dynamic_function_reduce(function)) if compiled is None else compiled
+
 
 class CallerPickler(TensorPickler):
     """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
@@ -175,7 +161,7 @@ class CallerPickler(TensorPickler):
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
         """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
         reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
-        if reduced is NotImplemented:
+        if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:  # by name, or made by the compiler
             return reduced
         _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
         given, home = rest["__globals__"], module_of(value)
@@ -186,9 +172,11 @@ class CallerPickler(TensorPickler):
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
             rest["__globals__"], own_globals = {}, GlobalsOf(home)
-        return make_function, (NamesHere(), code, own_globals, *others), (attributes, rest), items, pairs, set_function
+        here = NamesHere()
+        return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
 
 
+FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one
 MARKS = GlobalsOf, LeftOf, NamesHere
 
 
@@ -215,113 +203,8 @@ class TensorUnpickler(ClassUnpickler):
         return self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == SETS_CLASS and self._names.placement is not None:
+            return functools.partial(self._names.placement.set_class, super().find_class(module, name))
         if isinstance(self._names, Namespaces) and module in self._names.modules:
             return self._names.find(module, name)
         return super().find_class(module, name)
-
-
-def itself(value: Any) -> Any:
-    return value
-
-
-def reduce_cached(value: functools._lru_cache_wrapper[Any]) -> tuple[Any, ...]:
-    return cached_again, (value.__wrapped__, value.cache_parameters())
-
-
-def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
-    """A cached function with an empty cache: what was in it was computed from the caller's tensors."""
-    return functools.lru_cache(**parameters)(function)
-
-
-def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """How the modules that refuse to be pickled are, all the same; None for any other."""
-    if isinstance(value, torch.jit.ScriptModule):
-        tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers(remove_duplicate=False))}
-        hollow = copy.deepcopy(value)
-        put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0)))
-        return script_again, (hollow.save_to_buffer(), tensors)
-    if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
-        return object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
-    return None
-
-
-def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
-    module = load_script(code)
-    put_tensors(module, tensors)
-    return module
-
-
-def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
-    owners = dict(module.named_modules(remove_duplicate=False))
-    for path, tensor in tensors.items():
-        owner, _, name = path.rpartition(".")
-        setattr(owners[owner], name, tensor)
-
-
-class ScriptedFunction:
-    """TorchScript saves a function as the method of a module, and forgets its defaults."""
-
-    def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
-        self._code, self._names, self._defaults = code, names, defaults
-        self._module = load_script(code)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}
-        return self._module(*args, **{**rest, **kwargs})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScriptedFunction, (self._code, self._names, self._defaults)
-
-
-def reduce_script_function(value: Any) -> tuple[Any, ...]:
-    arguments = value.schema.arguments
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return ScriptedFunction, (value.save_to_buffer(), [each.name for each in arguments], defaults)
-
-
-def reduce_method(value: types.MethodType) -> Any:
-    owner = value.__self__
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and value.__func__ is FUNCTION_APPLY:
-        return getattr, (owner, "apply")  # the worker's own, not a copy of torch's code
-    return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
-
-
-def reduce_builtin(value: Any) -> Any:
-    """Under the name by which everybody calls it, for workers watch some of PyTorch's functions: see `workers.surroundings`."""
-    owner = torch.Tensor if isinstance(value, types.MethodDescriptorType) else torch
-    name = value.__name__
-    return (getattr, (owner, name)) if getattr(owner, name, None) is value else value.__reduce_ex__(5)
-
-
-def reduce_generator(value: torch.Generator) -> Any:
-    # of the default generator the worker's own is meant, which has the seed of the item
-    return (getattr, (torch, "default_generator")) if value is torch.default_generator else value.__reduce_ex__(5)
-
-
-def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
-    return type(value), (getattr(torch, value.dtype),)
-
-
-def reduce_imported(value: types.ModuleType) -> Any:
-    """An imported module; also one like torch._C._functions, which is an attribute of another and cannot be imported."""
-    parent, _, name = value.__name__.rpartition(".")
-    if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
-        return getattr, (sys.modules[parent], name)
-    return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
-
-
-# None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name
-FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
-OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
-REDUCERS = {
-    functools._lru_cache_wrapper: reduce_cached,
-    torch.jit.ScriptFunction: reduce_script_function,
-    torch.Generator: reduce_generator,
-    torch.finfo: reduce_limits,
-    torch.iinfo: reduce_limits,
-    types.BuiltinMethodType: reduce_builtin,
-    types.MethodDescriptorType: reduce_builtin,
-    types.MethodType: reduce_method,
-    types.ModuleType: reduce_imported,
-}
-TensorPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here

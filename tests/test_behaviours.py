@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import itertools
 import logging
 import subprocess
@@ -400,10 +401,14 @@ OF_CLASSES = {
     "_FrameAction": "frames",
     "_FrameExecStrategy": "frames",
 }
+# of what torch.compile makes: tried where there is some, and taken away by a test of their own
+OF_THE_COMPILER = {"_TorchCompileInductorWrapper", "_TorchCompileWrapper", "_TorchDynamoContext", "_call_impl", "_dynamic"}
+OF_THE_COMPILER |= {"_compiled_call_impl", "_orig_mod", "_torchdynamo_disable_msg", "_torchdynamo_orig_callable"}
+OF_THE_COMPILER |= {"torch._inductor.runtime.cache_dir_utils"}
 BY_STRING = {("torch._C", "_DisableAutocast"), ("torch._C", "_FunctionBase"), ("torch._C", "_dispatch_keys")}
 BY_STRING |= {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
-NOT_TORCH |= {"_posixshmem"}
+NOT_TORCH |= {"_posixshmem", "_action", "_lock", "_timeout", "_value"}
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
 
@@ -425,10 +430,10 @@ def private_names() -> set[tuple[str, str]]:
         path = ast.unparse(node).split(".")
         if path[0] == "torch" and any(map(is_private, path)):
             found |= pairs_along(path)
-        elif is_private(node.attr) and node.attr not in ours | NOT_TORCH | INSTANCES:
+        elif is_private(node.attr) and node.attr not in ours | NOT_TORCH | INSTANCES | OF_THE_COMPILER:
             found.add((OF_CLASSES[node.attr], node.attr))  # a KeyError: say above what has it, or that it is not PyTorch's
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.") and node.module not in OF_THE_COMPILER:
             path = f"{node.module}".split(".")
             found |= {(f"{node.module}", each.name) for each in node.names if any(map(is_private, [*path, each.name]))}
     return found
@@ -509,6 +514,46 @@ def test_a_private_name_that_is_taken_away_is_missed_or_changes_no_result() -> N
     for pair, outcome in outcomes:
         allowed = {expected} if pair.partition(":")[2] in ONLY_FOR_THE_COMPILER else {"UnsupportedTorchError"}
         assert outcome in allowed, (pair, outcome, expected)
+
+
+def other_convert_frame(patch: Patch) -> None:
+    """What is between a compiled function and its backend knows its options by another name."""
+    convert: Any = importlib.import_module("torch._dynamo.convert_frame").ConvertFrameAssert
+    init = convert.__init__
+
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.one_graph = vars(self).pop("_one_graph")
+
+    patch.setattr(convert, "__init__", renamed)
+
+
+def dynamo(name: str, by: object) -> Mutation:
+    return lambda patch: patch.setattr(importlib.import_module("torch._dynamo.eval_frame"), name, by)
+
+
+OTHER_COMPILERS: dict[str, Mutation] = {
+    "the context is another": dynamo("_TorchDynamoContext", dict),
+    "options have other names": other_convert_frame,
+    "modules are wrapped in another way": dynamo("OptimizedModule", lambda module, context: torch.nn.Sequential(module)),
+    "the marks are others": replaced(_torch, "COMPILERS", ("torch._dynamo.other",)),
+    "the wrapper of inductor is another": replaced(torch, "_TorchCompileInductorWrapper", dict),
+    "what is disabled keeps no reason": replaced(torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)),
+    "compiled code is kept elsewhere": lambda patch: patch.setitem(
+        sys.modules, "torch._inductor.runtime.cache_dir_utils", None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_COMPILERS)
+def test_compiled_functions_of_another_compiler_are_refused(name: str, monkeypatch: Patch, pool2: mpgrad.Pool) -> None:
+    compiled = torch.compile(torch.sin, backend="eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(behaviours.CHECK, "compiler_passed", False)
+        OTHER_COMPILERS[name](patch)
+        with pytest.raises(UnsupportedTorchError, match=r"torch\.compile leaves what it was given where it can be read"):
+            behaviours.check_compiler()
+    assert torch.equal(pool2.map(compiled, [torch.ones(2)])[0], torch.ones(2).sin())
 
 
 # --- the one other way: where the compiler cannot be told to leave our code alone

@@ -26,6 +26,7 @@ from mpgrad.errors import UncarriedResultError, carried
 from mpgrad.messages import Failure, ForwardCall, Structure
 from mpgrad.modules import Live
 from mpgrad.state import loads_whole
+from mpgrad.uncarried import why_not
 
 __all__ = ["Function", "Made", "Stage", "arguments", "failure", "given_in_words", "result_structure"]
 
@@ -175,8 +176,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         try:
             shape, tensors = structure.dumps(value)
         except Exception as error:
-            message = f"the result cannot be carried to or from a worker: {error}"
-            raise UncarriedResultError(message, repr(error), described(value)) from error
+            raise UncarriedResultError(why_not(error, "the result", value), repr(error), described(value)) from error
     try:
         for tensor in tensors:
             check_carriable(tensor, "the result", None, kind)

@@ -75,7 +75,6 @@ from mpgrad.messages import (
     Gradients,
     Message,
     Missing,
-    ModulesState,
     NewSlab,
     Progress,
     Ready,
@@ -90,13 +89,13 @@ from mpgrad.messages import (
     Warned,
 )
 from mpgrad.modes import seed_item, under
-from mpgrad.modules import Live, of_this_process
 from mpgrad.packer import ANSWERED_BYTES, Packer, Payload, Placed, Together
-from mpgrad.state import Recent, loaded, loads_function
+from mpgrad.state import Recent, loads_with_state
 
 __all__ = ["Worker"]
 
 GARBAGE_BYTES = 64 << 20
+NOTHING = contextlib.nullcontext()
 MOST_TASKS = 256  # backwards of one function at a time
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
@@ -187,7 +186,7 @@ class Worker:
         outcomes: list[Result | Failure] = []
         self._own_seconds = self._ahead_seconds = 0.0
         started = time.perf_counter()
-        with under(message.modes):
+        with under(message.modes), self._globals_of(message.function):
             for position, call in enumerate(message.calls):
                 if message.chunk in self._progress[Progress.CANCELLED :]:
                     break
@@ -409,7 +408,8 @@ class Worker:
             self._give_back_unread(step)
             raise classes.loads(function.error)
         before = self._graphs.memory_in_use()
-        made = self._make(step, step.call, function, payload, Stage())
+        with self._globals_of(step.function):
+            made = self._make(step, step.call, function, payload, Stage())
         if made.graph is None:
             raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
         if step.spent:
@@ -443,7 +443,8 @@ class Worker:
             grads = [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in call.parts]
         started = time.perf_counter()
         try:
-            gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
+            with self._globals_of(graph.function):
+                gradients = run_backward(graph, grads, call.wanted, call.captures, call.keep, create, call.levels)
         finally:
             self._engine_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
@@ -512,11 +513,11 @@ class Worker:
             with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
                 captures = [capture(ref, block, self._borrow) for ref in refs]
             edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-            modules, own = of_this_process(), captures
+            number, state, tensors = 0, b"", 0
             if message.state is not None:
-                own = captures[: len(captures) - message.state.tensors]
-                modules = self._modules_at(message.state, captures[len(own) :])
-            target = loads_function(self._codes[message.code], own, modules)
+                number, tensors = message.state.number, message.state.tensors
+                state = self._states.get(number) or b""
+            target, modules = loads_with_state(self._codes[message.code], captures, number, state, tensors)
             versions = [tensor._version for tensor in captures]
             precise = are_precise(message.captures)
             names = names_of(message.captures)
@@ -528,12 +529,17 @@ class Worker:
         except BaseException as error:
             self._functions[message.function] = failure(error, "loading the function")
 
-    def _modules_at(self, state: ModulesState, captures: Sequence[torch.Tensor]) -> Live:
-        return loaded(state.number, self._states.get(state.number) or b"", captures)
+    def _globals_of(self, function: int) -> contextlib.AbstractContextManager[None]:
+        """In which it is to run, if there are functions in it that the compiler made."""
+        known = self._functions.get(function)
+        placement = known.modules.placement if isinstance(known, Function) else None
+        return NOTHING if placement is None else placement
 
     def _forget(self, message: Forget, payload: memoryview) -> None:
         for function in message.functions:
-            self._functions.pop(function, None)
+            known = self._functions.pop(function, None)
+            if isinstance(known, Function) and known.modules.placement is not None:
+                known.modules.placement.forget()
             self._sums.pop(function, None)
             self._eager_sums.pop(function, None)
         for code in message.codes:
