@@ -610,8 +610,7 @@ class Pool:
         """
         function = under_hooks(callable_of(function))
         check_untraced()
-        if chunksize is not None:
-            check_chunksize(chunksize)
+        check_chunksize(chunksize)
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)} (on_error: {on_error!r})")
         seconds = self._timeout if timeout is None else self._seconds(timeout)
@@ -775,6 +774,7 @@ class Pool:
         device: Device | None,
     ) -> AsyncResult:
         at_rest = is_at_rest(source)
+        check_chunksize(chunksize)
         like, calls = first_of(calls, at_rest)
         operation = self._begin(
             function, chunksize, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest, like=like
@@ -819,6 +819,7 @@ class Pool:
         plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
         if at_rest and plain and self._may_stay and may_run_here():
             return self._run_adaptively(function, calls, total, on_error, device, bundles)
+        check_chunksize(chunksize)
         like, calls = first_of(calls, at_rest)
         operation = self._begin(
             function,
@@ -991,7 +992,8 @@ def check_chunksize(chunksize: object) -> None:
             "one iterable of items is taken, and what follows it is the chunksize; for functions of several arguments use "
             f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
         )
-    positive("chunksize", chunksize)
+    if chunksize is not None:
+        positive("chunksize", chunksize)
 
 
 def positive(name: str, number: object) -> int:

@@ -43,9 +43,11 @@ from mpgrad.modules import (
     Wanted,
     is_own,
     make_function,
+    module_of,
     name_of,
     of_this_process,
     own_imports,
+    uses_in,
 )
 from mpgrad.reducers import cached_again
 from mpgrad.structure import CallerPickler, TensorUnpickler, loads
@@ -193,6 +195,7 @@ class StatePickler(CallerPickler):
         self.covered: set[Wanted] = set()
         self.watch = Watch()
         self._left = left
+        self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
         self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
 
     def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
@@ -280,6 +283,8 @@ class StatePickler(CallerPickler):
 
     def _noted_class(self, value: type) -> Any:
         own = name_of(value)
+        if is_own(value.__module__):
+            self._hasten_methods(value)
         reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
         if reduced is not NotImplemented:
             self.watch.content(contents_of_class, value)
@@ -289,6 +294,26 @@ class StatePickler(CallerPickler):
                 make, arguments, *rest = reduced
                 reduced = made_like_own, (value.__module__, value.__qualname__, tracker_id_of(value), make, arguments), *rest
         return reduced
+
+    def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
+        if id(value) not in self._hastened:
+            return {}
+        return {name: self._left.get(Wanted(value.__module__, name), each) for name, each in given.items()}
+
+    def _hasten(self, value: Any) -> None:
+        """A function, and those that it calls."""
+        function = getattr(value, "__func__", value)
+        if not isinstance(function, types.FunctionType) or id(function) in self._hastened or module_of(function) is None:
+            return
+        self._hastened[id(function)] = function
+        for name in uses_in(function.__code__).names:
+            self._hasten(function.__globals__.get(name))
+
+    def _hasten_methods(self, kind: type) -> None:
+        """Those that Python calls by itself: when a subclass is made, an object is put into a set, and so on."""
+        for name, member in vars(kind).items():
+            if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
+                self._hasten(member)
 
     def _want_name(self, value: Any) -> None:
         """It is to be found under its own name too."""
@@ -313,7 +338,11 @@ class StatePickler(CallerPickler):
                 self.watch.content(attributes_of, value)
             if slots := tuple(name for each in kind.__mro__ for name in slots_of(each)):
                 self.watch.content(functools.partial(values_at, slots), value)
-        elif len(pickled_alone(value)[0]) <= LARGE_BYTES:
+            return
+        for each in kind.__mro__:
+            if is_own(each.__module__):
+                self._hasten_methods(each)
+        if len(pickled_alone(value)[0]) <= LARGE_BYTES:
             self.watch.opaque(pickled_alone, value)
 
 

@@ -158,6 +158,10 @@ class CallerPickler(TensorPickler):
                 return self.reduce_function(value)
         return super().reducer_override(value)
 
+    def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
+        return {}
+
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
         """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
         reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
@@ -171,7 +175,7 @@ class CallerPickler(TensorPickler):
             self.wanted[wanted] = None
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
-            rest["__globals__"], own_globals = {}, GlobalsOf(home)
+            rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)
         here = NamesHere()
         return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
 

@@ -64,6 +64,23 @@ SOURCES = {
                 return helper(x) * factor * DT
             return inner
 
+        SALT = 5
+        class Keyed:
+            registry = {}
+            def __init__(self, n):
+                self.n = n
+            def __init_subclass__(cls):
+                register(cls)
+            def __hash__(self):
+                return hash(salted(self.n))
+            def __eq__(self, other):
+                return self.n == other.n
+        def register(cls): Keyed.registry[cls.__name__] = cls
+        def salted(n): return n * SALT
+        class Derivative(Keyed): pass
+        KEYED = {Derivative(1): 2.0, Keyed(2): 3.0}
+        def keyed(x): return x * KEYED[Keyed(2)] * KEYED[Derivative(1)] * len(Keyed.registry)
+
         class Item:
             SCALE = 3.0
             def __init__(self, x):
@@ -148,7 +165,7 @@ def functions(user: Any) -> list[Callable[[Any], Any]]:
     simulation, constants, deep = user.simulation, user.constants, user.deep
     names = (
         *("constant", "container", "through_helper", "attribute", "renamed", "passed_on", "dynamic", "in_package"),
-        *("default", "local_import", "weighted", "entry", "cached"),
+        *("default", "local_import", "weighted", "entry", "cached", "keyed"),
     )
     return [
         *(getattr(simulation, name) for name in names),
