@@ -91,6 +91,11 @@ def count(folder: Path, word: str) -> int:
     return sum(path.name.startswith(word) for path in folder.iterdir())
 
 
+def forget_begun(folder: Path) -> None:
+    for path in folder.glob("begun*"):
+        path.unlink()
+
+
 def wait_for(there: Callable[[], bool], patience: float = 30) -> None:
     end = time.monotonic() + patience
     while not there():
@@ -107,10 +112,14 @@ def interrupted(when: Callable[[], bool], expected: type[BaseException] = Keyboa
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(expected):
+        thread.start()
         yield
     thread.join()
+
+
+def somebody_waits(pool: mpgrad.Pool) -> bool:
+    return bool(pool._scheduler._waiters)  # type: ignore[attr-defined]
 
 
 def assert_at_full_strength(pool: mpgrad.Pool, folder: Path) -> None:
@@ -144,8 +153,7 @@ def test_a_map(fresh_pool: mpgrad.Pool, tmp_path: Path, busy: Callable[[], None]
     for round in range(2):  # twice in a row
         with interrupted(lambda: count(tmp_path, "begun") == 2):
             fresh_pool.map(functools.partial(begin, tmp_path, busy), range(50), 1)
-        for path in tmp_path.glob("begun*"):
-            path.unlink()
+        forget_begun(tmp_path)
         if round or busy is sleeps:
             assert_at_full_strength(fresh_pool, tmp_path)
     assert count(tmp_path, "begun") == 0  # none of those that waited has begun since
@@ -223,3 +231,96 @@ def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path, wait: Callab
         wait(fresh_pool, functools.partial(begin, tmp_path, sleeps))
     assert_at_full_strength(fresh_pool, tmp_path)
     assert fresh_pool.apply(abs, (-1,)) == 1
+
+
+@pytest.mark.parametrize("moment", ["in the map", "in the shutdown"])
+def test_an_executor(nursery: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
+    function = functools.partial(begin, tmp_path, sleeps)
+    started = time.monotonic()
+    with interrupted(lambda: count(tmp_path, "begun") == 2), mpgrad.Executor(2) as executor:
+        results = executor.map(function, range(9))
+        if moment == "in the map":
+            list(results)
+        else:
+            del results
+            for k in range(9):
+                executor.submit(function, k)
+    executor.shutdown()  # waits for nothing
+    assert time.monotonic() - started < SOON
+
+
+def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    def task(x: Tensor) -> Tensor:
+        (tmp_path / "begun").touch()
+        wait_for((tmp_path / "go").exists)
+        return x * 3
+
+    x = torch.ones(2, requires_grad=True)
+    future, result = fresh_pool.submit(task, x), fresh_pool.map_async(task, [x])
+    results = fresh_pool.imap(task, [x])
+    for wait in (future.result, future.exception, result.get, result.wait, results.next, fresh_pool.synchronize):
+        with interrupted(functools.partial(somebody_waits, fresh_pool)):
+            wait()
+    assert fresh_pool.stats().deaths == 0 and not future.done() and not result.ready()
+    (tmp_path / "go").touch()
+    (future.result() + result.get()[0] + next(results)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [9, 9]
+
+
+def test_a_timeout_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    future = fresh_pool.submit(wait_for, (tmp_path / "go").exists)
+    result = fresh_pool.apply_async(wait_for, [(tmp_path / "go").exists])
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.01)
+    with pytest.raises(multiprocessing.TimeoutError):
+        result.get(timeout=0.01)
+    touched = (tmp_path / "go").touch
+    done = []
+    future.add_done_callback(lambda _: done.append(1))
+    del future, result
+    touched()
+    fresh_pool.synchronize()
+    assert done == [1] and fresh_pool.stats().deaths == 0
+
+
+def test_somebody_is_still_to_be_told(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    told: list[object] = []
+    task = functools.partial(wait_for, (tmp_path / "go").exists)
+    future = fresh_pool.submit(task)
+    future.add_done_callback(told.append)
+    result = fresh_pool.apply_async(task, callback=told.append)
+    for wait in (future.result, result.get):
+        with interrupted(functools.partial(somebody_waits, fresh_pool)):
+            wait()
+    del future, result, wait
+    (tmp_path / "go").touch()
+    wait_for(lambda: len(told) == 2)
+
+
+# --- in backward
+
+
+@pytest.mark.parametrize("busy", BUSY)
+def test_a_backward(fresh_pool: mpgrad.Pool, tmp_path: Path, busy: Callable[[], None]) -> None:
+    """Later it comes to its end, and gives what it would have given."""
+    staffed(fresh_pool)
+    xs, ys = leaves(6), leaves(2)
+    results = fresh_pool.map(functools.partial(stuck_in_backward, tmp_path, busy), xs, 1)
+    others = fresh_pool.map(wave, ys, 1)  # whose graphs are on the same workers
+    for _ in range(2):
+        forget_begun(tmp_path)
+        with interrupted(lambda: count(tmp_path, "begun") > 0):
+            sum(results).backward(retain_graph=True)
+        assert_at_full_strength(fresh_pool, tmp_path)
+    (tmp_path / "go").touch()
+    for x in xs:
+        x.grad = None
+    sum(results).backward()
+    sum(others).backward()
+    assert_same(gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, busy, x), xs))
+    assert_same(gradients(ys), serial_gradients(wave, ys))
+
+
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
