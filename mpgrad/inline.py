@@ -57,7 +57,7 @@ class InlineScheduler(Scheduler):
                 while self._ended is None and self._step():
                     pass
             except BaseException as error:
-                interrupted = f"a pool of engine 'inline' was interrupted in the middle of its own work ({type(error).__name__})"
+                interrupted = f"an inline pool was interrupted in the middle of its own work ({type(error).__name__})"
                 self._break(RuntimeError(f"{interrupted}; make a new one, or use processes, which an interrupt does not break"))
                 raise
             if self._stopping and self._ended is None:

@@ -6,11 +6,15 @@ import contextlib
 import functools
 import gc
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,7 +28,7 @@ Tensor = torch.Tensor
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 FOR_EVER = 600.0  # seconds
-SOON = 3.0  # seconds until a pool has its full strength again; on an idle machine it takes a third of one
+SOON = PATIENCE  # until a pool has its full strength again: on an idle machine a third of a second
 
 
 # --- what tasks do
@@ -96,8 +100,8 @@ def forget_begun(folder: Path) -> None:
         path.unlink()
 
 
-def wait_for(there: Callable[[], bool], patience: float = 30) -> None:
-    end = time.monotonic() + patience
+def wait_for(there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 50
     while not there():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.002)
@@ -209,28 +213,28 @@ def in_synchronize(pool: mpgrad.Pool, function: Callable[[Any], Any]) -> None:
     pool.synchronize()
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        in_a_map_reduce,
-        in_a_reduce,
-        in_apply,
-        in_a_starmap,
-        in_a_map_with_progress,
-        in_get,
-        in_wait,
-        in_result,
-        in_exception,
-        in_imap,
-        in_imap_unordered,
-        in_synchronize,
-    ],
-)
-def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path, wait: Callable[..., None]) -> None:
-    with interrupted(lambda: count(tmp_path, "begun") > 0):
-        wait(fresh_pool, functools.partial(begin, tmp_path, sleeps))
-    assert_at_full_strength(fresh_pool, tmp_path)
-    assert fresh_pool.apply(abs, (-1,)) == 1
+WAYS_TO_WAIT = [
+    in_a_map_reduce,
+    in_a_reduce,
+    in_apply,
+    in_a_starmap,
+    in_a_map_with_progress,
+    in_get,
+    in_wait,
+    in_result,
+    in_exception,
+    in_imap,
+    in_imap_unordered,
+    in_synchronize,
+]
+
+
+def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    for wait in WAYS_TO_WAIT:
+        forget_begun(tmp_path)
+        with interrupted(lambda: count(tmp_path, "begun") > 0):
+            wait(fresh_pool, functools.partial(begin, tmp_path, sleeps))
+        assert_at_full_strength(fresh_pool, tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["in the map", "in the shutdown"])
@@ -300,7 +304,7 @@ def test_somebody_is_still_to_be_told(fresh_pool: mpgrad.Pool, tmp_path: Path) -
 # --- in backward
 
 
-@pytest.mark.parametrize("busy", BUSY)
+@pytest.mark.parametrize("busy", [sleeps, computes])
 def test_a_backward(fresh_pool: mpgrad.Pool, tmp_path: Path, busy: Callable[[], None]) -> None:
     """Later it comes to its end, and gives what it would have given."""
     staffed(fresh_pool)
@@ -324,3 +328,312 @@ def test_a_backward(fresh_pool: mpgrad.Pool, tmp_path: Path, busy: Callable[[], 
 def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    weight = torch.linspace(1, 2, 3, requires_grad=True)
+    results = fresh_pool.map(lambda x: stuck_in_backward(tmp_path, sleeps, weight * x), [1.0, 2.0, 3.0, 4.0], 1)
+    for ask in (
+        lambda: sum(results).backward(retain_graph=True),
+        lambda: mpgrad.per_item_grad(results, weight, retain_graph=True),
+    ):
+        forget_begun(tmp_path)
+        with interrupted(lambda: count(tmp_path, "begun") > 0):
+            ask()
+        assert_at_full_strength(fresh_pool, tmp_path)
+    (tmp_path / "go").touch()
+    weight.grad = None
+    sum(results).backward(retain_graph=True)
+    each = mpgrad.per_item_grad(results, weight)
+    copy = weight.detach().clone().requires_grad_()
+    sum(stuck_in_backward(tmp_path, sleeps, copy * x) for x in (1.0, 2.0, 3.0, 4.0)).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(weight.grad, copy.grad)
+    torch.testing.assert_close(sum(each), copy.grad)
+
+
+def test_backwards_that_had_not_begun_can_be_asked_for_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come to them."""
+    xs = leaves(6)
+    with mpgrad.Pool(1, inline="never") as pool:
+        results = pool.map(functools.partial(stuck_in_backward, tmp_path, sleeps), xs, 1)
+        with interrupted(lambda: count(tmp_path, "begun") > 0):
+            sum(results).backward()
+        (tmp_path / "go").touch()
+        sum(results).backward()
+    assert_same(gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, sleeps, x), xs))
+
+
+def test_an_interrupt_in_a_hook_of_the_caller(nursery: mpgrad.Pool, fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    def interrupt(grad: Tensor) -> None:
+        fresh_pool.submit(abs, 1)  # the pool hears at once of what was sent to it
+        wait_for(lambda: count(tmp_path, "begun") > 0)
+        signal.raise_signal(signal.SIGINT)
+
+    x, first = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    first.register_hook(interrupt)
+    results = fresh_pool.map(functools.partial(stuck_in_backward, tmp_path, sleeps), [x, x * 2], 1)
+    results += nursery.map(wave, [first], 1)  # waited for first, as it was attached last
+    with pytest.raises(KeyboardInterrupt):
+        sum(results).backward()
+    assert_at_full_strength(fresh_pool, tmp_path)
+
+
+# --- what others want goes on
+
+
+def test_calls_of_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """They are queued behind calls that are interrupted, more often than a call may lose its worker."""
+    with mpgrad.Pool(1, inline="never", retries=1) as pool:
+        pool.map(abs, range(100))  # so short that they are queued behind others
+        x = torch.ones(3, requires_grad=True)
+        kept = pool.map(wave, [x] * 3, 1)
+        for _ in range(3):
+            forget_begun(tmp_path)
+            stuck = pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
+            wait_for(lambda: count(tmp_path, "begun") == 1)
+            others = [pool.submit(abs, -k) for k in range(5)]
+            with interrupted(functools.partial(somebody_waits, pool)):
+                stuck.get()
+            del stuck
+            assert [other.result() for other in others] == list(range(5))
+        assert pool.stats().deaths == 3
+        sum(kept).backward()
+        torch.testing.assert_close(x.grad, serial_gradients(wave, [x] * 3)[0].mul(3))  # type: ignore[union-attr]
+
+
+def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    def slow(x: Tensor) -> Tensor:
+        (tmp_path / f"slow {int(x.sum())}").touch()
+        wait_for((tmp_path / "go").exists)
+        return x * 2
+
+    xs, found = leaves(2), list[Any]()
+    thread = threading.Thread(target=lambda: found.extend(fresh_pool.map(slow, xs, 1)))
+    stuck = fresh_pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
+    wait_for(lambda: count(tmp_path, "begun") == 1)
+    with interrupted(lambda: count(tmp_path, "slow") == 1):
+        thread.start()
+        stuck.get()
+    del stuck
+    wait_for(lambda: count(tmp_path, "slow") == 2)  # the second one runs where the interrupted one ran
+    (tmp_path / "go").touch()
+    thread.join()
+    assert [torch.equal(y, x * 2) for x, y in zip(xs, found, strict=True)] == [True, True]
+    assert fresh_pool.stats().deaths == 1
+
+
+def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """The worker is not killed then, but takes no further call; another one takes its place."""
+    xs = leaves(4)
+    with staffed(mpgrad.Pool(2, inline="never", retries=0)) as pool:
+        kept = pool.map(wave, xs, 1)
+        with interrupted(lambda: count(tmp_path, "begun") == 2):
+            pool.map(functools.partial(begin, tmp_path, functools.partial(wait_for, (tmp_path / "go").exists)), range(2), 1)
+        assert_at_full_strength(pool, tmp_path)
+        (tmp_path / "go").touch()
+        sum(kept).backward()
+        assert pool.stats().deaths == 0
+        del kept
+        with interrupted(lambda: count(tmp_path, "more") == 2):
+            pool.map(lambda k: ((tmp_path / f"more {k}").touch(), sleeps()), range(2), 1)
+        assert_at_full_strength(pool, tmp_path)
+        assert pool.stats().deaths == 2  # there was nothing to lose
+    assert_same(gradients(xs), serial_gradients(wave, xs))
+
+
+def test_short_calls_end_by_themselves(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    def short(k: int) -> None:
+        (tmp_path / f"begun {k}").touch()
+        time.sleep(0.02)
+
+    with interrupted(lambda: count(tmp_path, "begun") > 2):
+        fresh_pool.map(short, range(500))
+    assert_at_full_strength(fresh_pool, tmp_path)
+    assert fresh_pool.stats().deaths == 0 and count(tmp_path, "begun") < 100
+
+
+def test_what_a_call_raises_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """The calls behind it that run come to their end, as ever; graphs stay where they are."""
+
+    def task(k: int) -> None:
+        (tmp_path / f"begun {k}").touch()
+        wait_for(lambda: count(tmp_path, "begun") == 2)
+        if k == 0:
+            raise ValueError("no")
+        time.sleep(0.5)
+        (tmp_path / "done").touch()
+
+    with pytest.raises(ValueError, match="no"):
+        fresh_pool.map(task, range(2), 1)
+    wait_for((tmp_path / "done").exists)
+    assert fresh_pool.stats().deaths == 0
+
+
+def test_a_backward_that_raises_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    def slow() -> None:
+        wait_for(lambda: count(tmp_path, "begun") == 2)
+        time.sleep(0.5)
+        (tmp_path / "done").touch()
+
+    def raises() -> None:
+        raise ValueError("no")
+
+    def task(x: Tensor) -> Tensor:
+        return stuck_in_backward(tmp_path, raises if len(x) == 2 else slow, x)
+
+    results = fresh_pool.map(task, [torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)], 1)
+    with pytest.raises(ValueError, match="no"):
+        sum(results).backward()
+    wait_for((tmp_path / "done").exists)
+    assert fresh_pool.stats().deaths == 0
+
+
+# --- other engines, other ways to be interrupted
+
+
+def test_threads_are_not_killed(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """What runs comes to its end by itself, and what waits is called off, forward and backward."""
+    go = tmp_path / "go"
+    xs = leaves(6)
+    with mpgrad.Pool(2, engine="thread") as pool:
+        results = pool.map(functools.partial(stuck_in_backward, tmp_path, functools.partial(wait_for, go.exists)), xs, 1)
+        with interrupted(lambda: count(tmp_path, "begun") == 2):
+            pool.map(functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(20), 1)
+        go.touch()
+        assert_at_full_strength(pool, tmp_path)
+        assert count(tmp_path, "begun") == 2
+        go.unlink()
+        forget_begun(tmp_path)
+        with interrupted(lambda: count(tmp_path, "begun") == 2):
+            sum(results).backward(retain_graph=True)
+        go.touch()
+        assert_at_full_strength(pool, tmp_path)
+        assert count(tmp_path, "begun") == 2
+        for x in xs:
+            x.grad = None
+        sum(results).backward()
+        assert_same(gradients(xs), serial_gradients(lambda x: stuck_in_backward(tmp_path, sleeps, x), xs))
+
+
+SCRIPT = """
+import signal, time
+import mpgrad
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def task(k):
+    print("begun", flush=True)
+    time.sleep(600)
+with mpgrad.Pool(2, inline="never") as pool:
+    for _ in range(2):
+        try:
+            pool.map(task, range(9), 1)
+        except KeyboardInterrupt:
+            started = time.monotonic()
+            pool.map(time.sleep, [0.05] * 2, 1)
+            print("after", time.monotonic() - started, flush=True)
+    print("deaths", pool.stats().deaths, flush=True)
+    pool.map(task, range(9), 1)
+"""
+
+
+def test_a_terminal_interrupts_the_whole_group() -> None:
+    command = [sys.executable, "-u", "-W", "ignore", "-c", SCRIPT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as script:
+        assert script.stdout is not None and script.stderr is not None
+        lines = []
+        begun = 0
+        for line in script.stdout:
+            begun += line == "begun\n"
+            lines.append(line)
+            if line == "begun\n" and begun % 2 == 0:
+                os.killpg(script.pid, signal.SIGINT)
+        errors = script.stderr.read()
+    after = [float(line.split()[1]) for line in lines if line.startswith("after")]
+    assert len(after) == 2 and max(after) < SOON and "deaths 4\n" in lines
+    assert script.returncode == -signal.SIGINT and errors.count("KeyboardInterrupt") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_second_interrupt_while_the_first_one_calls_off(
+    fresh_pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, phase: str
+) -> None:
+    scheduler = fresh_pool._scheduler
+    post = scheduler._post
+
+    def interrupted_again(order: Callable[[], None]) -> None:
+        monkeypatch.undo()
+        if when == "after":
+            post(order)
+        raise KeyboardInterrupt
+
+    busy = functools.partial(wait_for, (tmp_path / "go").exists)
+    x = torch.ones(2, requires_grad=True)
+    result = fresh_pool.apply(functools.partial(stuck_in_backward, tmp_path, busy), (x,))
+    with interrupted(lambda: count(tmp_path, "begun") > 0):
+        monkeypatch.setattr(scheduler, "_post", interrupted_again)
+        if phase == "forward":
+            fresh_pool.map(functools.partial(begin, tmp_path, busy), range(2), 1)
+        else:
+            result.backward(retain_graph=True)
+    (tmp_path / "go").touch()
+    assert_at_full_strength(fresh_pool, tmp_path)
+    x.grad = None
+    result.backward()
+    assert_same([x.grad], serial_gradients(lambda x: stuck_in_backward(tmp_path, busy, x), [x]))
+
+
+class Interrupter:
+    """Raises where Python looks for signals: at the beginning of functions of mpgrad's, and after calls of C functions."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+PACKAGE = os.path.dirname(mpgrad.__file__)
+
+
+@pytest.mark.parametrize("engine", ["process", "inline"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
+    """Whatever the caller is at: afterwards the pool gives what it should, or says that it cannot."""
+    weight = torch.linspace(1, 2, 3, requires_grad=True)
+    xs = leaves(2)
+
+    def fn(x: Tensor) -> Tensor:
+        return (weight.sum() * x.sin()).sum()
+
+    def work(pool: mpgrad.Pool) -> list[Tensor | None]:
+        weight.grad = xs[0].grad = xs[1].grad = None
+        sum(pool.map(fn, xs, 1)).backward()
+        pool.submit(fn, pool.submit(torch.neg, xs[0])).result()
+        return [weight.grad, *gradients(xs)]
+
+    pool = mpgrad.Pool(2, inline="never", engine=engine)
+    expected = work(pool)
+    at = 1
+    while True:
+        interrupter = Interrupter(at)
+        sys.setprofile(interrupter)
+        with contextlib.suppress(KeyboardInterrupt, mpgrad.AncestorFailedError):  # the latter where a call was interrupted
+            work(pool)
+        sys.setprofile(None)
+        if interrupter.left > 0:
+            break
+        assert gc.isenabled()
+        if engine == "inline" and repr(pool).endswith("broken>"):
+            with pytest.raises(RuntimeError, match="interrupted in the middle of its own work"):
+                work(pool)
+            pool.terminate()
+            pool = mpgrad.Pool(2, inline="never", engine=engine)
+        assert_same(work(pool), expected)
+        at += 37
+    assert at > 500 or engine == "inline"
+    pool.terminate()
