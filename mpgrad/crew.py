@@ -150,9 +150,7 @@ class Worker:
         self.spent: set[int] = set()  # those of them that are missing because nothing was left of them
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
-        self.given_up: set[int] = (
-            set()
-        )  # chunks under way of which a part is not wanted any more: whoever waited was interrupted
+        self.given_up: set[int] = set()  # chunks under way with a part for which somebody waited who was interrupted
         self.end_at = math.inf  # when it is ended, should it be at such a part then, on the clock of time.monotonic
         # of captures' gradients that are added up there: by function, then by backward (None: eager) and levels
         self.sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
