@@ -364,6 +364,13 @@ class ResultIterator:
 
     def _fill(self) -> None:
         """Add calls until the window is full or the source is empty."""
+        try:
+            self._add_some()
+        except BaseException:  # as in `next`; the source's own exceptions do not come here
+            self.give_up()
+            raise
+
+    def _add_some(self) -> None:
         before = self.operation.added, self.operation.sealed
         batch = 1  # the workers begin with the first; the source may be slow
         while not self.operation.sealed and self.operation.added - self._next < self._window:

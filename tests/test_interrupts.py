@@ -232,7 +232,7 @@ WAYS_TO_WAIT = [
 def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     for wait in WAYS_TO_WAIT:
         forget_begun(tmp_path)
-        with interrupted(lambda: count(tmp_path, "begun") > 0):
+        with interrupted(lambda: count(tmp_path, "begun") > 0 and somebody_waits(fresh_pool)):
             wait(fresh_pool, functools.partial(begin, tmp_path, sleeps))
         assert_at_full_strength(fresh_pool, tmp_path)
 
@@ -241,16 +241,28 @@ def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
 def test_an_executor(nursery: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
     function = functools.partial(begin, tmp_path, sleeps)
     started = time.monotonic()
-    with interrupted(lambda: count(tmp_path, "begun") == 2), mpgrad.Executor(2) as executor:
-        results = executor.map(function, range(9))
+    executor = mpgrad.Executor(2)
+    with interrupted(lambda: count(tmp_path, "begun") == 2 and somebody_waits(executor._pool)), executor:
         if moment == "in the map":
-            list(results)
+            list(executor.map(function, range(9)))
         else:
-            del results
             for k in range(9):
                 executor.submit(function, k)
     executor.shutdown()  # waits for nothing
-    assert time.monotonic() - started < SOON
+    assert time.monotonic() - started < 2 * SOON
+
+
+def test_an_interrupt_before_there_is_an_iterator(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    def items() -> Iterator[int]:
+        yield from range(20)  # more than are packed before the first are sent
+        wait_for(lambda: count(tmp_path, "begun") > 0)
+        signal.raise_signal(signal.SIGINT)
+
+    for iterate in (fresh_pool.imap, fresh_pool.map_async, fresh_pool.map):
+        forget_begun(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            iterate(functools.partial(begin, tmp_path, sleeps), items(), 1)
+        assert_at_full_strength(fresh_pool, tmp_path)
 
 
 def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
@@ -621,8 +633,8 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
     at = 1
     while True:
         interrupter = Interrupter(at)
-        sys.setprofile(interrupter)
         with contextlib.suppress(KeyboardInterrupt, mpgrad.AncestorFailedError):  # the latter where a call was interrupted
+            sys.setprofile(interrupter)
             work(pool)
         sys.setprofile(None)
         if interrupter.left > 0:
