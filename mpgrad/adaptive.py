@@ -44,7 +44,7 @@ AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 class Sender(Protocol):
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
-    def cancel(self, operation: Operation) -> None: ...
+    def call_off(self, operation: Operation) -> None: ...
 
 
 class AdaptiveMap:
@@ -82,7 +82,7 @@ class AdaptiveMap:
                 self._sender.wait_until(self._all_finished)
         except BaseException:
             for operation in self._sent:
-                self._sender.cancel(operation)
+                self._sender.call_off(operation)
             raise
         with collector_held():
             results = [each for operation in self._sent for each in operation.values()]

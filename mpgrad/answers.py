@@ -74,16 +74,18 @@ class Answers:
         note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.gradients[position].reply.reached = reached
-        for sent, found in zip(chunk.gradients, message.outcomes, strict=True):
+        for sent in chunk.gradients[len(message.outcomes) :]:  # called off, and not begun
+            worker.note_rest(sent)
+        for sent, found in zip(chunk.gradients, message.outcomes, strict=False):
             graph, number = sent.what.graph, sent.what.number
             if isinstance(found, Missing):
                 worker.missing.add(graph.call)
                 sent.set_apart()  # whoever collects the sum may have been ahead of us
-                worker.backlog.append(sent)
+                if not sent.reply.arrived:  # it has where it was called off
+                    worker.backlog.append(sent)
                 continue
-            if isinstance(found, Failure) and sent.what.is_last:  # what is left of it is there, all the same
-                worker.missing.discard(graph.call)
-                worker.spent.discard(graph.call)
+            if isinstance(found, Failure):
+                worker.note_rest(sent)
             if number is not None and not isinstance(found, Failure) and any_connected(found):
                 sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
             self._arrive(sent.reply, found, payload, worker)

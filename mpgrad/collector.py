@@ -27,25 +27,25 @@ class Holders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
-        self._was_on = False
+        self.holds: set[object] = set()
+        self._was_on = False  # before the first of them
 
-    def add(self) -> None:
+    def add(self, hold: object) -> None:
         with self._lock:
-            if self._count == 0:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._count += 1
+            if not self.holds:
+                self._was_on = self._was_on or gc.isenabled()
+            self.holds.add(hold)
+            gc.disable()
 
-    def remove(self) -> None:
+    def let_go(self) -> None:
         with self._lock:
-            self._count -= 1
-            if self._count == 0 and self._was_on:
+            if not self.holds and self._was_on:
                 gc.enable()
+                self._was_on = False
 
     def after_fork(self) -> None:
         """Those who hold it are threads of the parent, or come back to a hold that is over."""
-        if self._count and self._was_on:
+        if self.holds and self._was_on:
             gc.enable()
         self._lock = threading.Lock()
 
@@ -56,11 +56,13 @@ os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 @contextlib.contextmanager
 def collector_held() -> Iterator[None]:
-    HOLDERS.add()
+    hold = object()
     try:
+        HOLDERS.add(hold)
         yield
     finally:
-        HOLDERS.remove()
+        HOLDERS.holds.discard(hold)  # no call of Python's own, in which another interrupt could come before
+        HOLDERS.let_go()
 
 
 def let_collector_look() -> None:

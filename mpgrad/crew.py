@@ -6,6 +6,7 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import deque
@@ -47,6 +48,7 @@ __all__ = ["CaptureRequest", "Chunk", "Differentiation", "Doom", "SentGradients"
 
 MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
+MERCY = 0.2  # seconds for a call that was interrupted: most end by themselves, and the worker's graphs need not be made again
 
 
 class Differentiation(NamedTuple):
@@ -84,6 +86,10 @@ class SentGradients:
         self.deaths = 0  # of workers that ran it
         self.idle_deaths = 0  # of workers that had it next
 
+    @property
+    def task(self) -> int:
+        return self.what.order.task
+
     def set_apart(self) -> None:
         """Its captures' gradients come with the reply: the sum that they were to be part of is with another worker."""
         if self.what.order.captures and not self.what.order.apart:
@@ -113,6 +119,15 @@ class Chunk(NamedTuple):
             sent.reply.fail(error)
         if self.captures is not None:
             self.captures.reply.fail(error)
+
+    def wanted(self) -> list[bool]:
+        """Of each call or backward: whether anybody waits for it."""
+        if self.operation is not None:
+            return [call.index < self.operation.limit for _, call in self.calls]
+        requests: list[SentGradients | CaptureRequest] = [*self.gradients]
+        if self.captures is not None:
+            requests.append(self.captures)
+        return [not each.reply.arrived for each in requests]
 
 
 class Doom(NamedTuple):
@@ -149,6 +164,8 @@ class Worker:
         self.spent: set[int] = set()  # those of them that are missing because nothing was left of them
         self.backlog: deque[SentGradients | CaptureRequest] = deque()
         self.under_way: dict[int, Chunk] = {}  # by number, in the order sent, which is that of the answers
+        self.given_up: set[int] = set()  # chunks under way with a part for which somebody waited who was interrupted
+        self.end_at = math.inf  # when it is ended, should it be at such a part then, on the clock of time.monotonic
         # of captures' gradients that are added up there: by function, then by backward (None: eager) and levels
         self.sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
         self.functions: set[int] = set()
@@ -220,6 +237,54 @@ class Worker:
             if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
                 self._call_off(number, self.progress)
 
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """Chunks that are not wanted any more, or not as a whole: leave out what can be left out, and end the rest soon."""
+        for number in numbers:
+            self.given_up.add(number)
+            if self.progress is not None and not any(self.under_way[number].wanted()):
+                self._call_off(number, self.progress)
+        self.look_at_given_up()
+
+    def give_up_backward(self, task: int, error: BaseException) -> None:
+        for item in list(self.backlog):
+            if item.task == task:
+                with contextlib.suppress(ValueError):  # after the end several threads may take from it
+                    self.backlog.remove(item)
+                item.reply.fail(error)
+        numbers = []
+        for number, chunk in self.under_way.items():
+            of_task = [each for each in (*chunk.gradients, chunk.captures) if each is not None and each.task == task]
+            for each in of_task:
+                each.reply.fail(error)
+            if of_task:
+                numbers.append(number)
+        self.give_up(numbers)
+
+    def look_at_given_up(self) -> None:
+        """What it is at has been given up, or has been answered."""
+        self.given_up.intersection_update(self.under_way)
+        if next(iter(self.under_way), None) not in self.given_up:
+            self.end_at = math.inf
+        elif self.end_at == math.inf:
+            self.end_at = time.monotonic() + MERCY
+
+    @property
+    def is_at_wanted(self) -> bool:
+        chunk = self.current
+        return chunk is not None and chunk.wanted()[max(self.begun()[0], 0)]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is anything but what has been given up."""
+        graphs = self.kept.difference(list(self.releases))
+        return bool(graphs or self.backlog or self.sums) or any(any(chunk.wanted()) for chunk in self.under_way.values())
+
+    def note_rest(self, sent: SentGradients) -> None:
+        """A backward that was to leave nothing of its graph failed or was not begun: what is left is there, all the same."""
+        if sent.what.is_last:
+            self.missing.discard(sent.what.graph.call)
+            self.spent.discard(sent.what.graph.call)
+
     def _call_off(self, number: int, progress: memoryview) -> None:
         """In a place that no other chunk under way has: that one, too, must stay called off.
 
@@ -256,8 +321,9 @@ class Worker:
         """Take back what `unbegun` counts."""
         if self.progress is None:
             return []
-        for number in self.under_way:
-            self._call_off(number, self.progress)
+        for number, chunk in self.under_way.items():
+            if chunk.operation is not None:
+                self._call_off(number, self.progress)
         taken = []
         for operation, calls, count in self.unbegun():  # counted after it can see that it is called off
             if count:

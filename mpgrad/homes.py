@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.arena import Borrowed, Slot
-from mpgrad.autograd import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
+from mpgrad.autograd import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest, note_failure
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD, TensorRef, place_of, view_at, views
 from mpgrad.errors import InternalError, WorkerDiedError, raised_again
@@ -33,13 +33,32 @@ Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slo
 class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
-    __slots__ = ("_index", "_outcome", "_wait_until", "apart", "calls", "dependents", "graph", "reached", "warned", "worker")
+    __slots__ = (
+        "_index",
+        "_outcome",
+        "_task",
+        "_wait_until",
+        "apart",
+        "calls",
+        "dependents",
+        "graph",
+        "reached",
+        "warned",
+        "worker",
+    )
 
     is_ready = False
 
-    def __init__(self, wait_until: Callable[[Callable[[], bool]], bool], index: int | range | None, worker: object) -> None:
+    def __init__(
+        self,
+        wait_until: Callable[[Callable[[], bool]], bool],
+        index: int | range | None,
+        worker: object,
+        task: int | None = None,
+    ) -> None:
         self._wait_until = wait_until
         self._index = index
+        self._task = task  # the backward that fails with it
         self.worker = worker  # in whose sum the captures' gradients are, unless they are apart: its graph may get another
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
@@ -122,6 +141,8 @@ class GradientReply:
         for each in self.take_warnings():
             warned_again(*each)
         if callable(outcome):
+            if self._task is not None:
+                note_failure(self._task)
             raise outcome()
         assert outcome is not None
         return outcome

@@ -54,8 +54,13 @@ class InlineScheduler(Scheduler):
 
     def wake(self) -> None:
         with self._turn:
-            while self._ended is None and self._step():
-                pass
+            try:
+                while self._ended is None and self._step():
+                    pass
+            except BaseException as error:
+                interrupted = f"an inline pool was interrupted in the middle of its own work ({type(error).__name__})"
+                self._break(RuntimeError(f"{interrupted}; make a new one, or use processes, which an interrupt does not break"))
+                raise
             if self._stopping and self._ended is None:
                 self.end()
 

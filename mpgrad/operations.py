@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -107,6 +107,12 @@ def own(memory: Any) -> Any:
     return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory  # what lies on devices is copied anyway
 
 
+class Holder(Protocol):
+    def give_up(self) -> None:
+        """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
+        ...
+
+
 class Operation:
     def __init__(
         self,
@@ -142,6 +148,7 @@ class Operation:
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None
         self.on_finished: Callable[[], None] = lambda: None
+        self.holder: Callable[[], Holder | None] | None = None  # of its results: the only one who can ask for them
         # written by the caller
         self.queue: deque[PackedCall] = deque()
         self.waiting: deque[PackedCall] = deque()  # for results of other calls; moved to the queue by the dispatcher
@@ -303,6 +310,11 @@ class Operation:
         self.on_outcome(index)
         self.tell_if_finished()
 
+    @property
+    def is_claimed(self) -> bool:
+        """Other calls are to be given what it gives."""
+        return False
+
     def tell_if_finished(self) -> None:
         if self.finished:
             tell, self.on_finished = self.on_finished, lambda: None  # once; and it may refer to what refers to us
@@ -362,6 +374,10 @@ class Submitted(Operation):
     def outcome(self) -> Outcome | None:
         found = self.outcomes.get(0)
         return Failed.with_error(CancelledError()) if found is None and self.limit == 0 else found
+
+    @property
+    def is_claimed(self) -> bool:
+        return any(ref() is not None for ref in self._claims)
 
     def claim(self) -> Claim | None:
         """To the result as it comes from the worker; None where the caller has it, and may have changed it."""

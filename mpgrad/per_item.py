@@ -17,6 +17,7 @@ import torch
 from mpgrad._torch import plus
 from mpgrad.autograd import (
     Derivative,
+    backward_without_engine,
     differentiate,
     edges_behind_gates,
     edges_to_captures,
@@ -125,7 +126,7 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
     last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
     task = next(TASKS)
-    with torch.set_grad_enabled(create_graph):
+    with torch.set_grad_enabled(create_graph), backward_without_engine(task):
         sent = [
             differentiate(
                 node,

@@ -689,7 +689,7 @@ class Pool:
             operation.sealed = seal
             self._scheduler.admit(operation, waits=borrow)
         except BaseException:
-            self._scheduler.cancel(operation)
+            self._scheduler.call_off(operation)
             raise
 
     def _first_batch(self, operation: Operation) -> int:
@@ -833,24 +833,18 @@ class Pool:
             like=like,
         )
         wait_until = self._scheduler.wait_until
-        with progress_bar(progress, total) as move_to:
-            with collector_held():
-                self._add_all(operation, calls, borrow=True, shared=shared, total=total if bundles else None)
-                try:
+        try:
+            with progress_bar(progress, total) as move_to:
+                with collector_held():
+                    self._add_all(operation, calls, borrow=True, shared=shared, total=total if bundles else None)
                     finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
-                except BaseException:  # KeyboardInterrupt, above all
-                    self._scheduler.cancel(operation)
-                    raise
-                if finished:
-                    return operation.values()
-            try:
-                if move_to is None:
-                    wait_until(lambda: operation.finished)
-                else:
+                if move_to is not None:
                     self._watch(operation, move_to)
-            except BaseException:
-                self._scheduler.cancel(operation)
-                raise
+                elif not finished:
+                    wait_until(lambda: operation.finished)
+        except BaseException:  # KeyboardInterrupt, above all
+            self._scheduler.call_off(operation)
+            raise
         with collector_held():
             return operation.values()
 

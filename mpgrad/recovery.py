@@ -97,7 +97,10 @@ class Recovery:
         Assumes: there is another worker, or all has ended.
         """
         reason = self._ended()
-        if reason is not None:
+        if item.reply.arrived:  # it was called off
+            if isinstance(item, SentGradients):
+                gone.spent.discard(item.what.graph.call)  # nobody knows how far it came: another backward starts anew
+        elif reason is not None:
             item.reply.fail(reason)
         elif isinstance(item, CaptureRequest):
             item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST))

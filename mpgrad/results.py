@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -36,11 +37,18 @@ class Desk(Protocol):
 
     def cancel(self, operation: Operation) -> None: ...
 
+    def call_off(self, operation: Operation) -> None: ...
+
     def cancel_queued(self, operation: Operation) -> None: ...
 
     def stop(self, operation: Operation) -> None: ...
 
     def stop_at(self, moment: float, operation: Operation) -> None: ...
+
+
+def call_off_with(holder: object, desk: Desk, operation: Operation) -> None:
+    """As soon as nobody holds the result."""
+    weakref.finalize(holder, desk.call_off, operation).atexit = False
 
 
 class Uncollected:
@@ -96,7 +104,9 @@ class AsyncResult:
         self._value: Any = None
         self._error: BaseException | None = None
         self._fetched = False
+        self._is_given_up = False
         operation.on_finished = self._finish
+        operation.holder = weakref.ref(self)
 
     @not_compiled
     def get(self, timeout: float | None = None) -> Any:
@@ -106,7 +116,7 @@ class AsyncResult:
             multiprocessing.TimeoutError: it has not come within `timeout` seconds.
             Exception: what the first failing call raised.
         """
-        if not self._desk.wait_until(self.ready, timeout):
+        if not self._wait(timeout):
             raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
         self._uncollected.collected(self._number)
         with self._lock:
@@ -121,7 +131,23 @@ class AsyncResult:
             return self._value
 
     def wait(self, timeout: float | None = None) -> None:
-        self._desk.wait_until(self.ready, timeout)
+        self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> bool:
+        try:
+            return self._desk.wait_until(self.ready, timeout)
+        except BaseException:  # KeyboardInterrupt, above all
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for the result any more."""
+        if self._is_given_up or self.ready() or self._callback is not None or self._error_callback is not None:
+            return
+        self._is_given_up = True
+        call_off_with(self, self._desk, self._operation)
+        ref = weakref.ref(self)
+        self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
 
     def ready(self) -> bool:
         return self._operation.finished
@@ -171,6 +197,8 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         self._number = uncollected.number()
         self._told = False  # that it was cancelled
         self._failed: Failed | None = None
+        self._is_given_up = False
+        operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts
         operation.on_outcome = self._finish
@@ -196,7 +224,9 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
             concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
-        if not self.done() and not self._desk.wait_until(self.done, timeout):
+        if not self.done():
+            self._wait(timeout)
+        if not self.done():
             raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
         if self.cancelled():
             raise concurrent.futures.CancelledError
@@ -220,6 +250,23 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
             self._desk.stop(self._operation)
             return True
         return cancelled
+
+    def _wait(self, timeout: float | None) -> None:
+        try:
+            self._desk.wait_until(self.done, timeout)
+        except BaseException:  # KeyboardInterrupt, above all
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Whoever waited was interrupted: the call is called off as soon as nobody can ask for its result any more."""
+        if self._is_given_up or self.done() or self._done_callbacks:  # type: ignore[attr-defined]  # these are still to be told
+            return
+        self._is_given_up = True
+        call_off_with(self, self._desk, self._operation)
+        ref = weakref.ref(self)
+        self._operation.starts = lambda: told._starts() if (told := ref()) is not None else True
+        self._operation.on_outcome = lambda index: told._finish(index) if (told := ref()) is not None else None
 
     def cancelled(self) -> bool:
         return super().cancelled() or (self._failed is not None and self._failed.is_cancelled)
@@ -285,6 +332,8 @@ class ResultIterator:
         self._turn = threading.Lock()
         arrived = self._arrived  # not self: the operation would keep the iterator alive
         operation.on_outcome = arrived.append
+        operation.holder = weakref.ref(self)
+        self._is_given_up = False
         self._fill()
 
     def __iter__(self) -> ResultIterator:
@@ -303,7 +352,12 @@ class ResultIterator:
             if self._next == self.operation.added:
                 self._end()
             there = self._is_there if self._ordered else lambda: bool(self._arrived)
-            if not self._desk.wait_until(there, timeout):
+            try:
+                is_there = self._desk.wait_until(there, timeout)
+            except BaseException:  # KeyboardInterrupt, above all
+                self.give_up()
+                raise
+            if not is_there:
                 raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
             index = self._next if self._ordered else self._arrived.popleft()
             self._next += 1
@@ -321,6 +375,13 @@ class ResultIterator:
 
     def _fill(self) -> None:
         """Add calls until the window is full or the source is empty."""
+        try:
+            self._add_some()
+        except BaseException:  # as in `next`; the source's own exceptions do not come here
+            self.give_up()
+            raise
+
+    def _add_some(self) -> None:
         before = self.operation.added, self.operation.sealed
         batch = 1  # the workers begin with the first; the source may be slow
         while not self.operation.sealed and self.operation.added - self._next < self._window:
@@ -337,13 +398,22 @@ class ResultIterator:
         if (self.operation.added, self.operation.sealed) != before:
             self._desk.admit(self.operation)
 
+    def give_up(self) -> None:
+        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
+        self._is_given_up = True
+
     def cancel_rest(self) -> None:
-        """What has not begun will not; `next` raises `CancelledError` for it."""
+        """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
+        if self._is_given_up:
+            self._desk.call_off(self.operation)
+            return
         self.operation.sealed = True
         if not self.operation.has_ended:
             self._desk.cancel_queued(self.operation)
 
     def __del__(self) -> None:
+        if self._is_given_up:
+            self._desk.call_off(self.operation)
         # with a window without end, all is asked for, whether anybody looks at it or not
-        if not self.operation.sealed or (self._window < math.inf and not self.operation.finished):
+        elif not self.operation.sealed or (self._window < math.inf and not self.operation.finished):
             self._desk.cancel(self.operation)

@@ -29,12 +29,12 @@ import torch
 
 from mpgrad.answers import Answers, failed_again
 from mpgrad.arena import OFFSET_MASK, Arena, Lenders, slab_of
-from mpgrad.autograd import Grads, Order, Promise, RemoteGraph
+from mpgrad.autograd import Grads, Order, Promise, RemoteGraph, call_off_if_interrupted
 from mpgrad.batching import Level
 from mpgrad.carrier import REQUIRES_GRAD
 from mpgrad.channel import Frame, Pipe, Traffic, drained
 from mpgrad.codes import Codes, Ran
-from mpgrad.crew import CaptureRequest, Chunk, Differentiation, Doom, SentGradients, Worker
+from mpgrad.crew import MERCY, CaptureRequest, Chunk, Differentiation, Doom, SentGradients, Worker
 from mpgrad.crossing import Crossing
 from mpgrad.deadlines import Deadlines, overdue_at
 from mpgrad.dependents import Dependents
@@ -252,6 +252,14 @@ class Scheduler(ABC):
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
         self._post(lambda: self._cancel(operation))
 
+    def call_off(self, operation: Operation) -> None:
+        """As `cancel`, and a call that does not end soon is ended with its worker: whoever waited for it was interrupted."""
+        self._post(lambda: self._call_off(operation))
+
+    def call_off_backward(self, task: int) -> None:
+        """Likewise, of all that was sent for the backward with this number."""
+        self._post(lambda: self._call_off_backward(task))
+
     def stop(self, operation: Operation) -> None:
         """As `cancel`, and what is under way is ended too, with its worker; whatever else that one had goes to others."""
         self._post(lambda: self._stop(operation))
@@ -278,7 +286,17 @@ class Scheduler(ABC):
             return looked and ended == len(pending)
 
         self._post(look)
-        self.wait_until(all_ended)
+        try:
+            self.wait_until(all_ended)
+        except BaseException:  # KeyboardInterrupt, above all
+            for operation in pending:
+                if operation.holder is not None:
+                    holder = operation.holder()
+                    if holder is None:
+                        self.call_off(operation)
+                    else:
+                        holder.give_up()
+            raise
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         self._check_alive()
@@ -290,10 +308,11 @@ class Scheduler(ABC):
         number = next(self._call_numbers) if order.create else None
         task, modes = self._task_modes  # read once: another thread's backward may put its own there
         if task != order.task:
+            call_off_if_interrupted(order.task, self)
             modes = current_modes()
             self._task_modes = order.task, modes
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
-        sent = SentGradients(what, GradientReply(self._wait_until, what.items, worker), graph.home.timeout, again)
+        sent = SentGradients(what, GradientReply(self._wait_until, what.items, worker, order.task), graph.home.timeout, again)
         if waits_for_others:
             self._inbox.append(lambda: self._dependents.look_at_backward(sent))
             self._settle_if_ended()
@@ -560,8 +579,9 @@ class Scheduler(ABC):
             self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
         for chunk in reversed(chunks):  # so that the first calls are first in the queue again
             if chunk.operation is not None:
-                self._recovery.reruns += len(chunk.calls)
-                chunk.operation.queue.extendleft(call for _, call in reversed(chunk.calls))
+                wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
+                self._recovery.reruns += len(wanted)
+                chunk.operation.queue.extendleft(reversed(wanted))
                 self._admit(chunk.operation)
             worker.backlog.extendleft(reversed(chunk.gradients))
             if chunk.captures is not None:
@@ -613,7 +633,10 @@ class Scheduler(ABC):
             elif worker.doomed is not None and worker.doomed.moment <= now:
                 self.kill(worker)
                 self.lose(worker)
-            moments.append(overdue_at(worker))
+                continue
+            if worker.end_at <= now:
+                self._end_given_up(worker)
+            moments += overdue_at(worker), worker.end_at
         soonest = min(moments)
         return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
 
@@ -721,6 +744,37 @@ class Scheduler(ABC):
                 if worker.gone is None and worker.is_at(operation):
                     self.kill(worker)
                     self.lose(worker, blames=False)
+
+    def _call_off(self, operation: Operation) -> None:
+        if operation.is_claimed:
+            return
+        self._cancel(operation)
+        for worker in self._workers.values():
+            worker.give_up([number for number, chunk in worker.under_way.items() if chunk.operation is operation])
+
+    def _call_off_backward(self, task: int) -> None:
+        """Whoever would do its parts, or do them again, sees that they have a reply."""
+        interrupted = CancelledError("the backward was interrupted")
+        for worker in [*self._workers.values(), *self._stranded]:
+            worker.give_up_backward(task, interrupted)
+        self.tell_waiters()
+
+    def _end_given_up(self, worker: Worker) -> None:
+        """It has had time enough to come to an end with what nobody wants any more."""
+        self.drain_pipe(worker)  # we may have been late, and it not
+        if worker.gone is not None or worker.end_at > time.monotonic():
+            return
+        if not self.can_kill:
+            worker.end_at = math.inf
+        elif worker.is_at_wanted:
+            worker.end_at = time.monotonic() + MERCY  # others wait for this part, and perhaps not for the next
+        elif self._settings.recoverable or not worker.has_others:
+            self.kill(worker)
+            self.lose(worker, blames=False)
+        else:  # what others want of it could not be had again
+            worker.end_at = math.inf
+            worker.retiring = True
+            self.staff()
 
     def _feed(self) -> None:
         """Give every worker a chunk before any gets its second.
@@ -842,7 +896,11 @@ class Scheduler(ABC):
 
     def _answered(self, worker: Worker, number: int) -> Chunk:
         worker.busy_since = time.monotonic()
-        return worker.under_way.pop(number)
+        chunk = worker.under_way.pop(number)
+        if worker.given_up:
+            worker.end_at = math.inf
+            worker.look_at_given_up()
+        return chunk
 
     def _receive_results(self, worker: Worker, message: Results, payload: memoryview) -> None:
         chunk = self._answered(worker, message.chunk)

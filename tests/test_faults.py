@@ -185,7 +185,7 @@ def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
     assert error.__notes__ == ["item 1 cannot be carried to or from a worker"]
     with pytest.raises(RuntimeError, match="no function") as caught:
         pool.map(functools.partial(abs, Refuses(RuntimeError("no function"))), [1])
-    assert caught.value.__notes__ == ["the function cannot be carried to or from a worker"]
+    assert caught.value.__notes__ == ["the function cannot be carried to or from a worker (args[0])"]
     results = pool.imap(abs, [-1, Refuses(StopIteration(3)), -2])  # it must not be taken for the end of the items
     assert next(results) == 1
     with pytest.raises(pickle.PicklingError, match=r"item 1 cannot be carried to or from a worker: StopIteration\(3\)"):

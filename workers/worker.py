@@ -363,6 +363,8 @@ class Worker:
         self._engine_seconds = 0.0
         with under(message.modes):
             for position, call in enumerate(message.calls):
+                if message.chunk in self._progress[Progress.CANCELLED :]:
+                    break
                 steps = deque([*call.before, call])
                 self._reached = []
                 try:
@@ -385,6 +387,9 @@ class Worker:
                 if self._reached:
                     reached.append((position, self._reached))
                 self._graphs.trim()
+        for call in message.calls[len(outcomes) :]:
+            for step in (*call.before, call):
+                self._give_back_unread(step)
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         return Gradients(message.chunk, outcomes, self._engine_seconds, self._warnings(), dropped, nbytes, reached)
 
