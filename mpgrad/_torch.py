@@ -16,6 +16,7 @@ import inspect
 import io
 import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -430,15 +431,38 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return dual_level_is_active() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
+class SharedLevel:
+    """There is one level of dual tensors for all threads of a process: the first one opens it, the last one closes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._level = contextlib.ExitStack()
+        self._count = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._lock:
+            is_ours = self._count > 0 or not dual_level_is_active()
+            if is_ours and self._count == 0:
+                self._level.enter_context(forward_ad.dual_level())
+            self._count += is_ours
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= is_ours
+                if is_ours and self._count == 0:
+                    self._level.close()
+
+
+DUAL_LEVEL = SharedLevel()
+
+
 @contextlib.contextmanager
 def within_dual_level() -> Iterator[None]:
-    """Forward-mode differentiation is on in the body. There is one level for all threads of a process."""
-    with forward_ad._set_fwd_grad_enabled(True):  # a function's own `jvp` runs with it off
-        if dual_level_is_active():
-            yield
-        else:
-            with forward_ad.dual_level():
-                yield
+    """Forward-mode differentiation is on in the body."""
+    with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():  # a function's own `jvp` runs with it off
+        yield
 
 
 class RefusingNoGrad(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import mpgrad
+from mpgrad import _torch
 
 Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
 
@@ -131,6 +133,26 @@ def test_dual_tensors(pool: mpgrad.Pool) -> None:
             found[-1].append(forward_ad.unpack_dual(gradient).tangent)
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_threads_share_the_level_of_dual_tensors() -> None:
+    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level that another one was using."""
+
+    def first() -> None:
+        with _torch.within_dual_level():
+            both.wait()
+            inside.wait()
+
+    both, inside = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
+    thread = threading.Thread(target=first)
+    thread.start()
+    both.wait()
+    with _torch.within_dual_level():
+        dual = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
+        inside.wait()
+        thread.join()
+        assert forward_ad.unpack_dual(dual * 2).tangent is not None
+    assert not _torch.dual_level_is_active()
 
 
 def test_a_function_with_its_own_jvp(pool2: mpgrad.Pool) -> None:
