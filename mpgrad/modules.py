@@ -26,6 +26,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
@@ -49,7 +50,6 @@ __all__ = [
     "make_function",
     "module_of",
     "name_of",
-    "of_this_process",
     "own_import",
     "own_imports",
     "reduce_carried",
@@ -254,7 +254,10 @@ class Namespaces(Live):
     def __init__(self, placement: Placement | None = None) -> None:
         super().__init__(None if PLACE.in_worker else {}, placement)
         self.modules: dict[str, CarriedModule] = {}
-        self.builtins = {**vars(builtins), "__import__": self._import}
+
+    @functools.cached_property
+    def builtins(self) -> dict[str, Any]:
+        return {**vars(builtins), "__import__": self._import}
 
     def _import(
         self,
@@ -424,17 +427,16 @@ def own_import(name: str) -> types.ModuleType:
     Raises:
         ImportError: it cannot.
     """
+    from mpgrad._torch import outside_transforms  # late: it imports errors, which are carried like classes, which import us
+
     if name in FAILED:
         raise FAILED[name]
     try:
-        return importlib.import_module(name)
+        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():  # a task may be running
+            return importlib.import_module(name)
     except Exception as error:
         FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
         raise failed from error
-
-
-def of_this_process(placement: Placement | None) -> Live:
-    return LIVE if PLACE.in_worker and placement is None else Live(None if PLACE.in_worker else {}, placement)
 
 
 def attribute_here(module: str, name: str) -> Any:

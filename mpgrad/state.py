@@ -36,7 +36,6 @@ from mpgrad.classes import dynamic, made_like_own
 from mpgrad.compiled import MARK, Placement
 from mpgrad.modules import (
     ABOUT_ITSELF,
-    LIVE,
     LeftOf,
     Live,
     Namespaces,
@@ -45,7 +44,6 @@ from mpgrad.modules import (
     make_function,
     module_of,
     name_of,
-    of_this_process,
     own_imports,
     uses_in,
 )
@@ -445,11 +443,12 @@ def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wan
     return WHOLE + header + state.pickled + pickled, tensors + state.tensors
 
 
-def loads_whole(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live = LIVE) -> Any:
+def loads_whole(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live | None = None) -> Any:
     """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then."""
+    names = names or Namespaces()
     if MARK in pickled and names.placement is None:
         placement = Placement()
-        names = of_this_process(placement)
+        names = Namespaces(placement)
         return placement.load(lambda: loads_whole(pickled, tensors, claimed, names))
     if not pickled.startswith(WHOLE):
         return loads(pickled, tensors, claimed, names=names)
@@ -468,7 +467,7 @@ def loads_with_state(
     own = len(captures) - tensors
 
     def load() -> tuple[Any, Live]:
-        names = loaded(number, state, captures[own:], placement) if state else of_this_process(placement)
+        names = loaded(number, state, captures[own:], placement) if state else Namespaces(placement)
         return loads_function(pickled, captures[:own], names), names
 
     return load() if placement is None else placement.load(load)

@@ -160,7 +160,7 @@ def test_errors_are_those_of_a_worker(cheap: mpgrad.Pool) -> None:
     assert [*found[:7], found[8]] == [*range(7), 8] and isinstance(found[7], KeyError)
 
     def unpicklable(x: int) -> Any:
-        return (y for y in x) if x else x
+        return (y for y in [x]) if x else x
 
     known(cheap, unpicklable, [0, 0])
     with pytest.raises(TypeError, match="the result cannot be carried"):

@@ -136,7 +136,7 @@ def test_dual_tensors(pool: mpgrad.Pool) -> None:
 
 
 def test_threads_share_the_level_of_dual_tensors() -> None:
-    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level that another one was using."""
+    """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level that another one used."""
 
     def first() -> None:
         with _torch.within_dual_level():
