@@ -198,6 +198,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         self._told = False  # that it was cancelled
         self._failed: Failed | None = None
         self._is_given_up = False
+        self._tells = False  # somebody, when it is done
         operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts
@@ -260,7 +261,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
 
     def give_up(self) -> None:
         """Whoever waited was interrupted: the call is called off as soon as nobody can ask for its result any more."""
-        if self._is_given_up or self.done() or self._done_callbacks:  # type: ignore[attr-defined]  # these are still to be told
+        if self._is_given_up or self.done() or self._tells:
             return
         self._is_given_up = True
         call_off_with(self, self._desk, self._operation)
@@ -280,6 +281,11 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         if not seconds >= 0:
             raise ValueError(f"seconds must not be negative (seconds: {seconds})")
         self._desk.stop_at(time.monotonic() + seconds, self._operation)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
+        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is."""
+        self._tells = True
+        super().add_done_callback(fn)
 
     def claim(self) -> Claim | None:
         return self._operation.claim()
