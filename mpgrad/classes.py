@@ -173,7 +173,8 @@ def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) 
         *_, make, arguments = arguments
         return make(*arguments)
     *others, tracker_id, extra = arguments
-    if tracker_id in CLASS_OF and issubclass(CLASS_OF[tracker_id], BaseException):  # the caller's filters and handlers know it
+    if tracker_id in CLASS_OF and issubclass(CLASS_OF[tracker_id], BaseException | enum.Enum):
+        # the caller's filters and handlers know it; its members are what they are
         return class_of_ours(tracker_id)
     if tracker_id not in copies:
         copies[tracker_id] = made = make(*others, None, extra)

@@ -12,6 +12,7 @@ Assumes: code looks into a module by names that stand in the code (`module.name`
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import importlib
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ABOUT_ITSELF",
     "LIVE",
+    "LOOKED_THROUGH_BY",
     "GlobalsOf",
     "LeftOf",
     "Live",
@@ -61,7 +63,8 @@ __all__ = [
 
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
-LIBRARIES = {"mpgrad", *sys.stdlib_module_names} - {"__main__"}
+LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
+LOOKED_THROUGH_BY = {"globals", "locals", "vars", "eval", "exec", "get_type_hints"}  # functions that find names in strings
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
@@ -81,9 +84,9 @@ def is_own(name: str | None) -> bool:
 @functools.lru_cache(maxsize=4096)
 def stands_outside_libraries(name: str) -> bool:
     root = name.partition(".")[0]
-    if root in LIBRARIES:
-        return False
     files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
+    if root in LIBRARIES or (root in sys.stdlib_module_names and not files):
+        return False
     if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
         return False
     if not files:  # made by hand, unless it belongs to the interpreter
@@ -140,7 +143,7 @@ class Uses(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def uses_in(code: types.CodeType) -> Uses:
     loose, imports = set[str](), set[tuple[str, int, bool]]()
-    steps = list(dis.get_instructions(code))
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for number, step in enumerate(steps[:-1]):
         follower = steps[number + 1]
         if step.opname == "IMPORT_NAME":
@@ -182,6 +185,8 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
             yield Wanted(module, None)
             continue
         contents = vars(sys.modules[module])
+        if "__getattr__" in contents and uses.names - contents.keys():
+            yield Wanted(module, "__getattr__")
         for name in uses.names & contents.keys():
             yield Wanted(module, name)
             inner = contents[name]
@@ -362,7 +367,7 @@ def left_here(mark: LeftOf) -> Any:
     except (ImportError, AttributeError) as error:
         message = f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when it is needed"
         raise TypeError(message) from error
-    if type(value).__qualname__ != mark.type_name:
+    if value is not None and type(value).__qualname__ != mark.type_name:  # None: it is to be made when it is needed
         raise TypeError(
             f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the worker imports a "
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
@@ -384,6 +389,10 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
     inner = initializer
     while isinstance(inner, functools.partial | types.MethodType):
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    for name, level, _ in uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ():
+        if not level:
+            with contextlib.suppress(ImportError):  # the initializer will find out
+                importlib.import_module(name)
     places = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
     if isinstance(inner, types.FunctionType):
         places.setdefault(inner.__module__, inner.__globals__)
@@ -431,6 +440,8 @@ def own_import(name: str) -> types.ModuleType:
 
     if name in FAILED:
         raise FAILED[name]
+    if name in sys.modules and not PLACE.in_worker:  # perhaps it is being imported, by whoever waits for us
+        return sys.modules[name]
     try:
         with outside_transforms(), torch.inference_mode(False), torch.enable_grad():  # a task may be running
             return importlib.import_module(name)

@@ -48,8 +48,8 @@ class PickledFunction(NamedTuple):
     state: State | None  # of the user's modules, where it uses these
 
 
-def pickled_function(function: Callable[..., Any], kind: str = "", first: Arguments | None = None) -> PickledFunction:
-    """`kind` is that of the pool's devices, if it has some. `first`: the arguments of a call; others will be like them.
+def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()) -> PickledFunction:
+    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others will be like them.
 
     Raises:
     TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.

@@ -69,6 +69,7 @@ ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
+FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring
 LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
 FIRST_BATCH = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
 LARGEST_BATCH = 512  # items that are at most
@@ -327,7 +328,7 @@ class Pool:
         """`apply` that returns at once."""
         calls = [(tuple(args), kwds or {})]
         fetch = operator.methodcaller("value", 0)
-        return self._run_async(self._begin(func, device=device, like=calls[0]), calls, callback, error_callback, fetch)
+        return self._run_async(self._begin(func, device=device, like=calls), calls, callback, error_callback, fetch)
 
     @not_compiled
     def imap(
@@ -465,7 +466,7 @@ class Pool:
             Exception: what the call raised.
         """
         device = None if self._devices is None else kwargs.pop("device", None)
-        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device, like=(args, kwargs))
+        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device, like=[(args, kwargs)])
         assert isinstance(operation, Submitted)
         future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
         self._add_all(operation, [(args, kwargs)], borrow=False)
@@ -602,11 +603,11 @@ class Pool:
         pickled: PickledFunction | None = None,
         drawn: int | None = None,
         at_rest: bool = False,
-        like: Arguments | None = None,
+        like: Sequence[Arguments] = (),
     ) -> Operation:
         """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there.
 
-        `like`: the arguments of one of the calls.
+        `like`: the arguments of some of the calls.
         """
         function = under_hooks(callable_of(function))
         check_untraced()
@@ -909,15 +910,14 @@ class Pool:
         return ResultIterator(self._scheduler, operation, packs, window, ordered)
 
 
-def first_of(calls: Iterable[Arguments], at_rest: bool) -> tuple[Arguments | None, Iterable[Arguments]]:
-    """What the first call is given, unless that is nothing but tensors; and all calls. Only of those that are `at_rest`."""
+def first_of(calls: Iterable[Arguments], at_rest: bool) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
+    """What the first few calls are given, if there is anything but tensors; and all calls. Only of those that are `at_rest`."""
     if not at_rest:
-        return None, calls
+        return (), calls
     calls = iter(calls)
-    head = list(itertools.islice(calls, 1))
-    if not head or (not head[0][1] and all(isinstance(value, torch.Tensor) for value in head[0][0])):
-        return None, itertools.chain(head, calls)
-    return head[0], itertools.chain(head, calls)
+    head = list(itertools.islice(calls, FIRST_LOOKED_AT))
+    others = [call for call in head if call[1] or not all(isinstance(value, torch.Tensor) for value in call[0])]
+    return others, itertools.chain(head, calls)
 
 
 class PoolWorker:

@@ -19,6 +19,7 @@ import fractions
 import functools
 import io
 import itertools
+import operator
 import pathlib
 import re
 import sys
@@ -65,10 +66,12 @@ __all__ = [
 ]
 
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
-MOST_STATES = 32  # kept for the next operation
+MOST_STATES = 128  # kept for the next operation
 NUMBER_BYTES = 8
 T = TypeVar("T")
 WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle begins otherwise
+CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
+OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
@@ -133,7 +136,7 @@ class States:
         self._lock = threading.Lock()
         self._known: collections.OrderedDict[tuple[Wanted, ...], State] = collections.OrderedDict()
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
-        self._met: dict[Wanted, tuple[object, Callable[[], Any]]] = {}
+        self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
     def of(self, wanted: Iterable[Wanted]) -> State | None:
         key = tuple(wanted)
@@ -157,13 +160,14 @@ class States:
                 break
             left[culprit] = self._left_of(culprit)
         for each in pickler.covered - left.keys():
-            self._note_kind(each, ABSENT)
+            self._note_kind(each, None if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None else ABSENT)
         return State(pickler.buffer.getvalue(), pickler.taken_out, pickler.covered, pickler.watch)
 
     def _left_of(self, wanted: Wanted) -> LeftOf:
         assert wanted.name is not None
         value = vars(sys.modules[wanted.module])[wanted.name]
-        if self._note_kind(wanted, value) is not value:
+        known = self._note_kind(wanted, value)
+        if known is not value and known is not None:  # None: what is made when it is needed
             raise TypeError(
                 f"{wanted.module}.{wanted.name} was replaced by what cannot be carried ({type(value).__name__}), and workers "
                 "would have another one; make it when it is needed, or in the pool's initializer"
@@ -176,7 +180,13 @@ class States:
         load = getattr(module, "__spec__", None) or module  # another object when it is reloaded
         known = self._met.get(wanted)
         if known is None or known[0] is not load:
-            known = self._met[wanted] = load, reference_to(value)
+            known = self._met[wanted] = load, reference_to(value), held_by(value)
+        now = held_by(value)
+        if known[1]() is value and not (len(now) == len(known[2]) and all(map(operator.is_, known[2], now))):
+            raise TypeError(
+                f"{wanted.module}.{wanted.name} was written to, and cannot be carried ({type(value).__name__}): workers have "
+                "it as they import it; keep what cannot be carried apart from what changes"
+            )
         return known[1]()
 
 
@@ -239,6 +249,8 @@ class StatePickler(CallerPickler):
                 error.args = (f"{wanted.module}.{wanted.name}: {error}",)
                 raise
             return False
+        if wanted in self._left:
+            self.watch.content(held_by, value)
         if self.buffer.tell() - start > LARGE_BYTES:
             self.watch.forget_since(mark)
         return True
@@ -296,7 +308,8 @@ class StatePickler(CallerPickler):
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         if id(value) not in self._hastened:
             return {}
-        return {name: self._left.get(Wanted(value.__module__, name), each) for name, each in given.items()}
+        home = module_of(value) or ""
+        return {name: self._left.get(Wanted(home, name), each) for name, each in given.items()}
 
     def _hasten(self, value: Any) -> None:
         """A function, and those that it calls."""
@@ -334,14 +347,26 @@ class StatePickler(CallerPickler):
                 self.watch.content(items_of, value)
             if hasattr(value, "__dict__"):
                 self.watch.content(attributes_of, value)
-            if slots := tuple(name for each in kind.__mro__ for name in slots_of(each)):
+            if slots := [member for each in kind.__mro__ for member in slots_of(each)]:
                 self.watch.content(functools.partial(values_at, slots), value)
+            return
+        if kind in CONTAINERS:
+            self.watch.content(items_of if kind is collections.deque else pairs_of, value)
             return
         for each in kind.__mro__:
             if is_own(each.__module__):
                 self._hasten_methods(each)
-        if len(pickled_alone(value)[0]) <= LARGE_BYTES:
-            self.watch.opaque(pickled_alone, value)
+        now = pickled_alone(value)
+        if len(now[0]) <= LARGE_BYTES:
+            self.watch.opaque(pickled_alone, value, now)
+
+
+def held_by(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return pairs_of(value)
+    if isinstance(value, list | tuple | set):
+        return items_of(value)
+    return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
 
 
 def reference_to(value: Any) -> Callable[[], Any]:
@@ -363,36 +388,43 @@ def reduces_as_usual(kind: type) -> bool:
     if any("__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]):
         return False
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
-    return getattr(kind, "__getstate__", usual) is usual and kind not in CallerPickler.dispatch_table
+    own = getattr(kind, "__getstate__", usual)
+    return (own is usual or own is OF_MODULES) and kind not in CallerPickler.dispatch_table
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slots_of(kind: type) -> list[types.MemberDescriptorType]:
+    return [member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)]
 
 
-def values_at(names: Sequence[str], value: Any) -> tuple[Any, ...]:
-    return tuple(getattr(value, name, ABSENT) for name in names)
+def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
+    return [slot_value(member, value) for member in members]
+
+
+def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
 
 
 def pickled_alone(value: Any) -> Opaque:
     """Its bytes, which tensors it has, and where its buffers lie."""
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(value)
-    return buffer.getvalue(), list(map(id, pickler.tensors)), [each.data_ptr() for each in pickler.buffers]
+    return buffer.getvalue(), [*pickler.tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]
 
 
 # --- with a function, with arguments, and by itself
 
 
-def dumps_function(function: Any, first: Any = None) -> tuple[bytes, list[torch.Tensor], State | None]:
+def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, list[torch.Tensor], State | None]:
     """The pickle of `function`, its tensors, and the state it is to be loaded with, whose tensors come after them.
 
-    `first`: what a call is given, perhaps of classes that the other calls will need too.
+    `first`: what some calls are given, perhaps of classes that the other calls will need too.
     """
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(function)
-    if brings_code(first):
+    if brings_code(list(first), depth=5):
         others = CallerPickler(io.BytesIO(), claims=[])
         with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
             others.dump(first)

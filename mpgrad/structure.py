@@ -28,6 +28,7 @@ from mpgrad.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.compiled import reduce_compiled
 from mpgrad.modules import (
     LIVE,
+    LOOKED_THROUGH_BY,
     GlobalsOf,
     LeftOf,
     Live,
@@ -41,6 +42,7 @@ from mpgrad.modules import (
     name_of,
     reduce_carried,
     set_function,
+    uses_in,
     uses_of,
 )
 from mpgrad.packer import RIDE_BYTES
@@ -142,7 +144,7 @@ class CallerPickler(TensorPickler):
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
 
     def persistent_id(self, value: object) -> Any:
-        if type(value) is types.ModuleType and is_own(value.__name__):
+        if isinstance(value, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
             if value.__name__ not in self._seen:  # it was not met in a function
                 self.wanted[Wanted(value.__name__, None)] = None
             return value.__name__
@@ -173,6 +175,8 @@ class CallerPickler(TensorPickler):
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
+        if home is not None and not uses_in(value.__code__).names.isdisjoint(LOOKED_THROUGH_BY):
+            self.wanted[Wanted(home, None)] = None
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
             rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)

@@ -15,11 +15,12 @@ from typing import Any
 __all__ = ["ABSENT", "Watch"]
 
 ABSENT = object()
+MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 ATTRIBUTES = operator.attrgetter("__dict__")
 
 Content = Sequence[Any]
-Opaque = tuple[bytes, list[int], list[int]]
+Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, so that no other object gets its address
 
 
 class Watch:
@@ -43,7 +44,7 @@ class Watch:
             now = held_by(value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
-        return all(pickled(value) == before for pickled, value, before in self._opaque)
+        return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
 
     def names(self, contents: dict[str, Any], names: list[str]) -> None:
         """Of a module."""
@@ -60,15 +61,26 @@ class Watch:
     def content(self, held_by: Callable[[Any], Content], value: Any) -> None:
         self._rest.append((held_by, value, held_by(value)))
 
-    def opaque(self, pickled: Callable[[Any], Opaque], value: Any) -> None:
-        self._opaque.append((pickled, value, pickled(value)))
+    def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
+        self._opaque.append((pickled, value, now))
 
     def mark(self) -> tuple[int, int]:
         return len(self._rest), len(self._opaque)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """But for functions and modules."""
-        del self._rest[mark[0] :], self._opaque[mark[1] :]
+        """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
+        later = self._rest[mark[0] :]
+        kept = [each for each in later if each[0] is not pairs_of and each[0] is not items_of]
+        if len(kept) > MOST_OBJECTS:
+            kept = [each for each in kept if isinstance(each[1], type)]
+        self._rest[mark[0] :] = kept
+        del self._opaque[mark[1] :]
+
+
+def is_same(now: Opaque, before: Opaque) -> bool:
+    count = len(now[1]) - len(now[2])  # the rest are views of buffers, made for the pickle
+    tensors = len(now[1]) == len(before[1]) and all(map(operator.is_, now[1][:count], before[1][:count]))
+    return tensors and now[0] == before[0] and now[2] == before[2]
 
 
 # --- what objects hold

@@ -353,3 +353,108 @@ def test_globals_that_an_initializer_sets(user: Any, nursery: mpgrad.Pool) -> No
                 assert [r.tolist() for r in pool.map(served.f, xs(3))] == [[x[0] * 2 + 7 + served.UNTOUCHED] * 2 for x in xs(3)]
     finally:
         del sys.modules["served"]
+
+
+MORE = """
+    import collections, enum, io, numpy, torch
+    class Opaque:
+        def __init__(self): self.w = None
+        def __getstate__(self): return {"w": self.w.detach()}
+    OPAQUE = Opaque()
+    def opaque(x): return x + OPAQUE.w.sum()
+    class Config: pass
+    CONFIG = Config()
+    CONFIG.dt = 0.5
+    LARGE = {"config": CONFIG, "data": [float(n) for n in range(20000)]}
+    def large(x): return x * CONFIG.dt + len(LARGE["data"])
+    class Table:
+        data, dt = [float(n) for n in range(20000)], 0.5
+    def of_class(x): return x * Table.dt
+    SETTINGS = {"a": 1.0}
+    def __getattr__(name):
+        try:
+            return SETTINGS[name]
+        except KeyError:
+            raise AttributeError(name) from None
+    class Slots:
+        __slots__ = ("__dt",)
+        def __init__(self): self.__dt = 1.0
+        def set(self, dt): self.__dt = dt
+        def get(self): return self.__dt
+    SLOTS = Slots()
+    def slots(x): return x * SLOTS.get()
+    def in_strings(x): return x * globals()["SETTINGS"]["a"] * eval("SETTINGS['a']")
+    class Planet(enum.Enum):
+        EARTH = (1.0, 2.0)
+        def __init__(self, mass, radius): self.mass, self.radius = mass, radius
+    def planet(x): return x * Planet.EARTH.mass
+    DEQUE, ORDERED = collections.deque([1.0]), collections.OrderedDict(a=1.0)
+    def containers(x): return x * DEQUE[0] * ORDERED["a"]
+    ARRAY = numpy.ones(3)
+    def array(x): return x * float(ARRAY[1])
+    NET = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).double()
+    def net(x): return NET(x) * NET.training
+"""
+
+
+def test_what_is_hard_to_watch(any_pool: mpgrad.Pool, user: Any) -> None:
+    user.write("more", textwrap.dedent(MORE))
+    more = importlib.import_module("more")
+    try:
+        for number in range(4):
+            more.OPAQUE.w = torch.full((3,), float(number), dtype=torch.float64)
+            more.CONFIG.dt = more.Table.dt = 1.0 + number
+            more.SETTINGS["a"] = 2.0 + number
+            more.SLOTS.set(3.0 + number)
+            more.DEQUE[0] = more.ORDERED["a"] = 4.0 + number
+            more.ARRAY[1] = 5.0 + number
+            more.NET[0].bias.data += 1
+            more.NET.train(number % 2 == 0)
+            names = "opaque", "large", "of_class", "slots", "in_strings", "planet", "containers", "array", "net"
+            for fn in (*(getattr(more, name) for name in names), lambda x: x * more.a):
+                check(any_pool, fn, xs(6))
+    finally:
+        del sys.modules["more"]
+
+
+def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> None:
+    user.write(
+        "mixed",
+        """
+        MIXED = {"dt": 1.0, "log": open(__file__)}
+        MADE = None
+        def f(x): return x * MIXED["dt"]
+        def g(x):
+            global MADE
+            if MADE is None:
+                MADE = open(__file__)
+            return x * MADE.readable()
+        """,
+    )
+    mixed = importlib.import_module("mixed")
+    try:
+        with mpgrad.Pool(2, inline="never") as pool:
+            check(pool, mixed.f, xs(3))
+            mixed.MIXED["dt"] = 9.0
+            with pytest.raises(TypeError, match=r"mixed\.MIXED was written to, and cannot be carried \(dict\)"):
+                pool.map(mixed.f, xs(3))
+            for _ in range(2):
+                check(pool, mixed.g, xs(3))  # which makes one here, too
+    finally:
+        mixed.MIXED["log"].close()
+        mixed.MADE.close()
+        del sys.modules["mixed"]
+
+
+def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
+    names = "\n".join(f"N{number} = {number}" for number in range(300))
+    added = " + ".join(f"N{number}" for number in range(300))
+    user.write("many", f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + total\n")
+    many = importlib.import_module("many")
+    try:
+        with mpgrad.Pool(2, inline="never") as pool:
+            check(pool, many.f, xs(3))
+            many.N299 = user.constants.C = 1.5
+            check(pool, many.f, xs(3))
+    finally:
+        del sys.modules["many"]
