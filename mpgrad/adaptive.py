@@ -193,10 +193,10 @@ class LocalFunction:
         modules = function.state
         if modules is None or not modules.tensors:
             self._names = Live({})
-            return state.loads_function(function.pickled, self._captures, self._names)
+            return structure.loads(function.pickled, self._captures, names=self._names)
         own = len(self._captures) - len(modules.tensors)
         self._names = state.namespaces_of(modules.pickled, self._captures[own:])
-        return state.loads_function(function.pickled, self._captures[:own], self._names)
+        return structure.loads(function.pickled, self._captures[:own], names=self._names)
 
     def run(self, calls: Sequence[Arguments], seconds: float) -> list[Any]:
         """The results of the first of the calls, of as many as are begun within `seconds`.

@@ -27,7 +27,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,7 +59,6 @@ __all__ = [
     "dumps_arguments",
     "dumps_function",
     "dumps_whole",
-    "loads_function",
     "loads_whole",
     "loads_with_state",
     "namespaces_of",
@@ -153,9 +152,13 @@ class States:
 
     def _made(self, wanted: Sequence[Wanted]) -> State:
         left: dict[Wanted, LeftOf] = {}
+        bare: set[tuple[type, str]] = set()
         while True:
-            pickler = StatePickler(left)
-            culprit = pickler.dump_all(wanted)
+            pickler = StatePickler(left, bare)
+            try:
+                culprit = pickler.dump_all(wanted)
+            except BareClassError:
+                continue
             if culprit is None:
                 break
             left[culprit] = self._left_of(culprit)
@@ -197,12 +200,15 @@ LOADED: Recent[Namespaces] = Recent()  # states without tensors, in the process 
 class StatePickler(CallerPickler):
     """Functions and classes of the user's own modules by value, and what their code wants after them."""
 
-    def __init__(self, left: dict[Wanted, LeftOf]) -> None:
+    def __init__(self, left: dict[Wanted, LeftOf], bare: set[tuple[type, str]]) -> None:
+        """`bare`: attributes that classes go without, as these cannot be carried; what is found of them is added."""
         self.buffer = io.BytesIO()
         super().__init__(self.buffer)
         self.covered: set[Wanted] = set()
         self.watch = Watch()
         self._left = left
+        self._bare = bare
+        self._classes: list[type] = []
         self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
         self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
 
@@ -245,6 +251,9 @@ class StatePickler(CallerPickler):
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
         except Exception as error:
+            if found := set(self._attributes_that_fail()) - self._bare:
+                self._bare |= found
+                raise BareClassError from error
             if wanted in self._left or (by_itself and isinstance(value, types.FunctionType | type)):
                 error.args = (f"{wanted.module}.{wanted.name}: {error}",)
                 raise
@@ -295,7 +304,12 @@ class StatePickler(CallerPickler):
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)
+            self._classes.append(value)
         reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
+        if self._bare and reduced is not NotImplemented and len(reduced) > 2:
+            make, arguments, (members, more), *rest = reduced
+            members = {name: each for name, each in members.items() if (value, name) not in self._bare}
+            reduced = make, arguments, (members, more), *rest
         if reduced is not NotImplemented:
             self.watch.content(contents_of_class, value)
             self._note_made(reduced)
@@ -325,6 +339,12 @@ class StatePickler(CallerPickler):
         for name, member in vars(kind).items():
             if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
                 self._hasten(member)
+
+    def _attributes_that_fail(self) -> Iterator[tuple[type, str]]:
+        for kind in self._classes:
+            for name, member in list(vars(kind).items()):
+                if not isinstance(member, CODE) and not isinstance(member, STEADY) and cannot_be_carried(member):
+                    yield kind, name
 
     def _want_name(self, value: Any) -> None:
         """It is to be found under its own name too."""
@@ -375,6 +395,18 @@ def reference_to(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+class BareClassError(Exception):
+    """A class has an attribute that cannot be carried, such as a pool; once more, without."""
+
+
+def cannot_be_carried(value: Any) -> bool:
+    try:
+        pickled_alone(value)
+    except Exception:
+        return True
+    return False
 
 
 def is_defined_there(wanted: Wanted) -> bool:
@@ -430,8 +462,7 @@ def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, lis
             others.dump(first)
         pickler.wanted.update(others.wanted)
     state = STATES.of(pickler.wanted)
-    number = 0 if state is None else state.number
-    return number.to_bytes(NUMBER_BYTES, "little") + buffer.getvalue(), pickler.taken_out, state
+    return buffer.getvalue(), pickler.taken_out, state
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
@@ -441,10 +472,6 @@ def brings_code(value: Any, depth: int = 3) -> bool:
         inside = value.values() if kind is dict else value
         return depth > 0 and any(brings_code(each, depth - 1) for each in itertools.islice(inside, MOST_LOOKED_AT))
     return kind not in PLAIN and (is_own(kind.__module__) or isinstance(value, CODE))
-
-
-def loads_function(pickled: bytes, tensors: Sequence[torch.Tensor], names: Live) -> Any:
-    return loads(pickled[NUMBER_BYTES:], tensors, names=names)
 
 
 def dumps_arguments(value: object, known: State | Everything | None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
@@ -500,7 +527,7 @@ def loads_with_state(
 
     def load() -> tuple[Any, Live]:
         names = loaded(number, state, captures[own:], placement) if state else Namespaces(placement)
-        return loads_function(pickled, captures[:own], names), names
+        return loads(pickled, captures[:own], names=names), names
 
     return load() if placement is None else placement.load(load)
 

@@ -446,6 +446,27 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> N
         del sys.modules["mixed"]
 
 
+def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
+    user.write(
+        "trainer",
+        """
+        class Trainer:
+            pool = None
+            rate = 0.5
+            def step(self, x): return x * self.rate
+            def all(self, xs): return self.pool.map(self.step, xs)
+        """,
+    )
+    trainer = importlib.import_module("trainer")
+    try:
+        with mpgrad.Pool(2, inline="never") as trainer.Trainer.pool:
+            for trainer.Trainer.rate in (0.5, 2.0):
+                found = trainer.Trainer().all(xs(4))
+                assert all(torch.equal(r, x * trainer.Trainer.rate) for r, x in zip(found, xs(4), strict=True))
+    finally:
+        del sys.modules["trainer"]
+
+
 def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
     names = "\n".join(f"N{number} = {number}" for number in range(300))
     added = " + ".join(f"N{number}" for number in range(300))

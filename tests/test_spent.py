@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,14 +60,20 @@ class Mark:
     pass
 
 
-MARKS: list[weakref.ref[Mark]] = []  # in the worker: of nodes
+
+
+def marks() -> list[weakref.ref[Mark]]:
+    """In the worker: of nodes. Globals of ours each function has for itself there."""
+    found: list[weakref.ref[Mark]] = vars(sys).setdefault("mpgrad_test_marks", [])
+    return found
+
 
 
 class Marked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.mark = mark = Mark()
-        MARKS.append(weakref.ref(mark))
+        marks().append(weakref.ref(mark))
         return x * 2
 
     @staticmethod
@@ -80,7 +87,7 @@ def marked(x: Tensor) -> Tensor:
 
 
 def marks_alive(_: object) -> int:
-    return sum(mark() is not None for mark in MARKS)
+    return sum(mark() is not None for mark in marks())
 
 
 def test_graphs_go_with_their_backward(single: mpgrad.Pool) -> None:
