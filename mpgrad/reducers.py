@@ -270,6 +270,16 @@ def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
     return type(value), (getattr(torch, value.dtype),)
 
 
+def reduce_operator(value: object) -> Reduced:
+    """Of torch.ops: a namespace, an operator or an overload of one, each by its name there."""
+    path = getattr(value, "__name__", "") if isinstance(value, types.ModuleType) else str(value)
+    return operator_again, (path.removeprefix("torch.ops."),)
+
+
+def operator_again(path: str) -> object:
+    return functools.reduce(getattr, path.split("."), torch.ops)
+
+
 def reduce_imported(value: types.ModuleType) -> Any:
     """An imported module; also one like torch._C._functions, which is an attribute of another and cannot be imported."""
     parent, _, name = value.__name__.rpartition(".")
@@ -290,6 +300,11 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     types.MethodDescriptorType: reduce_builtin,
     types.MethodType: reduce_method,
     types.ModuleType: reduce_imported,
+    type(torch.ops): reduce_imported,
+    type(torch.classes): reduce_imported,
+    type(torch.ops.aten): reduce_operator,
+    type(torch.ops.aten.add): reduce_operator,
+    type(torch.ops.aten.add.Tensor): reduce_operator,
     functools._lru_cache_wrapper: reduce_cached,
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),

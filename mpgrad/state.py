@@ -551,4 +551,3 @@ def namespaces_of(pickled: bytes, tensors: Sequence[torch.Tensor], placement: Pl
         module, name, value = unpickler.load()
         found.put(module, {name: value})
     return found
-

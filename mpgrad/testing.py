@@ -70,7 +70,7 @@ def assert_same_as_serial(
     if pool is None:
         with Pool(processes=2) as own:
             return assert_same_as_serial(fn, items, own, order=order, run=run, rtol=rtol)
-    loop = Loop(fn, items, order, rtol)
+    loop = Loop(fn, items, order, rtol, pool._scheduler.packer.kind)
     loop.assert_repeatable()
     before = RandomState()
     ask = run or (lambda pool, fn, items: pool.map(fn, items))
@@ -94,12 +94,12 @@ def assert_same_as_serial(
 class Loop:
     """The serial loop, and what it gave."""
 
-    def __init__(self, fn: Function, items: Sequence[Any], order: int, rtol: float | None) -> None:
+    def __init__(self, fn: Function, items: Sequence[Any], order: int, rtol: float | None, kind: str) -> None:
         self._fn = fn
         self._items = items
         self._rtol = rtol
         self._start = RandomState()
-        reached = pickled_function(fn).captures
+        reached = pickled_function(fn, kind).captures
         before = [tensor.detach().clone() for tensor in reached]
         inputs = copies(items)
         self._results = [fn(item) for item in inputs]
@@ -174,7 +174,7 @@ def results_in_the_caller(pool: Pool, fn: Function, items: Sequence[Any]) -> lis
     """As of calls that are too cheap to be sent; None where the pool would send them all the same."""
     if not (pool._may_stay and may_run_here()):
         return None
-    pickled = pickled_function(fn)
+    pickled = pickled_function(fn, pool._scheduler.packer.kind)
     with TURNS.lock:
         try:
             return LocalFunction(pickled).run([((item,), {}) for item in items], math.inf)

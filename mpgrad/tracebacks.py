@@ -232,4 +232,3 @@ def warned_again(message: bytes, file: str, line: int) -> None:
         frame, _ = outside()
         file, line = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)
-

@@ -311,6 +311,16 @@ def generator_functions(x: Tensor) -> list[Tensor]:
     return list(steps(x))
 
 
+OPERATORS = torch.ops, torch.ops.aten, torch.ops.aten.mul, torch.ops.aten.mul.Tensor
+
+
+@case
+def operators(x: Tensor) -> Tensor:
+    every, namespace, operator, overload = OPERATORS
+    assert every.aten.mul is namespace.mul is operator and operator.Tensor is overload
+    return overload(x, weight)
+
+
 class Counted:
     """A decorator with state."""
 

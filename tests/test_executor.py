@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -255,11 +256,16 @@ def test_callbacks_of_failures(kind: Any) -> None:
     assert seen == [(True, "nothing at 1")]
 
 
+def generator() -> Iterator[None]:
+    """What nothing carries."""
+    yield
+
+
 @both
 def test_what_cannot_be_pickled_fails_its_future(kind: Any) -> None:
     """Symptom: `submit` raised."""
     with kind(1) as executor:
-        for error, arguments in ((KeyError, (Unpicklable(KeyError("no")),)), (TypeError, (threading.Lock(),))):
+        for error, arguments in ((KeyError, (Unpicklable(KeyError("no")),)), (TypeError, (generator(),))):
             future = executor.submit(note, *arguments)
             with pytest.raises(error) as caught:
                 future.result(PATIENCE)
@@ -288,7 +294,7 @@ def test_errors_of_workers_are_the_standard_librarys(kind: Any) -> None:
         assert isinstance(cause, concurrent.futures.process._RemoteTraceback)
         assert 'LookupError(f"nothing at {x}")' in cause.tb and str(cause) == cause.tb
         with pytest.raises(TypeError, match="cannot pickle"):
-            executor.submit(threading.Lock).result()
+            executor.submit(generator).result()
 
 
 @both
@@ -370,7 +376,7 @@ def test_a_future_that_failed_before_it_was_sent() -> None:
     x = torch.rand(3)
     reference = weakref.ref(x)
     with mpgrad.Executor(1) as executor:
-        future = executor.submit(abs, x, threading.Lock())
+        future = executor.submit(abs, x, generator())
         del x
         assert future.done() and not future.running() and not future.cancelled() and not future.cancel()
         assert reference() is None  # no cycle either

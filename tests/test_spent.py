@@ -60,13 +60,10 @@ class Mark:
     pass
 
 
-
-
 def marks() -> list[weakref.ref[Mark]]:
     """In the worker: of nodes. Globals of ours each function has for itself there."""
     found: list[weakref.ref[Mark]] = vars(sys).setdefault("mpgrad_test_marks", [])
     return found
-
 
 
 class Marked(torch.autograd.Function):
