@@ -31,11 +31,6 @@ collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a p
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # what is imported by now stays anyway; the guard's collections need not walk through it in every test
-
-
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[mpgrad.Pool]:
     tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread
@@ -94,6 +89,7 @@ def calls_are_sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[None]:
     """No process, thread, descriptor or name in /dev/shm more than before."""
     gc.collect()
+    gc.freeze()  # what is still there stays: no collection of this test, or of a later one, need walk through it (80 ms each)
     before = footprint()
     yield
     deadline = time.monotonic() + PATIENCE
