@@ -52,9 +52,9 @@ CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
 
 
-def dumps(value: object) -> bytes:
+def dumps(value: object, pickler: type[ClassPickler] | None = None) -> bytes:
     buffer = io.BytesIO()
-    ClassPickler(buffer, protocol=5).dump(value)
+    (pickler or ClassPickler)(buffer, protocol=5).dump(value)
     return buffer.getvalue()
 
 

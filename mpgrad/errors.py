@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from typing import Any
 
+import torch
+
 from mpgrad import classes
 
 __all__ = [
@@ -216,12 +218,21 @@ def carried(error: BaseException) -> bytes:
     )
     for form in forms:
         try:
-            pickled = classes.dumps(form())
+            pickled = classes.dumps(form(), ExceptionPickler)
             if isinstance(classes.loads(pickled), BaseException):
                 return pickled
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it
             continue
     raise InternalError("a RemoteError could not be pickled")
+
+
+class ExceptionPickler(classes.ClassPickler):
+    """Tensors arrive as values: the call that raised has left no graph, and a leaf would take gradients without a word."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return value.detach().__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        return super().reducer_override(value)
 
 
 class Rebuilt:

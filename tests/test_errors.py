@@ -215,6 +215,26 @@ def note_of(ask: Callable[[], object]) -> list[str]:
     return caught.value.__notes__
 
 
+class DivergedError(Exception):
+    def __init__(self, loss: torch.Tensor) -> None:
+        super().__init__("diverged")
+        self.loss = loss
+
+
+def diverge(x: torch.Tensor) -> None:
+    raise DivergedError(x.exp().sum())
+
+
+def test_tensors_of_an_exception_are_values(pool: mpgrad.Pool) -> None:
+    """They arrived as leaves, whose backward gave the item no gradient, without a word."""
+    x = torch.rand(3, requires_grad=True)
+    with pytest.raises(DivergedError) as caught:
+        pool.apply(diverge, (x,))
+    assert torch.equal(caught.value.loss, x.exp().sum())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        caught.value.loss.backward()
+
+
 def test_a_task_that_ends_the_program_is_named(pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
     def ends(k: int) -> None:
         if k == 2:
