@@ -11,7 +11,9 @@ if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
     from mpgrad import nn, testing
-    from mpgrad.derivatives import hessian, hvp, jacobian, jvp, vjp
+    from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
+    from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
+    from mpgrad.derivatives.per_item import per_item_grad
     from mpgrad.errors import (
         AncestorFailedError,
         CallTimeoutError,
@@ -24,40 +26,38 @@ if _typing.TYPE_CHECKING:
         WorkerDiedError,
     )
     from mpgrad.executor import Executor
-    from mpgrad.per_item import per_item_grad
+    from mpgrad.functions.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
+    from mpgrad.functions.parallel import map_with_parallel_backward
     from mpgrad.pool import Pool
-    from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator
-    from mpgrad.workers.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
-    from mpgrad.workers.parallel import map_with_parallel_backward
 
 __version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
 
 _HOMES = {
     "AncestorFailedError": "mpgrad.errors",
-    "AsyncResult": "mpgrad.results",
+    "AsyncResult": "mpgrad.calls.results",
     "CallTimeoutError": "mpgrad.errors",
-    "DifferentiableFuture": "mpgrad.results",
-    "EmulatedAutogradContext": "mpgrad.workers.contexts",
+    "DifferentiableFuture": "mpgrad.calls.results",
+    "EmulatedAutogradContext": "mpgrad.functions.contexts",
     "Executor": "mpgrad.executor",
     "InternalError": "mpgrad.errors",
     "Pool": "mpgrad.pool",
     "PoolClosedError": "mpgrad.errors",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
-    "ResultIterator": "mpgrad.results",
+    "ResultIterator": "mpgrad.calls.results",
     "SharedMemoryError": "mpgrad.errors",
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
     "as_completed": "concurrent.futures",
-    "hessian": "mpgrad.derivatives",
-    "hvp": "mpgrad.derivatives",
-    "jacobian": "mpgrad.derivatives",
-    "jvp": "mpgrad.derivatives",
-    "map_with_parallel_backward": "mpgrad.workers.parallel",
-    "per_item_grad": "mpgrad.per_item",
-    "run_isolated_backward": "mpgrad.workers.contexts",
-    "run_isolated_forward": "mpgrad.workers.contexts",
-    "vjp": "mpgrad.derivatives",
+    "hessian": "mpgrad.derivatives.jacobians",
+    "hvp": "mpgrad.derivatives.jacobians",
+    "jacobian": "mpgrad.derivatives.jacobians",
+    "jvp": "mpgrad.derivatives.jacobians",
+    "map_with_parallel_backward": "mpgrad.functions.parallel",
+    "per_item_grad": "mpgrad.derivatives.per_item",
+    "run_isolated_backward": "mpgrad.functions.contexts",
+    "run_isolated_forward": "mpgrad.functions.contexts",
+    "vjp": "mpgrad.derivatives.jacobians",
     "wait": "concurrent.futures",
 }
 
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> _typing.Any:
     try:
         found = getattr(_importlib.import_module(_HOMES[name]), name)
     except (AttributeError, ImportError):
-        _importlib.import_module("mpgrad.behaviours").check()  # where a part of PyTorch is missing, it says which
+        _importlib.import_module("mpgrad.torch_state.behaviours").check()  # where a part of PyTorch is missing, it says which
         raise
     globals()[name] = found
     return found

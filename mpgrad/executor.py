@@ -21,11 +21,11 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.results import DifferentiableFuture, ResultIterator
 from mpgrad.errors import RemoteTraceback
-from mpgrad.operations import Operation
 from mpgrad.pool import Pool, callable_of, positive
-from mpgrad.results import DifferentiableFuture, ResultIterator
-from mpgrad.scheduler import Scheduler
+from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.suggestions import suggests
 from mpgrad.tracebacks import hide_own_frames
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import parallel
 
-from mpgrad._torch import apply, replica_of, tree_leaves
 from mpgrad.pool import Pool, PoolWorker
+from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames
 
 __all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]

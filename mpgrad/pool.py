@@ -24,26 +24,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpgrad import behaviours, classes
-from mpgrad._torch import not_compiled, outside_transforms, tracer
-from mpgrad.adaptive import AdaptiveMap, is_at_rest, may_run_here
-from mpgrad.autograd import Captures
-from mpgrad.carrier import with_more_behind
-from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
-from mpgrad.costs import Costs
-from mpgrad.cpus import usable_cpus
-from mpgrad.dispatcher import Dispatcher
-from mpgrad.functional import may_be_followed, run_followed
-from mpgrad.homes import OperationHome
-from mpgrad.inline import InlineScheduler
-from mpgrad.launch import ThreadLauncher, process_launcher
-from mpgrad.line import fed, guided_size
-from mpgrad.memory import bytes_of
-from mpgrad.messages import Eager
-from mpgrad.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
-from mpgrad.operations import Operation, Submitted
-from mpgrad.packer import Packer
-from mpgrad.packing import (
+from mpgrad.autograd.remote_graph import Captures
+from mpgrad.calls.device_choice import Device, requested, worker_devices
+from mpgrad.calls.homes import OperationHome
+from mpgrad.calls.operations import Operation, Submitted
+from mpgrad.calls.packing import (
     Arguments,
     PackedCall,
     PickledFunction,
@@ -53,15 +38,31 @@ from mpgrad.packing import (
     pack_call,
     pickled_function,
 )
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.cpus import usable_cpus
+from mpgrad.engines.dispatcher import Dispatcher
+from mpgrad.engines.inline import InlineScheduler
+from mpgrad.engines.launch import ThreadLauncher, process_launcher
+from mpgrad.memory.limits import bytes_of
+from mpgrad.pickling import classes
+from mpgrad.pickling.uncarried import not_carried
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, progress_bar
-from mpgrad.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
-from mpgrad.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
-from mpgrad.routing import Device, requested, worker_devices
-from mpgrad.scheduler import Scheduler, Settings
+from mpgrad.scheduling.costs import Costs
+from mpgrad.scheduling.queue import fed, guided_size
+from mpgrad.scheduling.run_in_caller import AdaptiveMap, is_at_rest, may_run_here
+from mpgrad.scheduling.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.suggestions import suggests
-from mpgrad.uncarried import not_carried
+from mpgrad.tasks.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
+from mpgrad.torch_state import behaviours
+from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
+from mpgrad.torch_state.private import not_compiled, outside_transforms, tracer
+from mpgrad.transforms import may_be_followed, run_followed
+from mpgrad.wire.messages import Eager
+from mpgrad.wire.tensor_packing import Packer
+from mpgrad.wire.tensor_refs import with_more_behind
 
 __all__ = ["Pool", "PoolWorker"]
 

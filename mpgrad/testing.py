@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from mpgrad._torch import apply, has_plain_memory, tree_leaves, tree_map_only
-from mpgrad.adaptive import LocalFunction, UnusualError, may_run_here
-from mpgrad.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
-from mpgrad.packing import pickled_function
+from mpgrad.calls.packing import pickled_function
 from mpgrad.pool import Pool
+from mpgrad.scheduling.run_in_caller import LocalFunction, UnusualError, may_run_here
+from mpgrad.torch_state.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
+from mpgrad.torch_state.private import apply, has_plain_memory, tree_leaves, tree_map_only
 
 __all__ = ["assert_same_as_serial"]
 

@@ -23,21 +23,20 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import cloudpickle
 import torch
 
-from mpgrad import classes
 from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, RemoteTraceback, WorkerDiedError
 
-__all__ = ["hide_own_frames", "shown", "shown_stack", "warn", "warned_again", "without_own_frames"]
+__all__ = ["hide_own_frames", "is_own", "outside", "shown", "shown_stack", "warn", "without_own_frames"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
-CALLS_OF_TASKS = ("worker.py", "_make"), ("_torch.py", "gradients")
+CALLS_OF_TASKS = ("worker.py", "_make"), ("private.py", "gradients")
 OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, PoolClosedError, WorkerDiedError)
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
 FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
@@ -214,21 +213,3 @@ def warn(message: str) -> None:
     """`warnings.warn` from the caller's line."""
     _, level = outside()
     warnings.warn(message, stacklevel=level)
-
-
-ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
-
-
-def warned_again(message: bytes, file: str, line: int) -> None:
-    """Give a task's warning here, where the caller's filters decide about it; raises it where they make it an error.
-
-    One that is said of who called the task (by `stacklevel`) is said of the caller's line.
-    """
-    try:
-        instance = classes.loads(message)
-    except Exception as error:  # its class cannot be imported here
-        instance = UserWarning(f"a warning that cannot be loaded here ({error})")
-    if is_own(file):
-        frame, _ = outside()
-        file, line = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(instance, type(instance), file, line, registry=ALREADY_WARNED)

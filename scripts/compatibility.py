@@ -168,7 +168,7 @@ def by_number(version: str) -> list[int]:
 
 
 def passed(entries: Entries) -> dict[str, tuple[str, ...]]:
-    """For each minor version of torch with which core or whole tests passed, those of Python: as `mpgrad.behaviours.TRIED`."""
+    """For each minor version of torch with which core or whole tests passed, those of Python: as `behaviours.TRIED`."""
     pythons: dict[str, set[str]] = collections.defaultdict(set)
     for entry in entries.values():
         if entry["outcome"] == "passed" and entry["tests"] in ("core", "whole"):

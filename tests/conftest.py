@@ -23,7 +23,7 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.costs import Costs
+from mpgrad.scheduling.costs import Costs
 from mpgrad.system import PORTABLE
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py

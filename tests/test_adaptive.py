@@ -16,11 +16,11 @@ import torch
 from conftest import staffed
 
 import mpgrad
-from mpgrad.adaptive import CALLS_AT_ONCE
-from mpgrad.codes import Codes, Ran
-from mpgrad.costs import Costs
-from mpgrad.messages import Results
+from mpgrad.scheduling.costs import Costs
+from mpgrad.scheduling.function_cache import Codes, Ran
+from mpgrad.scheduling.run_in_caller import CALLS_AT_ONCE
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.wire.messages import Results
 
 Tensor = torch.Tensor
 ADAPTIVE = True
@@ -479,7 +479,7 @@ def test_functions_are_forgotten_by_several_threads_at_once() -> None:
 
 
 def test_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpgrad.costs.SENT_SECONDS", 60e-6)  # what is thought at first, for which these numbers are chosen
+    monkeypatch.setattr("mpgrad.scheduling.costs.SENT_SECONDS", 60e-6)  # thought at first; these numbers are for it
     times = {b"cheap": Ran(10e-6), b"medium": Ran(140e-6), b"dear": Ran(2e-3)}
     costs = Costs(times.get)
     assert costs.pays(b"medium", 2, 1000)  # it may be quicker without another one at the same time: that is tried

@@ -12,7 +12,7 @@ import torch
 from conftest import staffed
 
 import mpgrad
-from mpgrad.autograd import RemoteGraph
+from mpgrad.autograd.remote_graph import RemoteGraph
 
 
 def leaves(count: int = 5) -> list[torch.Tensor]:

@@ -15,9 +15,9 @@ import torch
 from conftest import staffed
 
 import mpgrad
-from mpgrad.line import SORTED
-from mpgrad.packing import pickled_function
+from mpgrad.calls.packing import pickled_function
 from mpgrad.pool import MOST_BUNDLED
+from mpgrad.scheduling.queue import SORTED
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
 import mpgrad
-from mpgrad import _torch, behaviours
 from mpgrad.errors import UnsupportedTorchError
-from mpgrad.modes import RandomState
+from mpgrad.torch_state import behaviours, private
+from mpgrad.torch_state.modes import RandomState
 
 ROOT = Path(__file__).parent.parent
 Patch = pytest.MonkeyPatch
@@ -202,25 +202,25 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch._C, "_current_graph_task_id", itertools.count().__next__),
     ],
     "what a node returns comes to the next node as the very same object, also a number that is expanded": [
-        replaced(_torch, "apply", behind_one_more)
+        replaced(private, "apply", behind_one_more)
     ],
     "gradients can be asked for at edges of the graph; there are none at what it does not lead to": [
-        replaced(_torch, "ENGINE", OtherEngine(run_backward=always_keep))
+        replaced(private, "ENGINE", OtherEngine(run_backward=always_keep))
     ],
-    "an edge to a node written in Python keeps the graph behind it": [replaced(_torch, "edge_that_keeps", edge_of_its_object)],
+    "an edge to a node written in Python keeps the graph behind it": [replaced(private, "edge_that_keeps", edge_of_its_object)],
     "at the end of a backward a callback is called once, after all nodes": [
-        replaced(_torch, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
-        replaced(_torch, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
+        replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
+        replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
     ],
     "a node written in Python ends with the last tensor or graph that leads to it": [
-        replaced(_torch, "apply", kept_for_ever),
-        replaced(_torch, "node_type", lambda function: BackwardCFunction),
+        replaced(private, "apply", kept_for_ever),
+        replaced(private, "node_type", lambda function: BackwardCFunction),
     ],
     "a node written in Python that outlives its tensors says so, or can still be asked for its gradient": [
-        replaced(_torch, "is_alive", lambda node: node.no_such_name)
+        replaced(private, "is_alive", lambda node: node.no_such_name)
     ],
     "a tensor that a Function gives out, and that was no argument, is no view; writes in place are counted": [
-        replaced(_torch, "apply", views),
+        replaced(private, "apply", views),
         replaced(torch.Tensor, "_is_view", lambda tensor: False),
         replaced(torch.Tensor, "_version", 0),
     ],
@@ -228,7 +228,7 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None, lambda tensor, hooks: None)),
         replaced(torch.Tensor, "register_hook", lambda tensor, hook: None),
     ],
-    "hooks of many tensors may lie in one dictionary": [replaced(_torch.SharedHooks, "watch", lambda hooks, tensor: None)],
+    "hooks of many tensors may lie in one dictionary": [replaced(private.SharedHooks, "watch", lambda hooks, tensor: None)],
     "the first hook on a tensor asks its node for the dictionary, which may be one of another type": [
         replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
         past_the_dictionary,
@@ -242,11 +242,11 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch.nn.Parameter, "register_hook", lambda tensor, hook: None),
     ],
     "shared memory can be made, and mapped again by its file descriptor": [
-        replaced(_torch.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes))
+        replaced(private.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes))
     ],
     "a tensor says whether its elements lie in memory as they are": [
-        replaced(_torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: _torch.PLAIN_KEYS)),
-        replaced(_torch, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
+        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.PLAIN_KEYS)),
+        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
         replaced(torch.Tensor, "_is_zerotensor", lambda tensor: False),
     ],
     "a sparse tensor gives its indices and values as they are": [
@@ -262,8 +262,8 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
     ],
     "TorchScript knows its own operations by PyTorch's functions": [replaced(torch.jit._builtins, "_get_builtin_table", dict)],
     "the tensors in a structure can be had, and replaced": [
-        replaced(_torch, "tree_leaves", lambda tree: [tree]),
-        replaced(_torch, "tree_map_only", lambda kind, fn, tree: tree),
+        replaced(private, "tree_leaves", lambda tree: [tree]),
+        replaced(private, "tree_map_only", lambda kind, fn, tree: tree),
     ],
     "what records operations can be seen": [
         replaced(torch._C, "_get_tracing_state", lambda: None),
@@ -408,7 +408,7 @@ OF_THE_COMPILER |= {"torch._inductor.runtime.cache_dir_utils"}
 BY_STRING = {("torch._C", "_DisableAutocast"), ("torch._C", "_FunctionBase"), ("torch._C", "_dispatch_keys")}
 BY_STRING |= {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
-NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
+NOT_TORCH |= {"_SubParsersAction", "_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
 
@@ -419,7 +419,7 @@ def is_private(name: str) -> bool:
 
 def private_names() -> set[tuple[str, str]]:
     """PyTorch's private names in our code, and what is reached through one: each with the module or class that has it."""
-    trees = [ast.parse(file.read_text()) for folder in ("mpgrad", "workers") for file in (ROOT / folder).glob("*.py")]
+    trees = [ast.parse(file.read_text()) for folder in ("mpgrad", "workers") for file in (ROOT / folder).rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -493,8 +493,8 @@ for pair in sys.argv[1:]:
         take_away(*pair.split(":"))
         try:
             if "autograd" not in pair:  # these are missed as soon as the pool is imported
-                import mpgrad.behaviours
-                mpgrad.behaviours.check()
+                import mpgrad.torch_state.behaviours
+                mpgrad.torch_state.behaviours.check()
             found = results()
         except Exception as error:
             found = type(error).__name__
@@ -536,7 +536,7 @@ OTHER_COMPILERS: dict[str, Mutation] = {
     "the context is another": dynamo("_TorchDynamoContext", dict),
     "options have other names": other_convert_frame,
     "modules are wrapped in another way": dynamo("OptimizedModule", lambda module, context: torch.nn.Sequential(module)),
-    "the marks are others": replaced(_torch, "COMPILERS", ("torch._dynamo.other",)),
+    "the marks are others": replaced(private, "COMPILERS", ("torch._dynamo.other",)),
     "the wrapper of inductor is another": replaced(torch, "_TorchCompileInductorWrapper", dict),
     "what is disabled keeps no reason": replaced(torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)),
     "compiled code is kept elsewhere": lambda patch: patch.setitem(

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.arena import Arena
-from mpgrad.carrier import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
-from mpgrad.operations import Operation
-from mpgrad.packer import Packer, Payload, Together
+from mpgrad.calls.operations import Operation
+from mpgrad.memory.arena import Arena
+from mpgrad.wire.tensor_packing import Packer, Payload, Together
+from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
 
 Tensor = torch.Tensor
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import mpgrad
-import mpgrad.derivatives
+import mpgrad.derivatives.jacobians
 from mpgrad.testing import assert_same_as_serial
 
 SPAN = torch.arange(3, dtype=torch.float64)
@@ -569,7 +569,7 @@ def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.
         return torch.cat([c * constant] * 10)
 
     c, expected = torch.tensor([2.0]), torch.full((10, 1), 2.0)
-    mpgrad.derivatives.SAID.clear()
+    mpgrad.derivatives.jacobians.SAID.clear()
     with pytest.warns(UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"):
         assert torch.equal(mpgrad.jacobian(lambda c: pool.map(fn, [c])[0], c), expected)
         assert torch.equal(mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0])

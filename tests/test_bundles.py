@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import packing
-from mpgrad.line import fed, guided_size
-from mpgrad.operations import Operation
-from mpgrad.packer import BUCKETED_BYTES
+from mpgrad.calls import packing
+from mpgrad.calls.operations import Operation
 from mpgrad.pool import bundle_size
+from mpgrad.scheduling.queue import fed, guided_size
+from mpgrad.wire.tensor_packing import BUCKETED_BYTES
 
 Tensor = torch.Tensor
 
@@ -703,7 +703,7 @@ def test_per_item_gradients(pool: mpgrad.Pool) -> None:
 
 
 def huge(x: Tensor) -> Tensor:
-    from mpgrad import arena
+    from mpgrad.memory import arena
 
     arena.psutil.virtual_memory = lambda: type("Memory", (), {"available": 10_000_000})()  # type: ignore[attr-defined, assignment]
     return torch.empty(100_000_000) if x[0] == 6 else torch.empty(3)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
-from mpgrad import structure
+from mpgrad.pickling import structure
 from mpgrad.testing import assert_same_as_serial
 
 F = torch.nn.functional

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mpgrad
-from mpgrad import behaviours
+from mpgrad.torch_state import behaviours
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "compatibility.py"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.codes import Ran
-from mpgrad.operations import Operation
+from mpgrad.calls.operations import Operation
+from mpgrad.scheduling.function_cache import Ran
 from mpgrad.stats import PoolStats
 
 CALLS = 500

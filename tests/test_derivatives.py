@@ -13,11 +13,11 @@ import torch
 from torch.autograd import functional
 
 import mpgrad
-import mpgrad.derivatives
-import mpgrad.shares
-from mpgrad.arguments import Arguments
-from mpgrad.derivatives import hessian, hvp, jacobian, jvp, shares_of, vjp
-from mpgrad.shares import Jacobian, basis, batches
+import mpgrad.derivatives.jacobians
+import mpgrad.tasks.jacobian_parts
+from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, shares_of, vjp
+from mpgrad.tasks.jacobian_arguments import Arguments
+from mpgrad.tasks.jacobian_parts import Jacobian, basis, batches
 
 MODES = ["auto", "batched", "forward", "reverse"]
 Compute = Callable[..., Any]
@@ -30,9 +30,9 @@ def where(request: pytest.FixtureRequest, pool2: mpgrad.Pool) -> mpgrad.Pool | N
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
-    mpgrad.derivatives.SAID.clear()
+    mpgrad.derivatives.jacobians.SAID.clear()
     yield
-    mpgrad.derivatives.SAID.clear()
+    mpgrad.derivatives.jacobians.SAID.clear()
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -644,7 +644,7 @@ def test_some_columns_cannot_be_had(where: mpgrad.Pool | None) -> None:
 def test_forward_mode_in_a_thread_that_the_caller_waits_for(
     shared_pools: Callable[[str, int], mpgrad.Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpgrad.shares, "PATIENCE", 0.2)
+    monkeypatch.setattr(mpgrad.tasks.jacobian_parts, "PATIENCE", 0.2)
     x = tensor(3)
     threads = shared_pools("thread", 2)
     with pytest.raises(RuntimeError, match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for"):

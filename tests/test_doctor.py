@@ -20,10 +20,10 @@ from conftest import gone
 import mpgrad
 from mpgrad import cpus
 from mpgrad.__main__ import main
-from mpgrad.behaviours import TRIED, minor_of
 from mpgrad.doctor import machine, steps, trial
 from mpgrad.doctor.findings import GIB, MIB, Finding, as_json, found_by, page, works
 from mpgrad.doctor.steps import STEPS, Step
+from mpgrad.torch_state.behaviours import TRIED, minor_of
 
 LIMIT = 55  # seconds; below that of a test
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import scheduler
-from mpgrad.messages import FAREWELL
+from mpgrad.scheduling import scheduler
 from mpgrad.tracebacks import own_folders, shown
+from mpgrad.wire.messages import FAREWELL
 
 KEPT_BY_OLD_PYTHON = int(sys.version_info < (3, 11))  # see `hide_own_frames`
 

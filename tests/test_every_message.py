@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.channel import Channel, Frame
+from mpgrad.wire.frames import Channel, Frame
 
 ITEMS = 9
 Tensor = torch.Tensor
@@ -162,7 +162,7 @@ class Shooter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self.count = self.fatal = self.killed = 0
-        from mpgrad.dispatcher import Dispatcher
+        from mpgrad.engines.dispatcher import Dispatcher
 
         original = getattr(Dispatcher, method)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import arena
+from mpgrad.memory import arena
 
 
 class OwnError(Exception):
@@ -468,7 +468,7 @@ def test_no_room_for_an_item(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_room_for_a_result(pool2: mpgrad.Pool) -> None:
     def fn(k: int) -> torch.Tensor:
-        from mpgrad import arena
+        from mpgrad.memory import arena
 
         arena.psutil.virtual_memory = lambda: type("Memory", (), {"available": 10_000_000})()
         return torch.empty(100_000_000) if k == 3 else torch.empty(3)

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import mpgrad
-from mpgrad import _torch
+from mpgrad.torch_state import private
 
 Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
 
@@ -139,7 +139,7 @@ def test_threads_share_the_level_of_dual_tensors() -> None:
     """Symptom: "a forward AD level with an invalid index", seldom. Cause: a thread closed the level that another one used."""
 
     def first() -> None:
-        with _torch.within_dual_level():
+        with private.within_dual_level():
             both.wait()
             inside.wait()
 
@@ -147,12 +147,12 @@ def test_threads_share_the_level_of_dual_tensors() -> None:
     thread = threading.Thread(target=first)
     thread.start()
     both.wait()
-    with _torch.within_dual_level():
+    with private.within_dual_level():
         dual = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
         inside.wait()
         thread.join()
         assert forward_ad.unpack_dual(dual * 2).tangent is not None
-    assert not _torch.dual_level_is_active()
+    assert not private.dual_level_is_active()
 
 
 def test_a_function_with_its_own_jvp(pool2: mpgrad.Pool) -> None:

@@ -106,12 +106,12 @@ def test_processes_can_share_this_gpu(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpgrad import devices
+    from mpgrad.memory import accelerator
 
     def refused(self: object, memory: Tensor) -> bytes:
         raise OSError("as on a part of a GPU")
 
-    monkeypatch.setattr(devices.Cuda, "export", refused)
+    monkeypatch.setattr(accelerator.Cuda, "export", refused)
     weight = torch.randn(4, device="cuda:0", requires_grad=True)
     with mpgrad.Pool(devices=["cuda:0"] * 2) as pool:
         assert_same_as_serial(lambda x: (x * weight).exp().sum(0), ragged(), pool, order=2)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpgrad.devices import DeviceSlab, Lane
+from mpgrad.memory.accelerator import DeviceSlab, Lane
 
 SEEDS = range(150)
 CELLS = 4096

@@ -19,7 +19,7 @@ import torch
 from conftest import alive, gone, linux_only, shared_memory_files, staffed
 
 import mpgrad
-import mpgrad.dispatcher
+import mpgrad.engines.dispatcher
 from mpgrad.system import PORTABLE
 
 SCRIPT = """
@@ -102,7 +102,7 @@ class InterruptedThreading:
 
 def test_an_interrupt_while_the_workers_of_a_context_start(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of the pool that nobody has."""
-    monkeypatch.setattr(mpgrad.dispatcher, "threading", InterruptedThreading())
+    monkeypatch.setattr(mpgrad.engines.dispatcher, "threading", InterruptedThreading())
     with pytest.raises(KeyboardInterrupt):
         mpgrad.Pool(1, context="spawn")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import modules, state
+from mpgrad.pickling import modules, state
 
 ADAPTIVE = True
 OPTIONS: dict[str, dict[str, Any]] = {

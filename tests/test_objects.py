@@ -23,8 +23,9 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import _torch, uncarried
+from mpgrad.pickling import uncarried
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.torch_state import private
 
 FOLDER = Path(__file__).parent
 
@@ -65,20 +66,20 @@ def test_workers_share_what_inductor_compiles(tmp_path: Path, nursery: mpgrad.Po
 
 
 def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(private, "cache_folder", lambda: str(tmp_path))
     others = [threading.Event() for _ in range(2)]
     together = threading.Barrier(3)
 
     def wait(other: threading.Event) -> None:
-        with _torch.first_of_those_that_compile("graph"):
+        with private.first_of_those_that_compile("graph"):
             other.set()
             together.wait(30)  # who has waited goes on beside the others
 
     threads = [threading.Thread(target=wait, args=(other,)) for other in others]
-    with _torch.first_of_those_that_compile("graph"):
+    with private.first_of_those_that_compile("graph"):
         for thread in threads:
             thread.start()
-        with _torch.first_of_those_that_compile("another graph"):
+        with private.first_of_those_that_compile("another graph"):
             assert not any(other.wait(0.05) for other in others)
     together.wait(30)
     for thread in threads:

@@ -9,7 +9,7 @@ import torch
 
 import mpgrad
 from mpgrad import per_item_grad
-from mpgrad.costs import Costs
+from mpgrad.scheduling.costs import Costs
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from mpgrad import system
-from mpgrad.channel import Channel
-from mpgrad.messages import NewSlab
+from mpgrad.wire.frames import Channel
+from mpgrad.wire.messages import NewSlab
 
 ROOT = Path(__file__).parent.parent
 

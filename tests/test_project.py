@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import graphlib
 import importlib
 import os
 import random
@@ -14,27 +15,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mpgrad.workers.contexts
-import mpgrad.workers.parallel
 import numpy
 import pytest
 import torch
 
 import mpgrad
-import mpgrad.derivatives
+import mpgrad.derivatives.jacobians
+import mpgrad.derivatives.per_item
 import mpgrad.executor
-import mpgrad.per_item
+import mpgrad.functions.contexts
+import mpgrad.functions.parallel
 import mpgrad.pool
 import mpgrad.testing
 from mpgrad.testing import assert_same_as_serial, copies
 
 ROOT = Path(__file__).parent.parent
-BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
-BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours", "system", "tracebacks"}
-BOTH_SIDES |= {"modules", "state", "watch"}
-BOTH_SIDES |= {"reducers", "compiled", "uncarried"}
-
-
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -66,34 +61,88 @@ def imports_of(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_the_wall_between_parent_and_worker() -> None:
-    for file in (ROOT / "mpgrad").glob("*.py"):
-        assert not [name for name in imports_of(file) if name.startswith("mpgrad.workers")], file
-    for file in (ROOT / "workers").glob("*.py"):
-        ours = [name.split(".")[1] for name in imports_of(file) if name.startswith("mpgrad.")]
-        assert set(ours) <= BOTH_SIDES | {"workers", "_torch"}, file
+def sources(root: Path) -> dict[str, Path]:
+    """The file of each module of mpgrad, by its full name."""
+    files = {("mpgrad", *file.relative_to(root / "mpgrad").parts): file for file in (root / "mpgrad").rglob("*.py")}
+    files |= {("mpgrad", *file.relative_to(root).parts): file for file in (root / "workers").rglob("*.py")}
+    return {".".join(parts).removesuffix(".py").removesuffix(".__init__"): file for parts, file in files.items()}
 
 
-def test_both_sides_import_nothing_of_one_side() -> None:
-    for module in BOTH_SIDES:
-        ours = {name.split(".")[1] for name in imports_of(ROOT / "mpgrad" / f"{module}.py") if name.startswith("mpgrad.")}
-        assert ours <= BOTH_SIDES | {"_torch"}, module
+def package_of(module: str) -> str:
+    return f"{module}..".split(".")[1]
 
 
-def test_the_autograd_layer_knows_no_transport() -> None:
-    ours = {name.split(".")[1] for name in imports_of(ROOT / "mpgrad" / "autograd.py") if name.startswith("mpgrad.")}
-    assert ours == {"_torch", "batching", "tracebacks"}
+def arrows(root: Path) -> dict[str, set[str]]:
+    """Which packages, and modules beside them, each one imports; not so the package's root, which fetches what is asked for."""
+    modules = sources(root)
+    found: dict[str, set[str]] = {package_of(name): set() for name in modules}
+    for name, file in modules.items():
+        for imported in imports_of(file):
+            if imported.startswith("mpgrad."):
+                found[package_of(name)].add(package_of(imported))
+    del found[""]
+    found.pop("__main__", None)  # the commands
+    return {name: targets & found.keys() - {name} for name, targets in found.items()}
+
+
+def rooms() -> dict[str, tuple[str, set[str]]]:
+    """Where each package runs, and what it may import, as docs/design.md says."""
+    page = (ROOT / "docs" / "design.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| `")]
+    return {name: (side.strip(), set(named(imports))) for names, side, imports in rows for name in named(names)}
+
+
+def named(cell: str) -> list[str]:
+    return cell.replace("`", "").split()
+
+
+def test_the_arrows_are_those_of_the_drawing() -> None:
+    assert arrows(ROOT) == {name: imports for name, (_, imports) in rooms().items()}
+
+
+def test_the_arrows_form_no_circle() -> None:
+    modules = sources(ROOT)
+    order = graphlib.TopologicalSorter({name: known_in(modules, imports_of(file)) for name, file in modules.items()})
+    order.prepare()  # raises CycleError
+    packages = graphlib.TopologicalSorter(arrows(ROOT))
+    packages.prepare()
+
+
+def known_in(modules: dict[str, Path], imported: Iterator[str]) -> set[str]:
+    """Modules, of which some name is imported."""
+    named = {name if name in modules else name.rpartition(".")[0] for name in imported}
+    return named & modules.keys() - {"mpgrad"}
+
+
+def test_who_runs_in_a_worker_imports_nothing_of_the_callers() -> None:
+    sides = rooms()
+    for name, (side, imports) in sides.items():
+        others = {sides[each][0] for each in imports}
+        assert "worker" not in others, name
+        assert side == "caller" or "caller" not in others, name
+
+
+def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:
+    """In any folder, also from within a function."""
+    for folder in ("mpgrad/wire/deep", "workers"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("mpgrad", "mpgrad/wire", "mpgrad/wire/deep", "workers"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "mpgrad" / "pool.py").write_text("import mpgrad.workers.main")
+    (tmp_path / "mpgrad" / "wire" / "deep" / "late.py").write_text("def f():\n    from mpgrad.pool import Pool")
+    (tmp_path / "workers" / "main.py").write_text("from mpgrad import wire\nfrom mpgrad.wire.deep import late")
+    assert arrows(tmp_path) == {"pool": {"workers"}, "wire": {"pool"}, "workers": {"wire"}}
 
 
 DOCUMENTED = [
     mpgrad.pool,
-    mpgrad.derivatives,
+    mpgrad.derivatives.jacobians,
     mpgrad.executor,
     mpgrad.nn,
-    mpgrad.per_item,
+    mpgrad.derivatives.per_item,
     mpgrad.testing,
-    mpgrad.workers.contexts,
-    mpgrad.workers.parallel,
+    mpgrad.functions.contexts,
+    mpgrad.functions.parallel,
 ]
 
 
@@ -105,7 +154,7 @@ def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) ->
 
 def test_the_package_root_shows_the_public_names_only() -> None:
     shown = {name for name in dir(mpgrad) if not name.startswith("_")}
-    submodules = {path.stem for path in (ROOT / "mpgrad").glob("*.py")} | {"workers", "doctor"}
+    submodules = set(arrows(ROOT)) | {"workers"}
     assert shown - (submodules - {"nn", "testing"}) == set(mpgrad.__all__)
     assert sorted(mpgrad.__all__) == mpgrad.__all__
     assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
@@ -126,14 +175,12 @@ for name in sys.argv[1:]:
 
 def test_any_module_may_be_imported_first() -> None:
     """And a worker's import little of the parent's side: each that they do is a part of what a start costs."""
-    names = [f"mpgrad.{path.stem}" for path in (ROOT / "mpgrad").glob("[!_]*.py")]
-    names += [f"mpgrad.workers.{path.stem}" for path in (ROOT / "workers").glob("[!_]*.py")]
+    names = [name for name in sources(ROOT) if not name.endswith("__main__")]
     command = [sys.executable, "-c", EACH_FIRST, "mpgrad.workers.main", *names]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
     assert (ended.returncode, ended.stderr) == (0, "")
-    loaded = set(ended.stdout.splitlines()[0].split())
-    parents = {name for name in loaded if not name.startswith("mpgrad.workers")}
-    assert parents <= {"mpgrad._torch", *(f"mpgrad.{each}" for each in BOTH_SIDES)}
+    loaded = {package_of(name) for name in ended.stdout.splitlines()[0].split()}
+    assert {rooms()[each][0] for each in loaded} == {"both", "worker"}
 
 
 ODD_EXCEPTION = """

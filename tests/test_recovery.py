@@ -19,7 +19,7 @@ import torch
 from conftest import linux_only, staffed
 
 import mpgrad
-from mpgrad.packing import PackedCall
+from mpgrad.calls.packing import PackedCall
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
 
@@ -329,7 +329,7 @@ def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool) -> 
 
 
 def test_the_likely_cause_is_named(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpgrad.recovery.kills_for_memory", lambda: 10**9)
+    monkeypatch.setattr("mpgrad.scheduling.recovery.kills_for_memory", lambda: 10**9)
     with pytest.raises(mpgrad.WorkerDiedError, match="the kernel has killed for want of memory meanwhile; use fewer workers"):
         fresh_pool.apply(killed)
     with pytest.raises(mpgrad.WorkerDiedError) as caught:

@@ -180,8 +180,9 @@ def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: 
     try:
         del dropped
         if moment == "in the launcher":
-            alive: Any = mpgrad.launch.NurseryProcess.alive.fget  # type: ignore[attr-defined]
-            monkeypatch.setattr("mpgrad.launch.NurseryProcess.alive", property(lambda self: (gc.collect(), alive(self))[1]))
+            alive: Any = mpgrad.engines.launch.NurseryProcess.alive.fget  # type: ignore[attr-defined]
+            collecting = property(lambda self: (gc.collect(), alive(self))[1])
+            monkeypatch.setattr("mpgrad.engines.launch.NurseryProcess.alive", collecting)
             mpgrad.Pool(1).terminate()
         else:
             memory = psutil.virtual_memory
@@ -272,7 +273,7 @@ def test_many_workers_that_start_die_at_once() -> None:
 def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     """A process that is killed closes its pipes before its parent is told; successors of its workers were asked of it."""
     code = (
-        "from mpgrad.launch import NurseryProcess\n"
+        "from mpgrad.engines.launch import NurseryProcess\n"
         "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
         "with mpgrad.Pool(2, inline='never') as first, mpgrad.Pool(1, inline='never') as second:\n"
         "    (nursery,) = psutil.Process().children()\n"
@@ -417,7 +418,7 @@ def test_a_fork_while_another_thread_starts_the_nursery() -> None:
     """The child waited for ever for a lock whose owner it did not have."""
     code = (
         "import threading\n"
-        "from mpgrad.launch import NurseryLauncher\n"
+        "from mpgrad.engines.launch import NurseryLauncher\n"
         "held, go = threading.Event(), threading.Event()\n"
         "def holds():\n"
         "    with NurseryLauncher._lock: held.set(), go.wait()\n"
@@ -523,8 +524,8 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
 
 def test_a_chunk_stays_called_off_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
-    from mpgrad.crew import Chunk, Worker
-    from mpgrad.messages import Progress
+    from mpgrad.scheduling.crew import Chunk, Worker
+    from mpgrad.wire.messages import Progress
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]

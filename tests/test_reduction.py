@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.reduction import MOST_BLOCKS, blocks_of
+from mpgrad.tasks.reduction import MOST_BLOCKS, blocks_of
 
 
 def tensors(count: int, seed: int = 4) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.modes import draw_seed
+from mpgrad.torch_state.modes import draw_seed
 
 Tensor = torch.Tensor
 ADAPTIVE = True

@@ -21,10 +21,15 @@ import pytest
 import torch
 from conftest import linux_only, shared_memory_files
 
-from mpgrad import autograd, carrier, cpus, modes, packer, state, structure
-from mpgrad.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
-from mpgrad.channel import Channel
-from mpgrad.messages import NewSlab, Returned
+from mpgrad import cpus
+from mpgrad.autograd import remote_graph
+from mpgrad.autograd.remote_graph import Grads, Order, RemoteGraph
+from mpgrad.memory.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
+from mpgrad.pickling import state, structure
+from mpgrad.torch_state import modes
+from mpgrad.wire import tensor_packing, tensor_refs
+from mpgrad.wire.frames import Channel
+from mpgrad.wire.messages import NewSlab, Returned
 
 # --- arena
 
@@ -177,12 +182,13 @@ def test_threads_allocate_and_free_at_once() -> None:
 
 def round_trip(tensor: torch.Tensor) -> torch.Tensor:
     arena, lenders = Arena(1), Lenders(lambda: None)
-    payload = packer.Payload()
-    placed = packer.Packer(arena).place(tensor, carrier.flags_of(tensor))
+    payload = tensor_packing.Payload()
+    placed = tensor_packing.Packer(arena).place(tensor, tensor_refs.flags_of(tensor))
     for slab in arena.made:
         lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     ref = payload.add(placed)
-    return carrier.view(ref, memoryview(bytearray(b"".join(payload.parts))), lambda ref: lenders.borrow(ref.place, ref.nbytes))
+    riding = memoryview(bytearray(b"".join(payload.parts)))
+    return tensor_refs.view(ref, riding, lambda ref: lenders.borrow(ref.place, ref.nbytes))
 
 
 @pytest.mark.parametrize("size", [1, 50])
@@ -200,10 +206,10 @@ def test_every_layout_of_a_tensor_arrives(size: int, dtype: torch.dtype) -> None
 
 
 def test_the_payload_keeps_tensors_aligned() -> None:
-    payload = packer.Payload()
-    packing = packer.Packer(Arena(1))
+    payload = tensor_packing.Payload()
+    packing = tensor_packing.Packer(Arena(1))
     refs = [payload.add(packing.place(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
-    assert [(-1 - ref.place) % carrier.ALIGNMENT for ref in refs] == [0, 0, 0]
+    assert [(-1 - ref.place) % tensor_refs.ALIGNMENT for ref in refs] == [0, 0, 0]
 
 
 # --- structure
@@ -262,7 +268,7 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
     """A send that a signal interrupts has sent a part; what was left stayed with the worker, and the parent waited for ever."""
     ours, theirs = socket.socketpair()
     code = (
-        "import socket, sys; from mpgrad.channel import Channel; from mpgrad.messages import Returned;"
+        "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages import Returned;"
         "end = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=True);"
         "print('here', flush=True);"
         "end.send([Returned([])], [b'x' * 1_000_000]); sys.stdin.read()"
@@ -322,7 +328,7 @@ class FakeHome:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def send_gradients(self, graph: autograd.RemoteGraph, order: autograd.Order, grads: autograd.Grads) -> FakeHome.Reply:
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> FakeHome.Reply:
         self.events.append(("send", graph.index))
         return self.Reply(self, graph.index, [grad * 10 for (grad,) in grads for _ in order.wanted])
 
@@ -330,7 +336,7 @@ class FakeHome:
         self.events.append(("captures", -1))
         yield (), [torch.full((2,), 7.0)]
 
-    def release(self, graph: autograd.RemoteGraph) -> None:
+    def release(self, graph: RemoteGraph) -> None:
         self.events.append(("release", graph.index))
 
     class Reply:
@@ -348,9 +354,9 @@ def test_everything_is_sent_before_anything_is_waited_for() -> None:
     home = FakeHome()
     xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
     capture = torch.ones(2, requires_grad=True)
-    token = autograd.Captures(home, [capture]).token()
+    token = remote_graph.Captures(home, [capture]).token()
     results = [
-        autograd.attach(autograd.RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [autograd.gate(x * 2)])[0]
+        remote_graph.attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [remote_graph.gate(x * 2)])[0]
         for index, x in enumerate(xs)
     ]
     sum(result.sum() for result in results).backward()

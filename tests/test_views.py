@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad._torch import tree_leaves
-from mpgrad.carrier import LONE, SPREAD, WITHIN
-from mpgrad.packer import GAPPED, RIDE_BYTES, ROOM_BYTES, dense_core
+from mpgrad.torch_state.private import tree_leaves
+from mpgrad.wire.tensor_packing import GAPPED, RIDE_BYTES, ROOM_BYTES, dense_core
+from mpgrad.wire.tensor_refs import LONE, SPREAD, WITHIN
 
 Tensor = torch.Tensor
 REFUSED = r"counts from the beginning of the tensor's storage \(storage_offset: \d+\), but what lies there before"

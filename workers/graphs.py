@@ -21,10 +21,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad._torch import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
-from mpgrad.batching import Level, over
-from mpgrad.carrier import LEAF, PARAMETER, REQUIRES_GRAD
 from mpgrad.system import PORTABLE
+from mpgrad.torch_state.private import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
+from mpgrad.torch_state.vmap_levels import Level, over
+from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD
 
 __all__ = [
     "APPLIED",
@@ -52,7 +52,7 @@ Entrance = weakref.ref[Any] | torch.Tensor  # of an input: the node where its gr
 
 
 class Names(NamedTuple):
-    """Where tensors lie, in a pool with devices: by code, see `mpgrad.devices`."""
+    """Where tensors lie, in a pool with devices: by code, see `mpgrad.memory.accelerator`."""
 
     outputs: list[int]  # here
     inputs: list[int]  # in the caller

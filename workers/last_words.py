@@ -12,8 +12,8 @@ import faulthandler
 import os
 import signal
 
-from mpgrad.channel import Pipe
-from mpgrad.messages import FAREWELL, LastWords
+from mpgrad.wire.frames import Pipe
+from mpgrad.wire.messages import FAREWELL, LastWords
 
 __all__ = ["promise_last_words"]
 

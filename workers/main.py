@@ -17,20 +17,20 @@ import warnings
 from typing import NoReturn
 
 import torch
-from mpgrad.workers.calls import failure
-from mpgrad.workers.devices import Station, station
+from mpgrad.workers.call_run import failure
 from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.last_words import promise_last_words
+from mpgrad.workers.station import Station, station
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
 
-from mpgrad import classes
-from mpgrad.channel import Channel, Pipe
-from mpgrad.messages import Start, StartFailed, Stop
-from mpgrad.modules import run_initializer
+from mpgrad.pickling import classes
+from mpgrad.pickling.modules import run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
+from mpgrad.wire.frames import Channel, Pipe
+from mpgrad.wire.messages import Start, StartFailed, Stop
 
 __all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
 

@@ -33,7 +33,7 @@ def main(descriptor: int) -> None:
     gc.disable()  # what is imported stays: to look through it for garbage, again and again, is a fifth of what a start costs
     import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
 
-    from mpgrad.modes import load_generators
+    from mpgrad.torch_state.modes import load_generators
 
     load_generators()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone

@@ -19,8 +19,8 @@ import threading
 from collections import deque
 from typing import TextIO
 
-from mpgrad.channel import Pipe, drained
-from mpgrad.messages import Logged, Message, Printed
+from mpgrad.wire.frames import Pipe, drained
+from mpgrad.wire.messages import Logged, Message, Printed
 
 __all__ = ["Outlet"]
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from mpgrad._torch import is_functorch_wrapped, script_operations
-from mpgrad.carrier import LONE, SPREAD
+from mpgrad.torch_state.private import is_functorch_wrapped, script_operations
+from mpgrad.wire.tensor_refs import LONE, SPREAD
 
 __all__ = ["SURROUNDINGS"]
 

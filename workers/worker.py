@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO, overload
 
 import torch
-from mpgrad.workers.ahead import Ahead, are_precise, may_go_ahead
-from mpgrad.workers.calls import Function, Made, Stage, arguments, failure, given_in_words, result_structure
-from mpgrad.workers.devices import Station
+from mpgrad.workers.call_run import Function, Made, Stage, arguments, failure, given_in_words, result_structure
+from mpgrad.workers.eager_backward import Ahead, are_precise, may_go_ahead
 from mpgrad.workers.graphs import (
     APPLIED,
     CHECKPOINTS,
@@ -36,31 +35,19 @@ from mpgrad.workers.graphs import (
     edges_at,
     run_backward,
 )
+from mpgrad.workers.station import Station
 from mpgrad.workers.surroundings import SURROUNDINGS
 
-from mpgrad import classes
-from mpgrad._torch import plus
-from mpgrad.arena import Arena, Lenders, Slot
-from mpgrad.batching import Level
-from mpgrad.carrier import (
-    DEVICE,
-    LEAF,
-    PARAMETER,
-    REQUIRES_GRAD,
-    SHARED,
-    Bucket,
-    TensorRef,
-    flags_in,
-    lent,
-    renamed,
-    rows_of,
-    view,
-    with_more_behind,
-)
-from mpgrad.channel import Frame, Pipe, drained, send_slabs
-from mpgrad.devices import code_of
 from mpgrad.errors import SharedMemoryError
-from mpgrad.messages import (
+from mpgrad.memory.accelerator import code_of
+from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.pickling import classes
+from mpgrad.pickling.state import Recent, loads_with_state
+from mpgrad.torch_state.modes import seed_item, under
+from mpgrad.torch_state.private import plus
+from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.frames import Frame, Pipe, drained, send_slabs
+from mpgrad.wire.messages import (
     Backward,
     BackwardCall,
     Collect,
@@ -88,9 +75,22 @@ from mpgrad.messages import (
     Try,
     Warned,
 )
-from mpgrad.modes import seed_item, under
-from mpgrad.packer import ANSWERED_BYTES, Packer, Payload, Placed, Together
-from mpgrad.state import Recent, loads_with_state
+from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
+from mpgrad.wire.tensor_refs import (
+    DEVICE,
+    LEAF,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    Bucket,
+    TensorRef,
+    flags_in,
+    lent,
+    renamed,
+    rows_of,
+    view,
+    with_more_behind,
+)
 
 __all__ = ["Worker"]
 

@@ -73,7 +73,7 @@ def import_torch(pools: ExitStack) -> Iterator[Finding]:
 def check_behaviours(pools: ExitStack) -> Iterator[Finding]:
     import torch
 
-    from mpgrad import behaviours
+    from mpgrad.torch_state import behaviours
 
     ours = f"torch {'.'.join(torch.__version__.split('.')[:2])} with Python {sys.version_info[0]}.{sys.version_info[1]}"
     was_tried = behaviours.was_tried(torch.__version__, sys.version_info[:2])

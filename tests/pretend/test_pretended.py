@@ -19,7 +19,7 @@ import torch
 from pretend_device import Pretend
 
 import mpgrad
-from mpgrad.devices import INSTALLED
+from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.testing import assert_same_as_serial
 
 Tensor = torch.Tensor
@@ -308,7 +308,7 @@ def test_devices_that_cannot_be() -> None:
 def test_without_a_gpu_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    from mpgrad.devices import Cuda
+    from mpgrad.memory.accelerator import Cuda
 
     monkeypatch.setattr(INSTALLED, "accelerator", Cuda())
     for options in ({"devices": "cuda"}, {"devices": ["cpu", "cuda:1"]}, {"devices": "cuda:0", "engine": "stream"}):

@@ -1,0 +1,11 @@
+"""Calls on their way to a worker and back: packed, delivered, collected. Caller only.
+
+Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker and no engine.
+
+    packing         a call, or a bundle of calls, as bytes and slots; a function, once an operation
+    device_choice   on which device a call belongs
+    operations      one map, submit or reduce, from packed calls to results
+    homes           where its autograd nodes find their graphs, and the replies that gates wait for
+    results         what the caller holds: AsyncResult, DifferentiableFuture, ResultIterator
+    output          what tasks printed, logged and warned of
+"""

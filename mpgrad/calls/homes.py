@@ -1,0 +1,442 @@
+"""Where the autograd nodes of an operation find its graphs, and the replies that its gates wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from mpgrad.autograd.remote_graph import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest, note_failure
+from mpgrad.calls.output import warned_again
+from mpgrad.calls.packing import SharedFunction
+from mpgrad.errors import InternalError, WorkerDiedError
+from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.pickling.exceptions import raised_again
+from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.tracebacks import shown
+from mpgrad.wire.messages import Failure, Warned
+from mpgrad.wire.tensor_packing import Packer, Placed, placed_again, staged_again
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, view_at, views
+
+__all__ = ["Carrier", "GradientReply", "OperationHome", "raised_from"]
+
+FEW = 8  # to take one row out of columns takes as long as to pass by so many
+
+Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slot]]
+
+
+class GradientReply:
+    """The answer to one backward, or to one request for capture gradients."""
+
+    __slots__ = (
+        "_index",
+        "_outcome",
+        "_task",
+        "_wait_until",
+        "apart",
+        "calls",
+        "dependents",
+        "graph",
+        "reached",
+        "warned",
+        "worker",
+    )
+
+    is_ready = False
+
+    def __init__(
+        self,
+        wait_until: Callable[[Callable[[], bool]], bool],
+        index: int | range | None,
+        worker: object,
+        task: int | None = None,
+    ) -> None:
+        self._wait_until = wait_until
+        self._index = index
+        self._task = task  # the backward that fails with it
+        self.worker = worker  # in whose sum the captures' gradients are, unless they are apart: its graph may get another
+        # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
+        self._outcome: Outcome | Callable[[], BaseException] | None = None
+        self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
+        self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
+        self.graph: RemoteGraph | None = None
+        self.reached: Sequence[int] = ()  # captures that `graph` depends on, of those with more behind them
+        self.calls = 0  # of which these are the sums, where they are sums
+        self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
+
+    @property
+    def arrived(self) -> bool:
+        return self._outcome is not None
+
+    def arrive(
+        self,
+        found: Sequence[TensorRef | None] | Failure,
+        payload: memoryview,
+        memories: dict[int, Borrowed | Slot],
+        worker: int,
+    ) -> None:
+        if isinstance(found, Failure):
+            self._arrived(functools.partial(raised_from, found, subject_of(self._index), worker))
+        else:
+            self._arrived((found, payload, memories))
+
+    def fail(self, error: BaseException) -> None:
+        self._arrived(lambda: copy.copy(error))
+
+    def fail_as(self, other: GradientReply) -> None:
+        """Of the gradients that were needed here, `other` has none, but an error."""
+        assert callable(other._outcome)
+        self._arrived(other._outcome)
+
+    def _arrived(self, outcome: Outcome | Callable[[], BaseException]) -> None:
+        self._outcome = outcome
+        dependents, self.dependents = self.dependents, ()
+        for tell in dependents:
+            tell()
+
+    def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
+        """One of the gradients, for another worker; `staged_by`: for one that can read the CPU's memory only."""
+        assert self._outcome is not None and not callable(self._outcome)
+        found, payload, memories = self._outcome
+        ref = found[place]
+        if ref is None:
+            return None
+        if ref.place >= 0:
+            memories = {ref.place: memories[place_of(found, ref)]}
+        return placed_again(ref, payload, memories) if staged_by is None else staged_again(staged_by, ref, payload, memories)
+
+    @property
+    def has_failed(self) -> bool:
+        return callable(self._outcome)
+
+    def take_warnings(self) -> Sequence[Warned]:
+        warned, self.warned = self.warned, ()
+        return warned
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        found, payload, memories = self._wait()
+
+        def borrow(ref: TensorRef) -> Any:
+            return memories[ref.place].memory
+
+        return views(found, payload, borrow)
+
+    def wait(self) -> None:
+        """Raises what the backward raised."""
+        self._wait()
+
+    def connected(self) -> list[int]:
+        found, _, _ = self._wait()
+        return [place for place, ref in enumerate(found) if ref is not None and ref.flags & REQUIRES_GRAD]
+
+    def _wait(self) -> Outcome:
+        if self._outcome is None:
+            self._wait_until(lambda: self.arrived)
+        outcome = self._outcome
+        for each in self.take_warnings():
+            warned_again(*each)
+        if callable(outcome):
+            if self._task is not None:
+                note_failure(self._task)
+            raise outcome()
+        assert outcome is not None
+        return outcome
+
+
+def raised_from(failure: Failure, subject: str, worker: int) -> BaseException:
+    """The exception of a task, anew: `subject` is a part of its note, such as "item 3, "."""
+    return raised_again(failure.error, shown(failure.traceback), failure.phase, subject, worker, failure.given)
+
+
+def subject_of(index: int | range | None) -> str:
+    """Of a backward that raised, as a part of a note; of a bundle, whose backward is one, all its items."""
+    if isinstance(index, range):
+        return f"items {index[0]} to {index[-1]}, "
+    return "" if index is None else f"item {index}, "
+
+
+class ReadyGradients:
+    """The gradients of losses, which came with them: of their inputs, and where `apart` of the captures too.
+
+    Those of a bundle are taken one by one, each once, unless it is to be kept: whoever gets one may write to it.
+    """
+
+    __slots__ = ("_memories", "_payload", "_refs", "_taken", "apart", "for_one", "maker")
+
+    def __init__(
+        self,
+        maker: object,
+        refs: Sequence[TensorRef | None],
+        payload: memoryview,
+        memories: dict[int, Borrowed | Slot],
+        apart: bool,
+        for_one: bool,
+    ) -> None:
+        self._taken: set[int] = set()
+        self.maker = maker  # the worker that has the captures' in its sum; should it die, the graph is another's
+        self._refs = refs
+        self._payload = payload
+        self._memories = memories
+        self.apart = apart
+        self.for_one = for_one  # they say nothing of other gradients: the backward may do more than multiply
+
+    def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply | None:
+        """None where the gradients for one are out of range, and those for `factor` need not be."""
+        places = [*order.wanted, *(range(inputs, len(self._refs)) if order.captures and self.apart else ())]
+        return self._reply(places, itertools.repeat(factor, len(places)), order.keep)
+
+    def serve_bundle(self, order: Order, members: Members, factors: Sequence[float | None]) -> ReadyReply | None:
+        """Likewise; and where some have been taken before."""
+        if not self._taken.isdisjoint(order.wanted):
+            return None
+        items = [members.of_input[number] for number in order.wanted]  # each has one output, its loss
+        wanted = [factor for item in items if (factor := factors[item]) is not None]
+        reply = self._reply(order.wanted, wanted, order.keep)
+        if reply is not None and not order.keep:
+            self._taken.update(order.wanted)
+        return reply
+
+    def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
+        if FEW * len(places) < len(self._refs):
+            grads = [view_at(self._refs, place, self._payload, self._borrow) for place in places]
+        else:
+            every = views(self._refs, self._payload, self._borrow)
+            grads = [every[place] for place in places]
+        given: list[torch.Tensor | None] = []
+        for grad, factor in zip(grads, factors, strict=True):
+            if not is_in_range(grad, factor):
+                return None
+            given.append(scaled(grad, factor, shared=keep))
+        return ReadyReply(given)
+
+    def _borrow(self, ref: TensorRef) -> Any:
+        return self._memories[ref.place].memory
+
+
+class ReadyReply:
+    """The answer to a backward for which nothing has to be done."""
+
+    __slots__ = ("_gradients", "graph")
+
+    is_ready = True
+    reached: Sequence[int] = ()
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+        self.graph: RemoteGraph | None = None
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return self._gradients
+
+    def connected(self) -> list[int]:
+        return []
+
+
+def scaled(grad: torch.Tensor | None, factor: float, shared: bool) -> torch.Tensor | None:
+    """`shared`: the gradient will be needed again, and whoever gets one may write to it."""
+    if grad is None or (factor == 1 and not shared):
+        return grad
+    return grad.clone() if factor == 1 else grad * factor
+
+
+def is_in_range(grad: torch.Tensor | None, factor: float) -> bool:
+    return factor == 1 or grad is None or bool(torch.isfinite(grad.sum()))
+
+
+def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
+    """The gradients of losses as numbers, None for those that have none; None where one is more than that."""
+    if order.create or order.levels:
+        return None
+    factors: list[float | None] = []
+    for parts in grads:
+        if not parts:
+            factors.append(None)
+            continue
+        part = parts[0]
+        if len(parts) > 1 or isinstance(part, Promise):
+            return None
+        factors.append(float(part))
+    return factors
+
+
+class Carrier(Protocol):
+    """What a home needs of the scheduler. Workers are opaque here."""
+
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply: ...
+
+    def request_captures(
+        self, worker: Any, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
+    ) -> GradientReply: ...
+
+    def release(self, graph: RemoteGraph) -> None: ...
+
+    def note_other_gradient(self, function: SharedFunction) -> None: ...
+
+
+class Contribution(NamedTuple):
+    """A backward whose gradients of the captures are added up where it runs."""
+
+    graph: weakref.ref[RemoteGraph]  # the engine holds it; a backward that fails leaves this behind
+    order: Order
+    grads: Grads
+    reply: GradientReply
+
+
+class Share(NamedTuple):
+    """What an eager backward has added to the sums of its worker, as the caller's backward wants it."""
+
+    graph: weakref.ref[RemoteGraph]
+    order: Order
+    grads: Grads
+    factor: float
+
+
+Sums = dict[tuple[object, tuple[Level, ...]], list[Contribution]]  # by worker and levels
+
+
+def alive(ref: weakref.ref[RemoteGraph]) -> RemoteGraph:
+    graph = ref()
+    if graph is None:
+        raise InternalError("a graph ended before its backward")
+    return graph
+
+
+class OperationHome:
+    """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
+
+    def __init__(self, carrier: Carrier, function: SharedFunction, deterministic: bool, timeout: float | None) -> None:
+        self.carrier = carrier
+        self._function = function
+        self.deterministic = deterministic
+        self.timeout = timeout  # seconds for each call
+        self.reach: Reach | None = None  # of its captures that need gradients
+        self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
+        self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
+        self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
+        self._eager_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
+
+    @property
+    def function(self) -> int:
+        return self._function.number
+
+    @property
+    def code(self) -> int:
+        return self._function.code
+
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
+        served = self._serve(graph, order, grads)
+        if served is not None:
+            return served
+        reply = self.carrier.send_gradients(graph, order, grads)
+        if order.captures and not order.apart:
+            sums = self._contributions.setdefault(order.task, {})
+            forget_oldest(self._contributions)
+            sums.setdefault((reply.worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
+        return reply
+
+    def _serve(self, graph: RemoteGraph, order: Order, grads: Grads) -> ReadyReply | None:
+        """From gradients that came with the result; None where that cannot be."""
+        ready = graph.ready
+        if not isinstance(ready, ReadyGradients) or (order.apart and not ready.apart):
+            return None
+        factors = factors_of(order, grads)
+        factor = factors[0] if factors else None
+        if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
+            return None
+        if ready.for_one and not all(each in (None, 1) for each in factors):
+            self.carrier.note_other_gradient(self._function)
+            return None
+        if graph.members is not None:
+            served = ready.serve_bundle(order, graph.members, factors)
+        else:
+            served = None if factor is None else ready.serve(order, len(graph.placeholders), factor)
+        if served is not None:
+            self._note_share(graph, ready, order, grads, factor)
+        return served
+
+    def _note_share(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float | None) -> None:
+        if order.captures and not order.apart and factor is not None:
+            shares = self._shares.setdefault(order.task, {})
+            forget_oldest(self._shares)
+            shares.setdefault(ready.maker, []).append(Share(weakref.ref(graph), order, grads, factor))
+        if not order.keep and graph.members is None:
+            graph.ready = None  # another backward has to run the call again
+
+    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        request = self.carrier.request_captures
+        sums = self._contributions.pop(task, {})
+        for each in itertools.chain(*sums.values()):
+            if any(isinstance(part, Promise) for parts in each.grads for part in parts):
+                each.reply.wait()  # only now it has gone to its worker; the others go there before the request does
+        yield from self._eager_gradients(task, sums)
+        asked = [
+            (levels, contributions, request(worker, self._function.number, task, levels, self.timeout))
+            for (worker, levels), contributions in sums.items()
+        ]
+        for levels, contributions, reply in asked:
+            for each in contributions:
+                each.reply.wait()  # raises what it raised
+            lost: list[Contribution] = []
+            try:
+                if found := reply.gradients():
+                    yield levels, found
+            except WorkerDiedError:
+                lost = [each for each in contributions if not each.reply.apart]
+            again = list(map(self._send_apart, lost))
+            for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
+                yield levels, own.gradients()[len(order.wanted) :]
+
+    def _eager_gradients(self, task: int, sums: Sums) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
+        shares = self._shares.pop(task, {})
+        sure = {worker: own for worker, own in shares.items() if self._are_the_sum(worker, own)}
+        with self._eager_lock:
+            self._collect_eager(sure)
+            held = {worker: self._eager_sums.get(worker) for worker in sure}
+            for worker, own in sure.items():
+                if not own[0].order.keep:
+                    self._eager_sums.pop(worker, None)
+        for worker, own in shares.items():
+            found = held.get(worker)
+            if found is not None and all(is_in_range(each, own[0].factor) for each in found):
+                yield (), [scaled(each, own[0].factor, shared=own[0].order.keep) for each in found]
+                continue
+            for share in own:
+                self._contribute(share, sums)
+
+    def _collect_eager(self, sure: dict[object, list[Share]]) -> None:
+        """From all workers at once."""
+        request = self.carrier.request_captures
+        missing = [worker for worker in sure if worker not in self._eager_sums]
+        for worker, reply in [(each, request(each, self._function.number, None, (), self.timeout)) for each in missing]:
+            with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
+                found = reply.gradients()
+                if reply.calls == len(sure[worker]):  # not so where another backward took it, or a call failed half-way
+                    self._eager_sums[worker] = found
+
+    def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
+        """Whether what the worker has added up is what these calls give, but for one factor."""
+        return len(shares) == self._function.summed.get(worker) and len({share.factor for share in shares}) == 1
+
+    def _contribute(self, share: Share, sums: Sums) -> None:
+        """Run the backward again, with the gradient that came."""
+        graph = alive(share.graph)
+        order = share.order._replace(wanted=())
+        reply = self.carrier.send_gradients(graph, order, share.grads, again=True)
+        sums.setdefault((reply.worker, ()), []).append(Contribution(share.graph, order, share.grads, reply))
+
+    def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
+        """Once more, of a backward that was done: its part of the sum was lost with the worker."""
+        graph = alive(lost.graph)
+        order = lost.order._replace(wanted=(), apart=True)
+        return order, self.carrier.send_gradients(graph, order, lost.grads, again=True)
+
+    def release(self, graph: RemoteGraph) -> None:
+        self.carrier.release(graph)

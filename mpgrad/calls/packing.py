@@ -1,0 +1,337 @@
+"""A call made ready to send: its arguments as bytes and references, its function and what it runs under.
+
+Pickle would copy tensors and lose their history. Here they are placed where a worker can read them, and let in through gates;
+a result that another call is still to give leaves a number, and is put in by the scheduler when it comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.autograd.remote_graph import gate, leaf_gate
+from mpgrad.calls.device_choice import Request
+from mpgrad.memory.arena import Borrowed
+from mpgrad.pickling import state
+from mpgrad.pickling.state import State
+from mpgrad.pickling.uncarried import item_not_carried, not_carried
+from mpgrad.torch_state.modes import Modes
+from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
+from mpgrad.wire.messages import Structure
+from mpgrad.wire.tensor_packing import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
+from mpgrad.wire.tensor_refs import HOOKED, LEAF, REQUIRES_GRAD, SHARED, are_distinct_tensors, check_carriable, flags_of
+
+__all__ = [
+    "Arguments",
+    "Conditions",
+    "PackedCall",
+    "PickledFunction",
+    "Shared",
+    "SharedFunction",
+    "pack_bundle",
+    "pack_call",
+    "pickled_function",
+]
+
+
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which the entry keeps from being another's
+
+
+class PickledFunction(NamedTuple):
+    pickled: bytes
+    captures: list[torch.Tensor]  # its own, then those of the state
+    captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
+    state: State | None  # of the user's modules, where it uses these
+
+
+def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequence[Arguments] = ()) -> PickledFunction:
+    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others will be like them.
+
+    Raises:
+    TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be carried.
+    Exception: what its own code raised when it was to be pickled.
+    """
+    try:
+        pickled, captures, modules = state.dumps_function(function, first)
+    except Exception as error:
+        not_carried(error, "the function", function)
+    if modules is not None:
+        captures += modules.tensors
+    for tensor in captures:
+        check_carriable(tensor, "the function", None, kind)
+    return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False), modules)
+
+
+class SharedFunction:
+    """A function as it is during one operation: its pickle, and its captures in one slot of shared memory."""
+
+    numbers = itertools.count(1)
+
+    def __init__(
+        self,
+        function: PickledFunction,
+        packer: Packer,
+        forget: Callable[[int, int], None],
+        request: Request | None = None,
+    ) -> None:
+        self.pickled, captures, sharing, self.state = function
+        self.number = next(self.numbers)
+        self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
+        self.code = 0  # the scheduler's number of the pickle
+        self.ones = True  # no other gradient than one has come yet where that would have mattered
+        self.gathers = request is not None and request.gathers
+        self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
+        if request is not None:
+            request.note_captures(captures)
+        self.nbytes = 0 if self.slot is None else self.slot.memory.nbytes
+        self._forget = forget
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        return None if self.slot is None else (self.slot.address, self.slot.memory.nbytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_forget"):
+            self._forget(self.number, self.nbytes)
+
+
+class Conditions(NamedTuple):
+    """What all calls of an operation run with, and run with again where a graph is lost."""
+
+    function: SharedFunction
+    modes: Modes
+    seed: int | None
+    first: int = 0  # the item of call 0
+
+
+class PackedCall:
+    """One call, ready to send; while its graph may be needed, also the recipe of that.
+
+    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take longer than they do.
+    """
+
+    __slots__ = (
+        "bundle",
+        "claimed",
+        "claims",
+        "conditions",
+        "deaths",
+        "gated",
+        "idle_deaths",
+        "index",
+        "inputs_lent",
+        "leaves",
+        "origin",
+        "placed",
+        "route",
+        "start",
+        "structure",
+        "ungated",
+    )
+
+    conditions: Conditions
+
+    def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
+        self.index = index
+        self.start = index  # the number of its first item in the operation
+        self.bundle: Sequence[tuple[Structure, int]] = ()  # the structure and number of tensors of each item's arguments
+        self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
+        self.structure = shape
+        self.placed: list[Placed] | Together = placed
+        self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
+        self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
+        self.gated: Sequence[torch.Tensor] = ()
+        self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
+        self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
+        self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
+        self.origin = 0  # the device it comes from
+        self.deaths = 0  # of workers that ran this call
+        self.idle_deaths = 0  # of workers that had it next
+
+    @property
+    def item(self) -> int:
+        """The number of its item, or of its first one, in the eyes of the caller."""
+        return self.conditions.first + self.start
+
+    @property
+    def items(self) -> int:
+        return len(self.bundle) or 1
+
+    def forget_tensors(self) -> None:
+        """The worker has them, and nobody will ask for them again."""
+        self.placed = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return self.placed.nbytes if isinstance(self.placed, Together) else sum([each.nbytes for each in self.placed])
+
+    @property
+    def message_bytes(self) -> int:
+        if isinstance(self.placed, Together):
+            total = self.placed.message_bytes
+        else:
+            total = sum([len(each.body) for each in self.placed if each.body is not None])
+        others = (*self.claimed, *self.bundle)
+        for shape in (self.structure, *[shape for shape, _ in others]) if others else (self.structure,):
+            if isinstance(shape, bytes):
+                total += len(shape)
+        return total
+
+
+def pack_call(
+    packer: Packer,
+    index: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grad: bool,
+    shared: Shared | None = None,
+    item: int | None = None,
+    request: Request | None = None,
+    known: State | None = None,
+) -> PackedCall:
+    """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
+
+    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `item` is the
+    number that errors name, where that is not `index`. `known`: see `state.dumps_arguments`.
+
+    Raises:
+        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+        SharedMemoryError: no room for a tensor.
+    """
+    if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
+        with outside_transforms():
+            return pack_call(packer, index, args, kwargs, grad, shared, item, request, known)
+    item = index if item is None else item
+    shape, tensors, claims = arguments_structure(item, args, kwargs, known)
+    placed = []
+    staged = request is not None and request.staged
+    for tensor in tensors:
+        check_carriable(tensor, "item", item, packer.kind)
+        if shared is None:
+            placed.append(packer.place(tensor, flags_of(tensor), None, staged))
+        else:
+            placed.append(place_once(packer, tensor, shared, staged))
+    call = PackedCall(index, shape, placed, claims)
+    if request is not None:
+        call.route, call.origin = request.of(tensors)
+    lent = [tensor for tensor, each in zip(tensors, placed, strict=True) if isinstance(each.holder, Borrowed)]
+    if lent:
+        call.inputs_lent = [(tensor, tensor._version) for tensor in lent if not tensor.is_inference()]
+    if needing := [tensor for tensor in tensors if tensor.requires_grad]:
+        if grad:
+            call.gated = [gate(tensor) for tensor in needing]
+        else:
+            call.ungated = ungated(needing)
+    return call
+
+
+def pack_bundle(
+    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, known: State | None = None
+) -> PackedCall | None:
+    """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
+
+    They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
+    leaves: a history would be walked, and freed, by a backward for another item.
+
+    Raises:
+        TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
+    """
+    if transforms_are_active():
+        with outside_transforms():
+            return pack_bundle(packer, index, calls, grad, item, known)
+    items = lone_tensors(calls)
+    placed: list[Placed] | Together | None = None
+    if items is not None and not have_more_behind(items):
+        placed = packer.bucketed(items.tensors, items.flags)
+    if placed is None:
+        items = each_item(packer, item, calls, known)
+    if items is None or have_more_behind(items):
+        return None
+    together, flags, bundle = items
+    placed = placed or packer.together(together, flags)
+    if placed is None:
+        placed = list(map(packer.place, together, flags))
+        if any(isinstance(each.holder, Borrowed) for each in placed):  # one that is written to must not concern others
+            return None
+    call = PackedCall(index, None, placed)
+    call.bundle = bundle
+    call.leaves = leaves_of(items)
+    needing = [leaf for each in call.leaves for leaf in each]
+    if needing and grad:
+        call.gated = [leaf_gate(needing)]
+    elif needing:
+        call.ungated = ungated(needing)
+    return call
+
+
+def leaves_of(items: Items) -> list[list[torch.Tensor]]:
+    """Of each call, those of its tensors that need gradients."""
+    pairs = zip(items.tensors, items.flags, strict=True)
+    if {count for _, count in items.shapes} == {1}:  # most are such
+        return [[tensor] if own & REQUIRES_GRAD else [] for tensor, own in pairs]
+    return [[each for each, own in itertools.islice(pairs, count) if own & REQUIRES_GRAD] for _, count in items.shapes]
+
+
+class Items(NamedTuple):
+    """What many calls are given: all their tensors, with their flags, and the structure and number of those of each call."""
+
+    tensors: list[torch.Tensor]
+    flags: list[int]
+    shapes: list[tuple[Structure, int]]
+
+
+def have_more_behind(items: Items) -> bool:
+    """Whether a backward does more than to add to what needs gradients: see `pack_bundle`."""
+    return any(own & REQUIRES_GRAD and (not own & LEAF or own & HOOKED) for own in set(items.flags))
+
+
+def lone_tensors(calls: Sequence[Arguments]) -> Items | None:
+    """None where a call has more than a tensor, or none; or where they might have tangents."""
+    found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
+    if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
+        return None
+    return Items(found, list(map(flags_of, found)), [(1, 1)] * len(found))
+
+
+def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: State | None) -> Items | None:
+    """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
+    items = Items([], [], [])
+    for number, (args, kwargs) in enumerate(calls, first):
+        shape, tensors, claims = arguments_structure(number, args, kwargs, known)
+        for tensor in tensors:
+            check_carriable(tensor, "item", number, packer.kind)
+            if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
+                return None
+        if claims or (isinstance(shape, bytes) and len(shape) > RIDE_BYTES):
+            return None
+        items.tensors.extend(tensors)
+        items.flags.extend(map(flags_of, tensors))
+        items.shapes.append((shape, len(tensors)))
+    return items
+
+
+def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
+def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:
+    known = shared.get(id(tensor))
+    if known is None:
+        known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
+    return known[1]
+
+
+def arguments_structure(
+    index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None
+) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
+    if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
+        return len(args), list(args), ()
+    try:
+        return state.dumps_arguments((tuple(args), kwargs), known)
+    except Exception as error:
+        item_not_carried(error, index, args, kwargs)

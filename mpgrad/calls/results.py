@@ -1,0 +1,425 @@
+"""Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a differentiable Future.
+
+All of them make tensors and autograd nodes in the thread that asks, never in the dispatcher's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+import logging
+import math
+import multiprocessing
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from mpgrad.calls.operations import Claim, Failed, Operation, Submitted
+from mpgrad.calls.output import report
+from mpgrad.calls.packing import PackedCall
+from mpgrad.errors import add_note
+from mpgrad.pickling.structure import Deferred
+from mpgrad.torch_state.private import not_compiled
+
+__all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator", "Uncollected"]
+
+
+class Desk(Protocol):
+    """What results need of the scheduler."""
+
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def admit(self, operation: Operation) -> None: ...
+
+    def cancel(self, operation: Operation) -> None: ...
+
+    def call_off(self, operation: Operation) -> None: ...
+
+    def cancel_queued(self, operation: Operation) -> None: ...
+
+    def stop(self, operation: Operation) -> None: ...
+
+    def stop_at(self, moment: float, operation: Operation) -> None: ...
+
+
+def call_off_with(holder: object, desk: Desk, operation: Operation) -> None:
+    """As soon as nobody holds the result."""
+    weakref.finalize(holder, desk.call_off, operation).atexit = False
+
+
+class Uncollected:
+    """Failures of asynchronous calls that nobody has asked for."""
+
+    MOST = 1000
+
+    def __init__(self) -> None:
+        self._errors: dict[int, Failed] = {}
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """For a result that may become a failure."""
+        return next(self._numbers)
+
+    def note(self, number: int, error: Failed) -> None:
+        if len(self._errors) < self.MOST:
+            self._errors[number] = error
+
+    def collected(self, number: int) -> None:
+        self._errors.pop(number, None)
+
+    def surface(self) -> None:
+        """Raise the failure of what was submitted first, and forget them all."""
+        errors, self._errors = self._errors, {}
+        if errors:
+            first = errors.pop(min(errors)).error()
+            if errors:
+                add_note(first, f"failures that nobody asked for, besides this one: {len(errors)}")
+            raise first
+
+
+class AsyncResult:
+    """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        operation: Operation,
+        fetch: Callable[[Operation], Any],
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+        uncollected: Uncollected,
+    ) -> None:
+        self._desk = desk
+        self._uncollected = uncollected
+        self._number = uncollected.number()
+        self._operation = operation
+        self._fetch = fetch
+        self._callback = callback
+        self._error_callback = error_callback
+        self._lock = threading.RLock()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._fetched = False
+        self._is_given_up = False
+        operation.on_finished = self._finish
+        operation.holder = weakref.ref(self)
+
+    @not_compiled
+    def get(self, timeout: float | None = None) -> Any:
+        """The result, the same object at every call.
+
+        Raises:
+            multiprocessing.TimeoutError: it has not come within `timeout` seconds.
+            Exception: what the first failing call raised.
+        """
+        if not self._wait(timeout):
+            raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+        self._uncollected.collected(self._number)
+        with self._lock:
+            if not self._fetched:
+                try:
+                    self._value = self._fetch(self._operation)
+                except BaseException as error:
+                    self._error = error
+                self._fetched = True
+            if self._error is not None:
+                raise self._error.with_traceback(None)  # without the lines that asked before
+            return self._value
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> bool:
+        try:
+            return self._desk.wait_until(self.ready, timeout)
+        except BaseException:  # KeyboardInterrupt, above all
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for the result any more."""
+        if self._is_given_up or self.ready() or self._callback is not None or self._error_callback is not None:
+            return
+        self._is_given_up = True
+        call_off_with(self, self._desk, self._operation)
+        ref = weakref.ref(self)
+        self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
+
+    def ready(self) -> bool:
+        return self._operation.finished
+
+    def successful(self) -> bool:
+        """Whether no call raised.
+
+        Raises:
+            ValueError: the result is not ready.
+        """
+        if not self.ready():
+            raise ValueError("the result is not ready; wait for it first (result.wait())")
+        self._uncollected.collected(self._number)
+        if self._fetched:
+            return self._error is None
+        return self._operation.first_failure() is None
+
+    def _finish(self) -> None:
+        failed = self._operation.first_failure()
+        try:
+            if failed is None:
+                if self._callback is not None:
+                    self._callback(self.get())
+            elif self._error_callback is not None:
+                self._error_callback(failed.error())
+            else:
+                self._uncollected.note(self._number, failed)
+        except BaseException:  # it is the caller's code in the pool's thread, which has to go on
+            report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
+
+
+class ExceptionOfTask(Exception):
+    """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture` gives what it really was."""
+
+
+class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
+    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
+
+    It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is there.
+    """
+
+    def __init__(self, desk: Desk, operation: Submitted, uncollected: Uncollected) -> None:
+        super().__init__()
+        self._desk = desk
+        self._operation = operation
+        self._uncollected = uncollected
+        self._number = uncollected.number()
+        self._told = False  # that it was cancelled
+        self._failed: Failed | None = None
+        self._is_given_up = False
+        self._tells = False  # somebody, when it is done
+        operation.holder = weakref.ref(self)
+        # a call that a dying worker had not begun starts again elsewhere
+        operation.starts = self._starts
+        operation.on_outcome = self._finish
+        operation.on_passed_on = functools.partial(uncollected.collected, self._number)
+
+    @not_compiled
+    def result(self, timeout: float | None = None) -> Any:
+        """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
+        failed = self._await_failure(timeout)
+        if failed is not None:
+            raise failed.error().with_traceback(None)
+        return self._operation.take()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As in `concurrent.futures`: what the call raised, or None."""
+        failed = self._await_failure(timeout)
+        return None if failed is None else failed.error()
+
+    def _await_failure(self, timeout: float | None) -> Failed | None:
+        """Wait until it is done; what it failed with, or None.
+
+        Raises:
+            concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
+            concurrent.futures.CancelledError: it was cancelled.
+        """
+        if not self.done():
+            self._wait(timeout)
+        if not self.done():
+            raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
+        if self.cancelled():
+            raise concurrent.futures.CancelledError
+        self._uncollected.collected(self._number)
+        return self._failed
+
+    def cancel(self, force: bool = False) -> bool:
+        """Cancel the call, unless it runs or is done; calls that were given its result then fail.
+
+        Args:
+            force: also if it runs: its worker is killed, and what else that one had is done by others; without retries, the
+                graphs that it had are lost (engine "thread": the call runs to its end, and nobody hears of it).
+
+        Returns:
+            Whether it is cancelled. With `force`: whether it was not done.
+        """
+        cancelled = super().cancel()
+        if cancelled:
+            self._desk.cancel(self._operation)
+        elif force and not self.done():
+            self._desk.stop(self._operation)
+            return True
+        return cancelled
+
+    def _wait(self, timeout: float | None) -> None:
+        try:
+            self._desk.wait_until(self.done, timeout)
+        except BaseException:  # KeyboardInterrupt, above all
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Whoever waited was interrupted: the call is called off as soon as nobody can ask for its result any more."""
+        if self._is_given_up or self.done() or self._tells:
+            return
+        self._is_given_up = True
+        call_off_with(self, self._desk, self._operation)
+        ref = weakref.ref(self)
+        self._operation.starts = lambda: told._starts() if (told := ref()) is not None else True
+        self._operation.on_outcome = lambda index: told._finish(index) if (told := ref()) is not None else None
+
+    def cancelled(self) -> bool:
+        return super().cancelled() or (self._failed is not None and self._failed.is_cancelled)
+
+    def cancel_after(self, seconds: float) -> None:
+        """A deadline: cancel the call with `force`, unless it is done `seconds` from now.
+
+        Raises:
+            ValueError: `seconds` is negative.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds must not be negative (seconds: {seconds})")
+        self._desk.stop_at(time.monotonic() + seconds, self._operation)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
+        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is."""
+        self._tells = True
+        super().add_done_callback(fn)
+
+    def claim(self) -> Claim | None:
+        return self._operation.claim()
+
+    def taken(self) -> Any:
+        return self._operation.take()
+
+    def _starts(self) -> bool:
+        """A call begins, unless it was cancelled; of that the future is told once."""
+        if self.running() or self._told:
+            return not self._told
+        self._told = not self.set_running_or_notify_cancel()
+        return not self._told
+
+    def _finish(self, index: int) -> None:
+        outcome = self._operation.outcomes[index]
+        self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
+        if not self._starts():
+            return  # cancelled
+        try:
+            self._failed = outcome if isinstance(outcome, Failed) else None
+            if self._failed is None or self._failed.is_cancelled:
+                self.set_result(None)  # the value is made by who asks for it
+            else:
+                self._uncollected.note(self._number, self._failed)
+                self.set_exception(ExceptionOfTask())  # and so is the exception
+        except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
+            report(logging.ERROR, "a callback of a future raised", with_traceback=True)
+
+
+class ResultIterator:
+    """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        operation: Operation,
+        calls: Iterator[Callable[[], PackedCall]],
+        window: float,
+        ordered: bool,
+    ) -> None:
+        self._desk = desk
+        self.operation = operation
+        self._calls = calls  # each packs one call
+        self._window = window
+        self._ordered = ordered
+        self._arrived: deque[int] = deque()
+        self._next = 0
+        self._source_error: BaseException | None = None
+        self._turn = threading.Lock()
+        arrived = self._arrived  # not self: the operation would keep the iterator alive
+        operation.on_outcome = arrived.append
+        operation.holder = weakref.ref(self)
+        self._is_given_up = False
+        self._fill()
+
+    def __iter__(self) -> ResultIterator:
+        return self
+
+    @not_compiled
+    def next(self, timeout: float | None = None) -> Any:
+        """The next result.
+
+        Raises:
+            StopIteration: all results have been given.
+            multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked for again.
+            Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
+        """
+        with self._turn:  # several threads may share the iterator
+            if self._next == self.operation.added:
+                self._end()
+            there = self._is_there if self._ordered else lambda: bool(self._arrived)
+            try:
+                is_there = self._desk.wait_until(there, timeout)
+            except BaseException:  # KeyboardInterrupt, above all
+                self.give_up()
+                raise
+            if not is_there:
+                raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
+            index = self._next if self._ordered else self._arrived.popleft()
+            self._next += 1
+            self._fill()
+        return self.operation.value(index)
+
+    __next__ = next
+
+    def _is_there(self) -> bool:
+        return self._next in self.operation.outcomes
+
+    def _end(self) -> None:
+        error, self._source_error = self._source_error, None
+        raise StopIteration if error is None else error
+
+    def _fill(self) -> None:
+        """Add calls until the window is full or the source is empty."""
+        try:
+            self._add_some()
+        except BaseException:  # as in `next`; the source's own exceptions do not come here
+            self.give_up()
+            raise
+
+    def _add_some(self) -> None:
+        before = self.operation.added, self.operation.sealed
+        batch = 1  # the workers begin with the first; the source may be slow
+        while not self.operation.sealed and self.operation.added - self._next < self._window:
+            try:
+                self.operation.add(next(self._calls)())
+            except StopIteration:
+                self.operation.sealed = True
+            except Exception as error:
+                self._source_error = error
+                self.operation.sealed = True
+            if self.operation.added - before[0] == batch:
+                batch *= 4
+                self._desk.admit(self.operation)
+        if (self.operation.added, self.operation.sealed) != before:
+            self._desk.admit(self.operation)
+
+    def give_up(self) -> None:
+        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
+        self._is_given_up = True
+
+    def cancel_rest(self) -> None:
+        """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
+        if self._is_given_up:
+            self._desk.call_off(self.operation)
+            return
+        self.operation.sealed = True
+        if not self.operation.has_ended:
+            self._desk.cancel_queued(self.operation)
+
+    def __del__(self) -> None:
+        if self._is_given_up:
+            self._desk.call_off(self.operation)
+        # with a window without end, all is asked for, whether anybody looks at it or not
+        elif not self.operation.sealed or (self._window < math.inf and not self.operation.finished):
+            self._desk.cancel(self.operation)

@@ -1,0 +1,211 @@
+"""The gradient of each result by itself, from the graphs that the workers keep.
+
+`torch.autograd.grad` adds up over its outputs, so that the derivative of every result with respect to one tensor takes one
+backward after the other. The results of a pool have a graph each: here all their backwards are sent at once, past the engine,
+and nothing is added up.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.autograd.remote_graph import (
+    Derivative,
+    backward_without_engine,
+    differentiate,
+    edges_behind_gates,
+    edges_to_captures,
+    gate,
+    is_call,
+    item_of,
+)
+from mpgrad.torch_state.private import plus
+from mpgrad.tracebacks import without_own_frames
+
+__all__ = ["per_item_grad"]
+
+Inputs = torch.Tensor | tuple[torch.Tensor, ...]
+Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
+Places = list[list[Place]]  # for each tensor, all where it enters the call
+
+TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers from 0, and -1 stands for none
+
+
+@without_own_frames
+def per_item_grad(
+    results: Sequence[torch.Tensor],
+    inputs: Inputs | list[Any],
+    grad_outputs: Sequence[torch.Tensor | None] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> list[Any]:
+    """The gradient of each of a pool's results with respect to its own input, or to a captured tensor: not summed.
+
+    Hooks on results and inputs are not called: nothing goes through autograd's engine here.
+
+    Args:
+        results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it; of others, and of calls that ran in
+            the caller, gradients are computed one after the other, by the engine, and their graphs are kept.
+        inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
+            for each result.
+        grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
+        retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
+        create_graph: let the gradients themselves be differentiated.
+
+    Returns:
+        For each result a tensor of its input's shape, or a tuple of them; zeros where it does not depend on the input.
+
+    Raises:
+        TypeError: `results` is no sequence, or an input or a gradient no tensor.
+        ValueError: a result has no graph; an input is none of its item's tensors nor a capture (zeros, where the
+            result does not depend on all of these); lists of other lengths; a `grad_outputs` of another shape, or none
+            for a result of several elements. Names the item.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> c = torch.tensor(2.0, requires_grad=True)
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     results = pool.map(lambda x: (c ** x).sum(), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+        ...     mpgrad.per_item_grad(results, c)
+        [tensor(1.), tensor(16.)]
+    """
+    if not isinstance(results, Sequence):
+        raise TypeError(f"results must be a list of tensors (given: {type(results).__name__}); collect them first, [*results]")
+    count = len(results)
+    each_inputs = inputs if isinstance(inputs, list) else [inputs] * count
+    each_grad = [None] * count if grad_outputs is None else list(grad_outputs)
+    for name, values in (("inputs", each_inputs), ("grad_outputs", each_grad)):
+        if len(values) != count:
+            raise ValueError(f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries)")
+    for index, (result, own) in enumerate(zip(results, each_inputs, strict=True)):
+        check_graph(index, result)
+        check_tensors(index, own)
+    cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
+    keep = create_graph if retain_graph is None else retain_graph
+    asked = [Asked(index, *each) for index, each in enumerate(zip(results, each_inputs, cotangents, strict=True))]
+    here = {each.number: by_engine(each, create_graph) for each in asked if is_here(each.result)}
+    there = [each for each in asked if each.number not in here]
+    found = here | dict(zip([each.number for each in there], by_workers(there, keep, create_graph), strict=True))
+    return [found[index] for index in range(count)]
+
+
+class Asked(NamedTuple):
+    number: int
+    result: torch.Tensor
+    inputs: Inputs
+    cotangent: torch.Tensor
+
+
+def is_here(result: torch.Tensor) -> bool:
+    """Whether its graph is: of a cheap call, which ran in the caller, or of what the caller made of results."""
+    return result.grad_fn is not None and not is_call(result.grad_fn)
+
+
+def by_engine(asked: Asked, create: bool) -> Inputs:
+    """Graphs are kept, because those of several results may lead to one history."""
+    wanted = asked.inputs if isinstance(asked.inputs, tuple) else (asked.inputs,)
+    for tensor in wanted:
+        if not tensor.requires_grad:
+            raise ValueError(f"an input for results[{asked.number}] does not require grad (shape: {tuple(tensor.shape)})")
+    found = torch.autograd.grad(asked.result, wanted, asked.cotangent, True, create, allow_unused=True)
+    grads = [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, found, strict=True)]
+    return tuple(grads) if isinstance(asked.inputs, tuple) else grads[0]
+
+
+def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[Inputs]:
+    """All backwards are sent at once."""
+    ends: list[tuple[Any, int]] = [(each.result.grad_fn, each.result.output_nr) for each in asked]
+    nodes, outputs = [node for node, _ in ends], [output for _, output in ends]
+    places = [places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)]
+    items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
+    last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
+    task = next(TASKS)
+    with torch.set_grad_enabled(create_graph), backward_without_engine(task):
+        sent = [
+            differentiate(
+                node,
+                [grad if number == output else None for number in range(node.output_count)],
+                tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
+                any(captured for each in where for captured, _ in each),
+                task,
+                keep or last[items[index]] != index,
+                create_graph,
+                apart=True,
+            )
+            for index, (node, where, (_, _, _, grad), output) in enumerate(zip(nodes, places, asked, outputs, strict=True))
+        ]
+        return [taken(*each) for each in zip(sent, places, [each.inputs for each in asked], strict=True)]
+
+
+def check_graph(index: int, result: object) -> None:
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None:
+        raise ValueError(
+            f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {type(result).__name__}); "
+            "take the gradients of the pool's own results"
+        )
+
+
+def check_tensors(index: int, inputs: object) -> None:
+    for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"an input for results[{index}] must be a tensor (given: {type(tensor).__name__})")
+
+
+def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
+    behind = edges_behind_gates(node)
+    known: dict[Any, list[Place]] = {}
+    for number in item_of(node, output).inputs:
+        known.setdefault(behind[number], []).append((False, number))
+    for number, captured in enumerate(edges_to_captures(node)):
+        known.setdefault(captured, []).append((True, number))
+    unused = known.pop((None, 0), None)  # of these is not known which they are
+    found = []
+    for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+        with torch.enable_grad():
+            gated: Any = gate(tensor)  # its node, asked below, may end with it
+        edge = gated.grad_fn.next_functions[0] if tensor.requires_grad else None
+        if edge is not None and unused:
+            known.setdefault(edge, [])
+        if edge not in known:
+            raise ValueError(
+                f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "
+                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)})"
+            )
+        found.append(known[edge])
+    return found
+
+
+def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    if grad is None:
+        if result.is_complex():
+            raise ValueError(f"results[{index}] is complex, and no grad_outputs says what to take for its gradient")
+        if result.numel() != 1:
+            raise ValueError(
+                f"results[{index}] has several elements, and no grad_outputs says how to weigh them "
+                f"(shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
+            )
+        return torch.ones_like(result)
+    if not isinstance(grad, torch.Tensor):
+        raise TypeError(f"grad_outputs[{index}] must be a tensor or None (given: {type(grad).__name__})")
+    if grad.shape != result.shape:
+        raise ValueError(
+            f"grad_outputs[{index}] must have the shape of its result ({tuple(result.shape)}; given: {tuple(grad.shape)})"
+        )
+    return grad
+
+
+def taken(derivative: Derivative, places: Places, inputs: Inputs) -> Inputs:
+    of_captures = derivative.take_captures()
+    of_inputs = {number: derivative.take(number) for number in derivative.order.wanted}
+    grads = []
+    for tensor, where in zip(inputs if isinstance(inputs, tuple) else (inputs,), places, strict=True):
+        parts = [of_captures[number] if captured else of_inputs[number] for captured, number in where]
+        there = [part for part in parts if part is not None]
+        grads.append(functools.reduce(plus, there) if there else torch.zeros_like(tensor))
+    return tuple(grads) if isinstance(inputs, tuple) else grads[0]

@@ -1,0 +1,402 @@
+"""Parallel calls: several calls of one `torch.autograd.Function` as a single node that runs them side by side.
+
+PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a simulator, another library) wait
+in turn. Here the calls run in threads, with stand-ins for their contexts, and one Function around them all keeps the books:
+
+    arguments of all calls ──► ParallelCalls ──► outputs of all calls      [1] every call's forward in a thread of its own
+                                    │ saved tensors                        [2] the stand-ins' books become the node's
+    their gradients ◄── backward ◄──┘ ◄── outputs' gradients               [3] every call's backward in a thread of its own
+
+Guarantees: forwards run concurrently, so do backwards and the backwards of those; what depends on one call waits for all;
+    saved tensors are the node's: checked for in-place writes, freed after a backward, connected in a differentiable one.
+Assumes: the calls do not write to what another call reads; where `mark_dirty` tells of it, it is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.autograd.function import Function
+
+from mpgrad.errors import add_note
+from mpgrad.functions.contexts import (
+    EmulatedAutogradContext,
+    Values,
+    as_tuple,
+    backward_of,
+    check_function,
+    filled,
+    forward_of,
+    jvp_of,
+    likes,
+    requires_grad,
+    with_defaults,
+)
+from mpgrad.torch_state import behaviours
+from mpgrad.torch_state.modes import current_modes, under
+from mpgrad.torch_state.private import (
+    apply,
+    dual_level_is_active,
+    graph_is_kept,
+    has_tangent,
+    is_functorch_wrapped,
+    transforms_are_active,
+)
+
+__all__ = ["map_with_parallel_backward"]
+
+T = TypeVar("T")
+
+
+class Starmap(Protocol):
+    """What is used of a pool."""
+
+    def starmap(
+        self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None = ..., *, on_error: str = ...
+    ) -> list[Any]: ...
+
+
+def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[Any], pool: Starmap | None = None) -> Values:
+    """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and backward.
+
+    Whatever depends on one call waits for all of them: no output before the last forward has ended, no gradient before
+    the last backward. Of calls that fail the first one's exception is raised when all have ended.
+
+    Args:
+        func: a subclass of `torch.autograd.Function`, in either style.
+        args_per_call: the arguments of each call, a sequence per call; their number may differ.
+        pool: an `mpgrad.Pool` whose workers run the calls, at most as many at a time as it has; None for a thread per call.
+            In a pool's processes, writes to arguments (`mark_dirty`) stay on a copy.
+
+    Returns:
+        The output of each call: a tensor, or a tuple, as `func.apply` returns it.
+
+    Raises:
+        TypeError: `func` is no such class, or the arguments of a call are no sequence.
+        ValueError: a call wrote to a tensor that another call takes too.
+        NotImplementedError: an argument belongs to a `torch.func` transform.
+        UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
+        Exception: what the first failing call raised, with a note that names it, and the others that failed.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> class Double(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x, times):
+        ...         ctx.times = times
+        ...         return x * 2 ** times
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return grad * 2 ** ctx.times, None
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> a, b = mpgrad.map_with_parallel_backward(Double, (x, 1), (x, 3))
+        >>> (a + b).sum().backward()
+        >>> a.detach(), b.detach(), x.grad
+        (tensor([2., 2.]), tensor([8., 8.]), tensor([10., 10.]))
+    """
+    behaviours.check()
+    check_function(func)
+    for call, args in enumerate(args_per_call):
+        check_arguments(call, args)
+    calls = [with_defaults(func, tuple(args)) for args in args_per_call]
+    if not calls:
+        return ()
+    if pool is not None:
+        return in_pool(func, calls, pool)
+    contexts = [EmulatedAutogradContext(*args) for args in calls]
+    outputs = parted(apply(ParallelCalls, func, contexts, *joined(calls)), [len(ctx._outputs) for ctx in contexts])
+    for ctx in contexts:
+        ctx.saved_for_forward = ()  # for jvp only, and that was now; it would pin the tensors
+    return tuple([own if ctx._returned_tuple else own[0] for ctx, own in zip(contexts, outputs, strict=True)])
+
+
+# --- all calls
+
+
+class ParallelCalls(Function):
+    """All calls as one node: `contexts` are their own, `flat` their arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, func: type[Function], contexts: list[EmulatedAutogradContext], *flat: Any) -> Values:
+        arguments = parted(flat, [len(each._inputs) for each in contexts])
+        calls = list(zip(contexts, arguments, strict=True))
+        tasks = {call: functools.partial(forward_of, func, *each) for call, each in enumerate(calls)}
+        outputs = list(side_by_side("forward", tasks).values())  # [1]
+        refuse_shared_writes(calls)
+        constant: list[torch.Tensor] = []
+        dual = any(each._has_tangents for each in contexts)
+        for call, (each, args) in enumerate(calls):
+            outputs[call] = settled(each, args, outputs[call], constant, dual)
+        saved = [each.to_save if any(each.needs_input_grad) else () for each in contexts]
+        ctx.save_for_backward(*joined(saved))  # [2]
+        ctx.mark_dirty(*joined([each.dirty_tensors for each in contexts]))
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        ctx.func, ctx.contexts, ctx.saved = func, contexts, [len(each) for each in saved]
+        for each in contexts:
+            each.to_save = each.dirty_tensors = each.non_differentiable = ()  # or they would never be freed
+        return joined(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Values:
+        contexts: list[EmulatedAutogradContext] = ctx.contexts
+        refuse_transforms("a gradient", grads)
+        saved = parted(ctx.saved_tensors if any(ctx.saved) else (), ctx.saved)
+        own = parted(grads, [len(each._outputs) for each in contexts])
+        inputs = {
+            call: (*saved[call], *own[call])
+            for call, each in enumerate(contexts)
+            if any(each.needs_input_grad) and any(grad is not None for grad in own[call])  # as serially
+        }
+
+        def backward(call: int, *values: Any) -> Values:
+            count = ctx.saved[call]
+            return backward_of(ctx.func, contexts[call]._with_saved(values[:count]), values[count:])
+
+        found = behind_one_node(backward, inputs)  # [3]
+        return None, None, *joined([found.get(call) or (None,) * len(each._inputs) for call, each in enumerate(contexts)])
+
+    @staticmethod
+    def jvp(ctx: Any, _func: None, _contexts: None, *tangents: Any) -> Values:
+        contexts: list[EmulatedAutogradContext] = ctx.contexts
+        own = parted(tangents, [len(each._inputs) for each in contexts])
+        tasks = {
+            call: functools.partial(jvp_of, ctx.func, each, own[call])
+            for call, each in enumerate(contexts)
+            if each._has_tangents
+        }
+        found = side_by_side("jvp", tasks)
+        zeros = [filled((None,) * len(each._smooth), each._smooth) for each in contexts]
+        return joined([found.get(call) or zeros[call] for call in range(len(contexts))])
+
+
+def settled(ctx: EmulatedAutogradContext, args: Values, outputs: Values, constant: list[torch.Tensor], dual: bool) -> Values:
+    """A call's outputs. Those without a gradient, which all are where no argument has one, are added to `constant`.
+
+    Where calls are `dual`, PyTorch wants a tangent for every differentiable output. One that another call makes necessary is
+    zero, and must not come to a view of an argument, because it would be the argument's too.
+    """
+    fixed = ctx.non_differentiable if any(ctx.needs_input_grad) or ctx._has_tangents else outputs
+    settled, smooth = list(outputs), list(ctx._outputs)
+    for position, output in enumerate(outputs):
+        if not isinstance(output, torch.Tensor):
+            continue
+        is_argument = among(output, args) and not among(output, ctx.dirty_tensors)
+        if among(output, fixed):
+            if is_argument:
+                settled[position] = output.detach()  # another call may return the same argument with a gradient
+            constant.append(settled[position])
+            smooth[position] = None
+        elif not (output.is_floating_point() or output.is_complex()):
+            smooth[position] = None
+        elif dual and not ctx._has_tangents and (is_argument or output._is_view()):
+            settled[position] = output.clone()
+    ctx._smooth = tuple(smooth)
+    return tuple(settled)
+
+
+def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+    """What each call's task returns: a thread each, under this thread's modes. All have ended when one's error is raised."""
+    modes = current_modes()
+
+    def run(task: Callable[[], T]) -> T:
+        with under(modes):
+            return task()
+
+    with ThreadPoolExecutor(len(tasks) or 1, "mpgrad-call") as executor:
+        futures = {call: executor.submit(run, task) for call, task in tasks.items()}
+    errors = {call: error for call, future in futures.items() if (error := future.exception()) is not None}
+    if errors:
+        futures.clear()  # else the error would hold itself through its traceback, and the tensors too
+        raise_first(phase, errors)
+    return {call: future.result() for call, future in futures.items()}
+
+
+def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
+    """The error of the first call that failed, with a note of all the others; clears `errors`."""
+    (first, error), *others = errors.items()
+    also = [f"; call {call} failed too ({type(other).__name__}: {other})" for call, other in others]
+    add_note(error, f"raised in call {first}, phase: {phase}{''.join(also)}")
+    try:
+        raise error
+    finally:
+        errors.clear()
+        del error, others
+
+
+# --- the backward of the backward
+
+
+class Graph(NamedTuple):
+    """What a call's differentiable backward made, from its gates to its outputs."""
+
+    gates: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+def behind_one_node(backward: Callable[..., Values], inputs: Mapping[int, Values]) -> dict[int, Values]:
+    """``backward(call, *inputs[call])`` side by side; with `create_graph`, so that their own backwards run side by side too.
+
+    The engine would go through the calls' graphs one after another. So each graph begins at gates, views of its inputs, and
+    one node stands for them all, whose backward goes through the graphs in threads. That is right only where a graph leads to
+    its gates and nowhere else. Others (a tensor kept as an attribute of ctx, `once_differentiable`) are left to the engine.
+    """
+    create = torch.is_grad_enabled()
+
+    def gate(value: Any) -> Any:
+        return value.view_as(value) if create and requires_grad(value) else value
+
+    gated = {call: [gate(each) for each in own] for call, own in inputs.items()}
+    gates = {call: [each for each in own if create and requires_grad(each)] for call, own in gated.items()}
+    nodes = {gate.grad_fn for own in gates.values() for gate in own}  # before a write in place moves a gate
+    found = side_by_side("backward", {call: functools.partial(backward, call, *own) for call, own in gated.items()})
+    graphs = [Graph(gates[call], [each for each in own if requires_grad(each)]) for call, own in found.items()]
+    outputs = [output for graph in graphs for output in graph.outputs]
+    if not (create and outputs) or any(map(has_tangent, outputs)) or not lead_to([each.grad_fn for each in outputs], nodes):
+        return found
+    behind = iter(apply(ParallelGraphs, graphs, *[each for own in inputs.values() for each in own if requires_grad(each)]))
+    return {call: tuple([next(behind) if requires_grad(each) else each for each in own]) for call, own in found.items()}
+
+
+class ParallelGraphs(Function):
+    """The graphs of all calls as one node: its backward goes through each of them in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: list[Graph], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.graphs = graphs
+        return tuple([output.detach() for graph in graphs for output in graph.outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Values:
+        flat, keep = iter(grads), graph_is_kept()
+        tasks = {
+            call: functools.partial(differentiated, graph, list(itertools.islice(flat, len(graph.outputs))), keep)
+            for call, graph in enumerate(ctx.graphs)
+        }
+        return None, *itertools.chain.from_iterable(side_by_side("double backward", tasks).values())
+
+
+def differentiated(graph: Graph, grads: list[torch.Tensor | None], keep: bool) -> Values:
+    given = [(output, grad) for output, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
+    if not given:
+        return (None,) * len(graph.gates)
+    outputs, incoming = zip(*given, strict=True)
+    create = torch.is_grad_enabled()
+    return torch.autograd.grad(outputs, graph.gates, incoming, retain_graph=keep, create_graph=create, allow_unused=True)
+
+
+def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
+    """Whether every way through the graph from `roots` comes to one of the nodes `ends`."""
+    seen, ahead = set(ends), list(roots)
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            following = [each for each, _ in node.next_functions if each is not None] if node is not None else []
+            if not following:
+                return False
+            ahead += following
+    return True
+
+
+# --- in a pool, which runs calls side by side by itself: only their joints are missing
+
+
+class Joint(Function):
+    """An identity for many tensors, in which each waits for all."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.inputs = likes(tensors)
+        return tuple([tensor.detach() for tensor in tensors])  # as views of the inputs they could not be written to
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Values:
+        return joint(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Values:
+        return filled(tangents, ctx.inputs)
+
+
+def joint(values: Values) -> Values:
+    """The same values, the tensors that need gradients behind one node."""
+    entering = {id(each): each for each in values if torch.is_grad_enabled() and requires_grad(each)}
+    left = dict(zip(entering, apply(Joint, *entering.values()), strict=True))
+    return tuple([left.get(id(each), each) for each in values])
+
+
+def in_pool(func: type[Function], calls: Sequence[Values], pool: Starmap) -> Values:
+    entered = parted(joint(joined(calls)), [len(args) for args in calls])
+    followed = transforms_are_active() or dual_level_is_active()  # there the first error ends all
+    results = pool.starmap(func, entered, chunksize=1, on_error="raise" if followed else "return")
+    errors = {call: result for call, result in enumerate(results) if isinstance(result, BaseException)}
+    if errors:
+        results.clear()
+        raise_first("forward", errors)
+    outputs = [as_tuple(result) for result in results]
+    left = parted(joint(joined(outputs)), [len(own) for own in outputs])
+    return tuple([own if isinstance(result, tuple) else own[0] for result, own in zip(results, left, strict=True)])
+
+
+# --- checks
+
+
+def check_arguments(call: int, args: object) -> None:
+    if not isinstance(args, Sequence):
+        kind = type(args).__name__
+        raise TypeError(f"the arguments of call {call} must be a sequence (given: a {kind}); for one argument pass (argument,)")
+    refuse_transforms(f"an argument of call {call}", args)
+
+
+def refuse_transforms(subject: str, values: Iterable[Any]) -> None:
+    if any(isinstance(each, torch.Tensor) and is_functorch_wrapped(each) for each in values):
+        raise NotImplementedError(f"{subject} belongs to a torch.func transform, unknown to other threads; call outside of it")
+
+
+def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]) -> None:
+    for (writer, (ctx, _)), (reader, (_, args)) in itertools.permutations(enumerate(calls), 2):
+        for written, read in itertools.product(ctx.dirty_tensors, args):
+            if isinstance(read, torch.Tensor) and overlap(written, read):
+                raise ValueError(
+                    f"call {writer} wrote in place to memory that call {reader} may have read, while both were running; "
+                    "give each call a tensor of its own (tensor.clone())"
+                )
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the stretches of memory from first to last element have a byte in common; sparse tensors have none."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    (start, end), (other_start, other_end) = stretch(a), stretch(b)
+    return max(start, other_start) < min(end, other_end)
+
+
+def stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
+
+
+# --- small things about values
+
+
+def joined(parts: Sequence[Values]) -> Values:
+    """All parts in one, the last call's first: in this order a serial loop adds up what calls give to a tensor they share."""
+    return tuple(itertools.chain.from_iterable(reversed(parts)))
+
+
+def parted(flat: Values, counts: Sequence[int]) -> list[Values]:
+    """The parts again that `joined` put together."""
+    values = iter(flat)
+    return [tuple(itertools.islice(values, count)) for count in reversed(counts)][::-1]
+
+
+def among(tensor: torch.Tensor, values: Values) -> bool:
+    return any(tensor is each for each in values)

@@ -1,0 +1,8 @@
+"""Memory that processes share: slots in slabs, lent and given back. Both sides.
+
+Imports `torch_state`, `errors`, `system`. A slot is its owner's: written before it is lent, used again when all gave it back.
+
+    arena         slabs, slots, what is borrowed
+    accelerator   the same on devices, and who waits for whom there
+    limits        how much memory this process may take
+"""

@@ -1,0 +1,398 @@
+"""Devices beside the CPU: their tensors named by numbers, memory there that processes share, and who waits for whom.
+
+PyTorch hands over one IPC handle a tensor, counted in a file of /dev/shm that stays behind when a process is killed. Here a
+slab of the device's memory is handed over once; from then on a tensor travels as an address, as on the CPU. What is borrowed
+on a device is copied at once, at some TB/s: so no slot waits for the life of a tensor, a task may write into what it got, and
+what a worker gave outlives it.
+
+    caller                                                       worker
+    departures: wait for the current stream, copy    slots ──►   current stream: wait for the event, copy
+                into a slot, record the event
+    arrivals:   copy into a slot, record the event   ◄── slots   current stream: copy into a slot; then the worker itself
+                                                                 waits until its stream is done, and answers
+Guarantees: nothing is read before it was written, nor written again before it was read. An event is only ever recorded on one
+    stream, so a later record covers all earlier ones, and whoever waits for it when a message has come never waits too
+    little. Nobody's stream ever waits for a worker's, so the death of a worker leaves no stream waiting.
+Assumes: a task's results are ready on its current stream when it returns, as every caller of PyTorch code assumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from mpgrad.memory.arena import Arena, Slot
+
+__all__ = [
+    "INSTALLED",
+    "LOCAL",
+    "Accelerator",
+    "Cuda",
+    "DeviceSlab",
+    "Handle",
+    "Lane",
+    "Post",
+    "Region",
+    "code_of",
+    "device_of",
+    "name_of",
+]
+
+
+def code_of(tensor: torch.Tensor) -> int:
+    """Where `tensor` lies, as a number: 0 on the CPU, k + 1 on device k."""
+    return 0 if tensor.is_cpu else int(tensor.device.index) + 1
+
+
+def device_of(code: int) -> torch.device:
+    return torch.device(INSTALLED.accelerator.type, code - 1) if code else torch.device("cpu")
+
+
+def name_of(code: int) -> str:
+    return str(device_of(code))
+
+
+class Accelerator(Protocol):
+    """What is used of a kind of device. Streams and events are `torch.cuda`'s, or look like them."""
+
+    type: str
+
+    def count(self) -> int: ...
+
+    def current(self) -> int:
+        """The device that this thread makes tensors on where it names none; asking starts nothing."""
+        ...
+
+    def enter(self, index: int) -> None:
+        """Make `index` this thread's device, ready for work."""
+        ...
+
+    def stream(self, index: int) -> Any: ...
+
+    def current_stream(self, index: int) -> Any: ...
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
+
+    def event(self, index: int) -> Any:
+        """One that other processes can wait for."""
+        ...
+
+    def export_event(self, event: Any) -> bytes: ...
+
+    def open_event(self, raw: bytes, index: int) -> Any: ...
+
+    def allocate(self, nbytes: int, index: int) -> torch.Tensor:
+        """Bytes that other processes can open. Raises RuntimeError or OSError."""
+        ...
+
+    def export(self, memory: torch.Tensor) -> bytes: ...
+
+    def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
+        """The memory of another process. Raises RuntimeError or OSError."""
+        ...
+
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        """The memory of `tensor` is not to be used again before `stream` is done with it."""
+        ...
+
+    def seed(self, index: int, seed: int) -> None: ...
+
+
+CUDA: Any = torch.cuda  # some of it has no type hints
+
+
+class Cuda:
+    """NVIDIA's devices. Slabs are the driver's, not of PyTorch's allocator: whole allocations, whatever that is set to."""
+
+    type = "cuda"
+
+    def count(self) -> int:
+        return CUDA.device_count() if CUDA.is_available() else 0
+
+    def current(self) -> int:
+        return CUDA.current_device() if CUDA.is_initialized() else 0
+
+    def enter(self, index: int) -> None:
+        CUDA.set_device(index)
+        CUDA.synchronize(index)
+
+    def stream(self, index: int) -> Any:
+        return CUDA.Stream(index)
+
+    def current_stream(self, index: int) -> Any:
+        return CUDA.current_stream(index)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        setting: contextlib.AbstractContextManager[Any] = CUDA.stream(stream)
+        return setting
+
+    def event(self, index: int) -> Any:
+        event: Any = CUDA.Event(interprocess=True)
+        CUDA.current_stream(index).record_event(event)  # an event is its device's from its first record on
+        return event
+
+    def export_event(self, event: Any) -> bytes:
+        raw: bytes = event.ipc_handle()
+        return raw
+
+    def open_event(self, raw: bytes, index: int) -> Any:
+        return CUDA.Event.from_ipc_handle(torch.device(self.type, index), raw)
+
+    def allocate(self, nbytes: int, index: int) -> torch.Tensor:
+        pointer = ctypes.c_uint64()
+        with in_context(index):
+            if libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
+                CUDA.empty_cache()  # what PyTorch keeps for later is no use to us
+                checked(libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+        return bytes_at(pointer.value, nbytes, index, "cuMemFree_v2")
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        handle = IpcHandle()
+        with in_context(memory.device.index):
+            checked(libcuda().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr())), "cuIpcGetMemHandle")
+        return bytes(handle)
+
+    def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
+        pointer = ctypes.c_uint64()
+        handle = IpcHandle.from_buffer_copy(raw)
+        with in_context(index):
+            code = libcuda().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, ctypes.c_uint(LAZY_PEER_ACCESS))
+            checked(code, "cuIpcOpenMemHandle")
+        return bytes_at(pointer.value, nbytes, index, "cuIpcCloseMemHandle")
+
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    def seed(self, index: int, seed: int) -> None:
+        CUDA.default_generators[index].manual_seed(seed)
+
+
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle; the driver takes it by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+@functools.cache
+def libcuda() -> Any:
+    """The driver's own library: its functions and their numbers are fixed, whatever toolkit PyTorch was built with."""
+    library: Any = ctypes.CDLL("libcuda.so.1")
+    library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, IpcHandle, ctypes.c_uint]
+    return library
+
+
+def checked(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        libcuda().cuGetErrorName(code, ctypes.byref(name))
+        raise OSError(f"{what} failed ({(name.value or b'').decode()}, {code})")
+
+
+@functools.cache
+def primary_context(index: int) -> ctypes.c_void_p:
+    """The context in which PyTorch works on a device; held until the process ends."""
+    torch.cuda.synchronize(index)  # from here on the driver is initialised; it numbers devices as PyTorch does
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    checked(libcuda().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
+    checked(libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    return context
+
+
+@contextlib.contextmanager
+def in_context(index: int) -> Iterator[None]:
+    checked(libcuda().cuCtxPushCurrent_v2(primary_context(index)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        libcuda().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+class Bytes:
+    """Memory of the driver's, for PyTorch to look at; given back when the last tensor over it dies."""
+
+    def __init__(self, pointer: int, nbytes: int, index: int, give_back: str) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
+        end = weakref.finalize(self, given_back, pointer, index, give_back)
+        end.atexit = False  # the process's memory goes with it
+
+
+def given_back(pointer: int, index: int, how: str) -> None:
+    with in_context(index):
+        checked(getattr(libcuda(), how)(ctypes.c_uint64(pointer)), how)
+
+
+def bytes_at(pointer: int, nbytes: int, index: int, give_back: str) -> torch.Tensor:
+    return torch.as_tensor(Bytes(pointer, nbytes, index, give_back), device=torch.device("cuda", index))
+
+
+class Installed:
+    accelerator: Accelerator = Cuda()  # one kind a process; another in tests
+
+
+INSTALLED = Installed()
+
+
+# --- what crosses
+
+
+class Handle(NamedTuple):
+    """Of a slab or an event, for another process; or for another thread of this one, where CUDA's handles cannot be opened."""
+
+    pid: int
+    key: int
+    raw: bytes
+
+
+LOCAL: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+KEYS = itertools.count(1)
+
+
+def handle_of(thing: Any, raw: bytes) -> Handle:
+    key = next(KEYS)
+    LOCAL[key] = thing
+    return Handle(os.getpid(), key, raw)
+
+
+class Post(NamedTuple):
+    """What a worker of a pool with devices has to know at its start."""
+
+    accelerator: Accelerator
+    code: int  # of its own device
+    codes: frozenset[int]  # of all workers' devices
+    events: dict[int, list[Handle]]  # of the caller's lanes, by the code of their device
+    in_process: bool  # it is a thread of the caller's process, with a stream of its own
+
+
+class Region:
+    """A run of bytes in a slab on a device."""
+
+    def __init__(self, slab: DeviceSlab, start: int, nbytes: int) -> None:
+        self.slab = slab
+        self.nbytes = nbytes
+        self.bytes = slab.bytes[start : start + nbytes]
+
+    def copied(self) -> torch.Tensor:
+        """Bytes of our own, for the current stream."""
+        return self.slab.lane.fetch(self)
+
+
+class DeviceSlab:
+    """As `arena.Slab`, on a device: one allocation of this process, or of another."""
+
+    elsewhere = True
+
+    def __init__(self, number: int, lane: Lane, memory: torch.Tensor) -> None:
+        self.number = number
+        self.nbytes = memory.numel()
+        self.lane = lane  # that reads it, and that writes it where it is our own
+        self.bytes = memory
+        self._handle: Handle | None = None
+
+    @property
+    def memory(self) -> DeviceSlab:
+        return self
+
+    def __getitem__(self, place: slice) -> Region:
+        return Region(self, place.start, place.stop - place.start)
+
+    @property
+    def handle(self) -> Handle:
+        if self._handle is None:
+            lane = self.lane
+            self._handle = handle_of(self, b"" if lane.in_process else lane.accelerator.export(self.bytes))
+        return self._handle
+
+    def reserve(self, offset: int, size: int, nbytes: int) -> None:
+        """It is all there."""
+
+    def finish(self) -> None:
+        """Wait for what reads here."""
+        self.lane.finish()
+
+
+class Lane:
+    """A way between this process and one of its devices: an arena there, and the stream on which its slots are copied.
+
+    Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each thread's current one.
+    """
+
+    def __init__(self, accelerator: Accelerator, index: int, owner: int, kind: int, streamed: bool, in_process: bool) -> None:
+        self.accelerator = accelerator
+        self.index = index
+        self.in_process = in_process  # those at its other end
+        self.arena = Arena(owner, self._make_slab, kind, idle_bytes=math.inf)  # CUDA's rule: not freed while others look
+        self._stream: Any = accelerator.stream(index) if streamed else None
+        self._event: Any = accelerator.event(index) if streamed else None
+
+    def _make_slab(self, number: int, size: int) -> DeviceSlab:
+        return DeviceSlab(number, self, self.accelerator.allocate(size, self.index))
+
+    def event_handle(self) -> Handle:
+        return handle_of(self._event, b"" if self.in_process else self.accelerator.export_event(self._event))
+
+    def open(self, number: int, nbytes: int, handle: Handle) -> DeviceSlab:
+        """A slab of another process, to be read by this lane."""
+        if handle.pid == os.getpid():
+            return DeviceSlab(number, self, LOCAL[handle.key].bytes)
+        return DeviceSlab(number, self, self.accelerator.open(handle.raw, nbytes, self.index))
+
+    def write(self, core: torch.Tensor) -> Slot:
+        """A dense tensor, which may lie on another device, in a slot."""
+        return self.write_bytes(bytes_of(core))
+
+    def write_bytes(self, source: torch.Tensor, at_once: bool = False) -> Slot:
+        """`at_once`: not after what this thread has given the device before."""
+        slot = self.arena.allocate(source.numel())
+        if self._stream is None:
+            slot.memory.bytes.copy_(source, non_blocking=True)
+            return slot
+        if not at_once:
+            self._stream.wait_stream(self.accelerator.current_stream(self.index))
+        with self.accelerator.on(self._stream):
+            slot.memory.bytes.copy_(source, non_blocking=True)
+        if source.device.index == self.index:  # else its own device's current stream has copied it
+            self.accelerator.used_on(source, self._stream)
+        self._stream.record_event(self._event)
+        return slot
+
+    def keep(self, region: Region) -> Slot:
+        """What lies in another process's memory, in a slot of our own: it is complete, so nothing need be waited for."""
+        slot = self.arena.allocate(region.nbytes)
+        with self.accelerator.on(self._stream):
+            slot.memory.bytes.copy_(region.bytes, non_blocking=True)
+        self._stream.record_event(self._event)
+        return slot
+
+    def fetch(self, region: Region) -> torch.Tensor:
+        if self._stream is None:
+            return region.bytes.clone()
+        with self.accelerator.on(self._stream):
+            found = region.bytes.clone()
+        # Complete for every stream and every thread of autograd's, not only for the current one. The copy waits for nothing
+        # but other such copies, so this takes microseconds.
+        self._stream.synchronize()
+        self.accelerator.used_on(found, self.accelerator.current_stream(self.index))
+        return found
+
+    def finish(self) -> None:
+        stream = self.accelerator.current_stream(self.index) if self._stream is None else self._stream
+        stream.synchronize()
+
+
+def bytes_of(core: torch.Tensor) -> torch.Tensor:
+    """`core` is dense, so its bytes are one run of memory."""
+    nbytes = core.numel() * core.element_size()
+    start = core.storage_offset() * core.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=core.device).set_(core.untyped_storage(), start, (nbytes,), (1,))

@@ -1,0 +1,428 @@
+"""Shared memory: one arena of slabs per process, cut into slots; other processes borrow slots and give them back.
+
+torch.multiprocessing hands over one file descriptor a tensor, which costs about 1,000 us each whatever the size. Here a slab
+is handed over once; from then on a tensor travels as an address, which takes a microsecond to make and to view.
+
+    owner                                                borrower
+    arena.allocate(nbytes) -> Slot   1. [w] written
+    lend the slot's address ────────────────────────►    2. [r] borrow(address) -> memory, for any number of tensors
+                                                         3. the last tensor dies; its address joins `returns`
+    4. [x] slot dropped, reusable    ◄──── returns ───
+Guarantees: a slot is written by its owner only, before it is lent; its memory is not used again before every borrower gave
+    it back, whatever the borrower's code did with the tensor meanwhile. Finalizers run anywhere, also in a thread that holds
+    a lock, so they take none: they append to a deque, which `tidy` and `collect` work off.
+Assumes: the fork that makes a worker happens before the worker makes its arena.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+
+from mpgrad.errors import PoolClosedError, SharedMemoryError
+from mpgrad.system import PORTABLE
+from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
+
+if TYPE_CHECKING:
+    from mpgrad.memory.accelerator import DeviceSlab
+
+__all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot", "slab_of"]
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+PAGE = mmap.PAGESIZE
+SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
+IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
+COPY_BYTES = 1 << 20  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
+OFFSET_BITS = 44  # an address is slab << OFFSET_BITS | offset
+OFFSET_MASK = (1 << OFFSET_BITS) - 1
+OWNER_BITS = 32  # a slab's number is owner << OWNER_BITS | kind << KIND_BITS | count
+KIND_BITS = 24
+
+
+def slab_of(address: int) -> int:
+    return address >> OFFSET_BITS
+
+
+class Slab:
+    """A piece of shared memory, mapped into this process. Whoever holds a `memory` slice keeps the mapping."""
+
+    elsewhere = False  # than in the CPU's memory: see `devices.DeviceSlab`
+
+    def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
+        self.number = number
+        self.nbytes = storage.nbytes()
+        self.descriptor = descriptor_of(storage)
+        os.set_inheritable(self.descriptor, False)  # it is a duplicate that torch has made for itself
+        array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
+        array = array_type.from_address(storage.data_ptr())
+        self.start = storage.data_ptr()
+        array.storage = storage  # every memoryview made from the array holds the array, and so the mapping
+        self.memory = memoryview(array).cast("B")
+
+    @classmethod
+    def make(cls, number: int, size: int) -> Slab:
+        return cls(number, shared_storage(size))
+
+    @classmethod
+    def attach(cls, number: int, descriptor: int, nbytes: int) -> Slab:
+        return cls(number, storage_from_descriptor(descriptor, nbytes))
+
+    def reserve(self, offset: int, size: int, nbytes: int) -> None:
+        """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
+        if nbytes > psutil.virtual_memory().available:
+            raise no_room(nbytes)
+        if not PORTABLE:
+            try:
+                os.posix_fallocate(self.descriptor, offset, size)
+            except OSError as error:
+                raise no_room(nbytes) from error
+
+    def hollow_out(self, offset: int, size: int) -> None:
+        """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
+        if not PORTABLE:
+            LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
+
+    def private(self, offset: int, borrowed: memoryview) -> memoryview:
+        """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
+        if PORTABLE:  # macOS maps named shared memory for all or not at all
+            return memoryview(bytearray(borrowed))
+        start = offset % mmap.ALLOCATIONGRANULARITY
+        size = start + borrowed.nbytes
+        mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)
+        mapping.borrowed = borrowed
+        return memoryview(mapping)[start:]
+
+
+class PrivateMapping(mmap.mmap):
+    borrowed: memoryview  # not given back while the mapping reads its pages
+
+
+class Slot:
+    """One allocation in the arena of this process; dropping the last reference makes it reusable."""
+
+    __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory", "slab")
+
+    def __init__(self, arena: Arena, slab: Any, offset: int, capacity: int, nbytes: int) -> None:
+        self._arena = arena
+        self._capacity = capacity
+        self.slab: Any = slab  # a `Slab`, or a `devices.DeviceSlab`
+        self.address = slab.number << OFFSET_BITS | offset
+        self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `devices.Region`
+
+    def __del__(self) -> None:
+        self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
+
+
+class Borrowed(NamedTuple):
+    """Memory of another process as a holder: what has to live while a third process reads there."""
+
+    memory: memoryview
+    slab: Slab
+
+
+class Arena:
+    """The shared memory that this process owns: of the CPU, or of a device, where `make_slab` says so.
+
+    Slots come from large slabs, and those above half a slab from one of their own. Free memory is kept for reuse up to
+    `idle_bytes`; what is freed beyond goes back to the system, the address range of a small slot staying as a hollow one.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        make_slab: Callable[[int, int], Any] = Slab.make,
+        kind: int = 0,
+        idle_bytes: float = IDLE_BYTES,
+    ) -> None:
+        self._next_number = owner << OWNER_BITS | kind << KIND_BITS
+        self._make_slab = make_slab  # of its number and size
+        self._most_idle = idle_bytes
+        self._free: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, with memory; never empty
+        self._hollow: dict[int, list[tuple[Slab, int]]] = {}  # capacity -> slots, without
+        self._idle_bytes = 0  # in free slots
+        self.bytes_in_use = 0  # in slots that live
+        self._open: Slab | None = None  # the slab that slots are cut from
+        self._used = 0  # bytes cut off the open slab
+        self._dead: deque[tuple[Slab, int, int]] = deque()  # slots whose last reference has gone: slab, offset, capacity
+        self._lock = threading.Lock()
+        self._closed = False
+        self.made: deque[Slab] = deque()  # slabs that borrowers have not been told of
+        self.dropped: deque[int] = deque()  # numbers of slabs that are gone, for borrowers to unmap
+        self.slots_made = 0
+
+    def allocate(self, nbytes: int) -> Slot:
+        """A slot of at least `nbytes`, its memory exactly `nbytes` long and aligned to pages.
+
+        Raises:
+            SharedMemoryError: the machine has not that much memory left.
+            PoolClosedError: after `close`.
+        """
+        capacity = size_class(nbytes)
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError("the pool is closed, and its shared memory is gone")
+            self.slots_made += 1
+            self._take_in_the_dead()
+            free = self._fitting(capacity)
+            if free is not None:
+                capacity = free
+                slab, offset = self._take_free(capacity)
+            else:
+                slab, offset = self._grow(capacity, nbytes)
+            self.bytes_in_use += capacity
+            return Slot(self, slab, offset, capacity, nbytes)
+
+    def bury(self, slab: Slab, offset: int, capacity: int) -> None:
+        """A slot has died. Called from finalizers."""
+        if not self._closed:
+            self._dead.append((slab, offset, capacity))
+
+    def tidy(self) -> None:
+        """Make freed slots reusable, and give the system what is too much."""
+        if self._dead:
+            with self._lock:
+                self._take_in_the_dead()
+
+    def _take_in_the_dead(self) -> None:
+        while self._dead:
+            slab, offset, capacity = self._dead.popleft()
+            self.bytes_in_use -= capacity
+            self._idle_bytes += capacity
+            free = self._free.pop(capacity, [])
+            free.append((slab, offset))
+            self._free[capacity] = free  # the size used last stands last, and memory of the first is given up first
+            while self._idle_bytes > self._most_idle:
+                self._give_up(next(iter(self._free)))
+
+    def _fitting(self, capacity: int) -> int | None:
+        """The smallest capacity of which a slot is free and that wastes no more than half of it."""
+        if capacity in self._free:
+            return capacity
+        return min((size for size in self._free if capacity < size <= 2 * capacity), default=None)
+
+    def _take_free(self, capacity: int) -> tuple[Slab, int]:
+        free = self._free.pop(capacity)
+        slot = free.pop()
+        if free:
+            self._free[capacity] = free
+        self._idle_bytes -= capacity
+        return slot
+
+    def _give_up(self, capacity: int) -> None:
+        """Give the memory of one free slot of this size back to the system."""
+        slab, offset = self._take_free(capacity)
+        if slab.nbytes == capacity:
+            self.dropped.append(slab.number)  # unmapped here with its last view
+        else:
+            slab.hollow_out(offset, capacity)
+            self._hollow.setdefault(capacity, []).append((slab, offset))
+
+    def close(self) -> None:
+        """Give all memory back to the system, each slab when its last view has died."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            self._hollow.clear()
+            self._open = None
+            self.made.clear()
+            self._dead.clear()
+
+    def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
+        if capacity > SLAB_BYTES // 2:
+            slab = self._new_slab(capacity, nbytes)
+            slab.reserve(0, capacity, nbytes)
+            self.made.append(slab)
+            return slab, 0
+        hollow = self._hollow.get(capacity)
+        if hollow:
+            slab, offset = hollow[-1]
+            slab.reserve(offset, capacity, nbytes)
+            return hollow.pop()
+        if self._open is None or self._used + capacity > self._open.nbytes:
+            self._open, self._used = self._new_slab(SLAB_BYTES, nbytes), 0
+            self.made.append(self._open)
+        self._open.reserve(self._used, capacity, nbytes)
+        offset = self._used
+        self._used += capacity
+        return self._open, offset
+
+    def _new_slab(self, size: int, nbytes: int) -> Slab:
+        try:
+            slab: Slab = self._make_slab(self._next_number, size)
+        except (OSError, RuntimeError) as error:
+            raise no_room(nbytes) from error
+        self._next_number += 1
+        return slab
+
+
+class Lenders:
+    """The slabs of other processes, and what this process has borrowed of them.
+
+    What is given back is told with how often its address was received: the owner counts how often it was sent, so a slot
+    that is on its way once more is not taken for returned.
+    Assumes: one thread borrows and collects; `find` may be called from any.
+    """
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.slabs: dict[int, Any] = {}  # `Slab`s, and `devices.DeviceSlab`s
+        self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
+        self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
+        # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
+        self._given_back: list[tuple[int, int]] = []
+        self._closed = False
+        self._notify = notify  # called from finalizers when there is something to collect
+        # by address and size: what all borrowers of it here share, and how often it was received
+        self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}  # of storages -> address, slab, view
+        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview]]] = deque()  # key, pointer, view
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Borrowed here."""
+        return sum(nbytes for _, nbytes in list(self._views))
+
+    def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
+        """A slab that may be borrowed from; without a descriptor, if this process had none free to receive it with."""
+        if descriptor is not None:
+            self._unmapped[number] = descriptor, nbytes
+
+    def attach_elsewhere(self, number: int, open_slab: Callable[[], DeviceSlab]) -> None:
+        """A slab on a device."""
+        self._elsewhere[number] = open_slab
+
+    def detach(self, number: int) -> None:
+        slab = self.slabs.pop(number, None)
+        if slab is not None and slab.elsewhere:
+            slab.finish()
+        self._elsewhere.pop(number, None)
+        descriptor, _ = self._unmapped.pop(number, (None, 0))
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of all slabs, mapped or not."""
+        return [*self.slabs, *self._unmapped, *self._elsewhere]
+
+    def slab(self, number: int) -> Any:
+        """Mapped when it is first wanted.
+
+        Raises:
+            SharedMemoryError: the system refuses, now; it can be tried again.
+        """
+        if number in self._unmapped:
+            descriptor, nbytes = self._unmapped[number]
+            try:
+                self.slabs[number] = Slab.attach(number, os.dup(descriptor), nbytes)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise no_mapping(f"{nbytes:,} bytes of them") from error
+            del self._unmapped[number]
+            os.close(descriptor)
+        elif number in self._elsewhere:
+            try:
+                self.slabs[number] = self._elsewhere[number]()
+            except (OSError, RuntimeError) as error:
+                raise no_mapping(f"on a device: {error}") from error
+            del self._elsewhere[number]
+        if number not in self.slabs:
+            raise no_mapping("no file descriptor was free to receive it with")
+        return self.slabs[number]
+
+    def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
+        """The memory at `address`; `private` where others use it too, so that writing to it must not show.
+
+        `findable`: what looks at it may be lent on, see `find`.
+
+        Raises:
+            SharedMemoryError: it cannot be mapped here; it counts as given back.
+        """
+        key = address, nbytes
+        try:
+            slab, offset = self.slab(slab_of(address)), address & OFFSET_MASK
+        except SharedMemoryError:
+            self._given_back.append((address, 1))
+            raise
+        if slab.elsewhere:
+            self._given_back.append((address, 1))  # the copy is made right after this, and told of after that
+            return slab.memory[offset : offset + nbytes]
+        self._received[key] = self._received.get(key, 0) + 1
+        known = self._views.get(key)
+        memory = known() if known is not None else None
+        if memory is None:
+            memory = slab.memory[offset : offset + nbytes]
+            pointer = slab.start + offset
+            view = weakref.ref(memory, lambda view: self._died(key, pointer, view))
+            self._views[key] = view
+            if findable:
+                self._pointers[pointer] = address, slab, view
+        if not private:
+            return memory
+        if nbytes <= COPY_BYTES:
+            return memoryview(bytearray(memory))
+        return slab.private(offset, memory)
+
+    def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
+        """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here."""
+        address, slab, view = self._pointers.get(core.untyped_storage().data_ptr(), (0, None, None))
+        memory = view() if view is not None else None
+        if slab is None or memory is None:
+            return None
+        return address + int(core.storage_offset()) * core.element_size(), Borrowed(memory, slab)
+
+    def _died(self, key: tuple[int, int], pointer: int, view: weakref.ref[memoryview]) -> None:
+        if not self._closed:
+            self._dead.append((key, pointer, view))
+            self._notify()
+
+    def close(self) -> None:
+        """Nobody is left to give anything back to; each slab goes when its last view dies."""
+        self._closed = True
+        for number in list(self._unmapped):
+            self.detach(number)
+        for table in (self.slabs, self._elsewhere, self._views, self._received, self._pointers, self._dead):
+            table.clear()
+
+    def collect(self) -> list[tuple[int, int]]:
+        """What is not needed here any more, since the last time: addresses, and how often each was received."""
+        returned, self._given_back = self._given_back, []
+        while self._dead:
+            key, pointer, view = self._dead.popleft()
+            if self._pointers.get(pointer, (0, None, None))[2] is view:
+                del self._pointers[pointer]
+            if self._views.get(key) is view:  # else it was borrowed again; that view's end will tell for both
+                del self._views[key]
+                returned.append((key[0], self._received.pop(key)))
+        return returned
+
+
+def size_class(nbytes: int) -> int:
+    """The next of 4, 5, 6, 7 times a power of two pages: at most a quarter is wasted."""
+    pages = max(1, -(-nbytes // PAGE))
+    step = 1 << max(0, pages.bit_length() - 3)
+    return -(-pages // step) * step * PAGE
+
+
+def no_mapping(why: str) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"the system refuses to map shared memory of another process here ({why}); drop results that are no longer needed, or "
+        "raise the limits of the process (ulimit -v, ulimit -n)"
+    )
+
+
+def no_room(nbytes: int) -> SharedMemoryError:
+    free = psutil.virtual_memory().available
+    return SharedMemoryError(
+        f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free:,} bytes of memory free); "
+        "drop results that are no longer needed, or cut the item into smaller ones"
+    )

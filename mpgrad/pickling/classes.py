@@ -1,0 +1,200 @@
+"""Classes that travel by value: those of a script, or made in a function, which no worker can import.
+
+cloudpickle carries such a class, and knows it again when it comes back: there is one of it in each process. But then it writes
+to it what came, which is right in a worker, whose classes are to be as the caller's are now, and not in the caller, whose
+classes are the user's own. And it makes a class with `__slots__` again without them, so that its instances have a `__dict__`
+which the caller's cannot take back. Here the caller's stay as they are, and slots are slots on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import io
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as TRACKER_ID_OF
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
+from cloudpickle.cloudpickle import _class_setstate as set_class
+from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
+from cloudpickle.cloudpickle import _lookup_class_or_track as track
+from cloudpickle.cloudpickle import _make_skeleton_class as make_class
+from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
+
+from mpgrad.pickling.modules import own_import
+
+__all__ = [
+    "ClassPickler",
+    "ClassUnpickler",
+    "dumps",
+    "dynamic",
+    "follow_the_caller",
+    "loads",
+    "made_like_own",
+]
+
+COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
+OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
+# all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
+CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
+SETS_CLASS = set_class.__module__, set_class.__name__
+
+
+def dumps(value: object, pickler: type[ClassPickler] | None = None) -> bytes:
+    buffer = io.BytesIO()
+    (pickler or ClassPickler)(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def loads(pickled: bytes) -> Any:
+    return ClassUnpickler(io.BytesIO(pickled)).load()
+
+
+class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, type) and value in COPIES:
+            return class_of_ours, (COPIES[value],)
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
+            raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
+        if reduced is NotImplemented or not isinstance(value, type):
+            return reduced
+        OURS.add(value)
+        return with_slots(value, reduced)
+
+
+def dynamic(value: type) -> Any:
+    """By value, also where it could be imported."""
+    OURS.add(value)
+    return with_slots(value, dynamic_class_reduce(value))
+
+
+def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The slots belong to the arguments with which the class is made: later it is too late."""
+    slots = slots_in(value)
+    if reduced[0] is not make_class or slots is None:
+        return reduced
+    _, arguments, (state, more), *rest = reduced
+    if typing.NamedTuple in arguments[2]:  # of its bases: that sees to slots by itself
+        return reduced
+    state = {name: member for name, member in state.items() if not is_slot(value, name, member)}
+    return make_slotted, (slots, *arguments), (state, more), *rest
+
+
+def make_slotted(slots: Sequence[str], kind: type[type], name: str, bases: tuple[type, ...], given: Any, *others: Any) -> type:
+    made: type
+    try:
+        made = make_class(kind, name, bases, {**given, "__slots__": slots}, *others)
+    except TypeError:  # its metaclass adds some of them
+        made = make_class(kind, name, bases, given, *others)
+    return made
+
+
+def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    """The class; where the worker has imported it too, and it is of the same kind, that one takes the role.
+
+    So what the import did with it holds: registered with a library, the base of another class.
+    """
+    found: Any = sys.modules.get(module)
+    with contextlib.suppress(ImportError):  # then there is none
+        found = own_import(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
+    if isinstance(found, type) and is_free and is_alike(found, make, arguments):
+        track(tracker_id, found)
+        return found
+    return make(*arguments)
+
+
+def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:
+    if make is make_enum:
+        bases, _, _, members, *_ = arguments
+        return issubclass(found, enum.Enum) and found.__bases__ == bases and {e.name: e.value for e in found} == members
+    slots, kind, _, bases, *_ = arguments if make is make_slotted else (None, *arguments)
+    return type(found) is kind and found.__bases__ == bases and slots_in(found) == slots
+
+
+def slots_in(value: type) -> list[str] | None:
+    if "__slots__" not in vars(value):
+        return None
+    slots = [name for name, member in vars(value).items() if is_slot(value, name, member)]
+    return slots + [name for name in ("__dict__", "__weakref__") if name in vars(value)]
+
+
+def is_slot(owner: type, name: str, member: object) -> bool:
+    """Under its own name: further ones are attributes like all others."""
+    return isinstance(member, types.MemberDescriptorType) and (member.__objclass__, member.__name__) == (owner, name)
+
+
+def leave_ours(made: type, state: Any) -> None:
+    if made not in OURS:
+        set_class(made, state)
+
+
+def class_of_ours(tracker_id: str) -> type:
+    found: type = CLASS_OF[tracker_id]
+    return found
+
+
+class ClassUnpickler(pickle.Unpickler):
+    set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
+
+    def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
+        """`copies`: classes by value are to be others than the caller's, which are here: these, by tracker id."""
+        super().__init__(*arguments, **more)
+        self._copies = copies
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == SETS_CLASS:
+            return self.set_class if self._copies is None else set_copy
+        found = super().find_class(module, name)
+        return functools.partial(copied, found, self._copies) if self._copies is not None and found in MAKERS else found
+
+
+def set_copy(made: type, state: Any) -> None:
+    (set_class if made in COPIES else leave_ours)(made, state)
+
+
+def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:
+    if make is made_like_own:
+        *_, make, arguments = arguments
+        return make(*arguments)
+    *others, tracker_id, extra = arguments
+    if tracker_id in CLASS_OF and issubclass(CLASS_OF[tracker_id], BaseException | enum.Enum):
+        # the caller's filters and handlers know it; its members are what they are
+        return class_of_ours(tracker_id)
+    if tracker_id not in copies:
+        copies[tracker_id] = made = make(*others, None, extra)
+        COPIES[made] = tracker_id
+    return copies[tracker_id]
+
+
+def follow(made: type, state: Any) -> None:
+    """What it has not in the caller any more, or what a task has put there, goes."""
+    if not issubclass(made, enum.Enum):
+        gone = vars(made).keys() - state[0].keys()
+        for name in gone:
+            if not name.startswith(("__", "_abc_")) and not is_slot(made, name, vars(made)[name]):
+                delattr(made, name)
+    set_class(made, state)
+
+
+MAKERS = make_class, make_slotted, make_enum, made_like_own
+
+
+def follow_the_caller() -> None:
+    """This process is a worker's."""
+    ClassUnpickler.set_class = staticmethod(follow)

@@ -1,0 +1,235 @@
+"""Functions and modules that torch.compile made: compiled again in the worker, once and not for each operation.
+
+What PyTorch compiles it keeps with a function's code object, and its guards look into the dictionary of globals that it was
+compiled with. But each operation loads its function anew, around tensors of its own. So where a compiled function is among
+what is loaded, equal code objects become one object, functions without closures stay the same objects, and those of one module
+share one dictionary of globals, as in the caller, from operation to operation.
+
+    caller  compiled ──► (original, options)      worker  load: code and globals as before, values noted ──► Placement
+                                                          call, backward: `with placement` puts the values in their places
+Guarantees: a call and its backward see the globals of their own operation, whatever was loaded since. Workers that share a
+    disk compile the same graph one after the other, and the later ones find what the first one has stored there.
+Assumes: a thread runs one function at a time, or one within another.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpgrad.pickling import classes
+from mpgrad.place import PLACE
+from mpgrad.torch_state import behaviours
+from mpgrad.torch_state.private import (
+    before_compiler,
+    compile_in_place,
+    compiler_context,
+    compiler_options,
+    disabling,
+    inductor_in_turns,
+    is_optimized,
+    made_by_compiler,
+)
+
+__all__ = ["MARK", "Placement", "reduce_compiled", "with_compiled_call", "without_marks"]
+
+Namespace = dict[str, Any]
+
+MOST_CODES = 4096
+MOST_CLASSES = 256
+MOST_CONTEXTS = 256
+MARK = __name__.encode()  # in the pickle of what has a compiled function in it; elsewhere it does no harm
+MARKS = ("_torchdynamo_", "get_compiler_config", "aot_compile", "_is_torch_compile", "_isolate_recompiles_id")
+
+
+class Rooms(threading.local):
+    """What a thread's compiled functions have in common, from operation to operation."""
+
+    def __init__(self) -> None:
+        self.codes: dict[types.CodeType, types.CodeType] = {}
+        self.functions: dict[
+            tuple[Any, ...], types.FunctionType
+        ] = {}  # without closures, by code, globals and number in a load
+        self.disabled: dict[tuple[Any, ...], Any] = {}  # what torch.compiler.disable made of those
+        self.classes: dict[type, None] = {}  # what was compiled for one that has gone is thrown away
+        self.namespaces: dict[tuple[Any, ...], Namespace] = {}
+        self.contexts: dict[bytes, Any] = {}  # by options: what was compiled under another one counts as not compiled
+        self.placed: Placement | None = None  # whose values are in the namespaces
+        self.running: Placement | None = None
+
+
+ROOMS = Rooms()
+
+
+class Placement:
+    """The values of the globals that a function and its helpers were loaded with."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
+        self._met: dict[int, Namespace] = {}  # by id of the globals as they came
+        self._came: list[Namespace] = []  # which keeps those ids from being others'
+        self._states: dict[types.FunctionType, tuple[Any, Any, dict[str, Any]]] = {}  # of those that operations have in common
+        self._made: Counter[tuple[Any, ...]] = Counter()
+        self._before: list[Placement | None] = []
+
+    def __enter__(self) -> None:
+        self._before.append(ROOMS.running)
+        ROOMS.running = self
+        self.place()
+
+    def __exit__(self, *error: object) -> None:
+        ROOMS.running = self._before.pop()
+        if ROOMS.running is not None:
+            ROOMS.running.place()
+
+    def place(self) -> None:
+        if ROOMS.placed is not self:
+            for namespace, values in self._values.values():
+                namespace.update(values)
+            for function, state in self._states.items():
+                function.__defaults__, function.__kwdefaults__, function.__dict__ = state
+            ROOMS.placed = self
+
+    def load(self, unpickle: Callable[[], Any]) -> Any:
+        """Run `unpickle`, which gets functions from `make_function` and `set_state`."""
+        ROOMS.placed = self
+        try:
+            return unpickle()
+        finally:
+            self._met.clear()
+            self._came.clear()
+            self._made.clear()
+            if ROOMS.running is not None:
+                ROOMS.running.place()
+
+    def forget(self) -> None:
+        """Let go of the values."""
+        if ROOMS.placed is self:
+            ROOMS.placed = None
+            for namespace, values in self._values.values():
+                for name in values:
+                    namespace.pop(name, None)
+            for function in self._states:
+                function.__defaults__, function.__kwdefaults__, function.__dict__ = None, None, {}
+
+    def make_function(
+        self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
+    ) -> types.FunctionType:
+        if len(ROOMS.codes) > MOST_CODES:
+            ROOMS.codes.clear()
+            ROOMS.functions.clear()
+            ROOMS.disabled.clear()
+        namespace = self._namespace(came)
+        made = types.FunctionType(ROOMS.codes.setdefault(code, code), namespace, name, defaults, closure)
+        if closure is not None:
+            return made
+        self._made[code, id(namespace)] += 1
+        return ROOMS.functions.setdefault((code, id(namespace), self._made[code, id(namespace)]), made)
+
+    def _namespace(self, came: Namespace) -> Namespace:
+        namespace = self._met.get(id(came))
+        if namespace is None:
+            module = came.get("__name__"), came.get("__file__")
+            number = sum(module == (each.get("__name__"), each.get("__file__")) for each in self._came)
+            namespace = ROOMS.namespaces.setdefault((*module, number), {"__builtins__": __builtins__})
+            # without its name: the compiler would look for its globals in a module that the worker imports by that
+            namespace.update({name: value for name, value in came.items() if name != "__name__"})
+            self._met[id(came)] = namespace
+            self._came.append(came)
+        return namespace
+
+    def set_state(self, set_function: Callable[[Any, Any], None], function: types.FunctionType, state: Any) -> None:
+        namespace, values = self._values.setdefault(id(function.__globals__), (function.__globals__, {}))
+        values.update(state[1]["__globals__"])
+        if "__name__" in names_in(function.__code__):  # of which classes that are made in it are said to be
+            values["__name__"] = namespace["__name__"] = state[1].get("__module__")
+        if function.__closure__ is None:
+            function.__dict__ = {}
+        set_function(function, state)
+        if function.__closure__ is None:
+            self._states[function] = function.__defaults__, function.__kwdefaults__, function.__dict__
+
+    def put(self, came: Namespace, names: Namespace) -> None:
+        """Further globals, of a module that came from the caller."""
+        namespace = self._namespace(came)
+        self._values.setdefault(id(namespace), (namespace, {}))[1].update(names)
+        namespace.update(names)
+
+    def set_class(self, set_class: Callable[[type, Any], None], made: type, state: Any) -> None:
+        if len(ROOMS.classes) > MOST_CLASSES:
+            ROOMS.classes.clear()
+        ROOMS.classes[made] = None
+        set_class(made, state)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    return {*code.co_names}.union(*(names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+
+
+# --- what stands in a pickle for what the compiler made
+
+
+def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
+    """How a function or module that the compiler made travels; None for any other."""
+    is_module = isinstance(value, torch.nn.Module)
+    if not (is_optimized(value) if is_module else made_by_compiler(value)):
+        return None
+    behaviours.check_compiler()
+    context = compiler_context(value)
+    options = None if context is None else compiler_options(context)
+    if options is None:
+        return disabled_again, (before_compiler(value), disabling(value))
+    return compiled_again, (before_compiler(value), classes.dumps(options))
+
+
+def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those of a function, less what functools.wraps has copied to it from a compiled one: for that it would be taken."""
+    return {name: value for name, value in attributes.items() if not name.startswith(MARKS)} if attributes else attributes
+
+
+def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ...]:
+    """As `reduced`, for a module to which `module.compile()` has given a compiled call: its state has nothing of that."""
+    behaviours.check_compiler()
+    create, arguments, state, *_ = reduced
+    setter = reduced[5] if len(reduced) > 5 else None
+    options = classes.dumps(compiler_options(compiler_context(compiled)))
+    return create, arguments, (state, setter, options), None, None, set_and_compile
+
+
+def set_and_compile(module: Any, given: tuple[Any, Callable[[Any, Any], None] | None, bytes]) -> None:
+    state, setter, options = given
+    if setter is not None:
+        setter(module, state)
+    else:
+        module.__setstate__(state)
+    compile_in_place(module, lambda call: compiled_again(call, options))
+
+
+def compiled_again(original: Any, options: bytes) -> Any:
+    """`torch.compile(original, **options)`, under the context that had the same options before, if there was one."""
+    context = ROOMS.contexts.get(options)
+    if context is not None:
+        return context(original)
+    if PLACE.in_worker:
+        inductor_in_turns()
+    compiled = torch.compile(original, **classes.loads(options))
+    if len(ROOMS.contexts) > MOST_CONTEXTS:
+        ROOMS.contexts.clear()
+    if (context := compiler_context(compiled)) is not None:  # there is none where the environment says not to compile
+        ROOMS.contexts[options] = context
+    return compiled
+
+
+def disabled_again(original: Any, options: dict[str, Any]) -> Any:
+    disable: Any = torch.compiler.disable
+    if not any(original is each for each in ROOMS.functions.values()):
+        return disable(original, **options)
+    key = original, *options.values()
+    if key not in ROOMS.disabled:  # guards ask for the very same object
+        ROOMS.disabled[key] = disable(original, **options)
+    return ROOMS.disabled[key]

@@ -1,0 +1,465 @@
+"""The user's own modules: which these are, what a function uses of them, and how they are had again in a worker.
+
+A worker could import them, but would have them as they are on disk: without what the caller has set or reloaded since.
+So what a function uses of them travels by value (`state` makes the pickle). Here it is put into modules again, which only
+the functions that came along see, as their globals or when they `import` them: each operation has the modules as they
+were when it began. What did not travel is the worker's own import's.
+
+Assumes: code looks into a module by names that stand in the code (`module.name`, `from module import name`); one that is used
+    in any other way, such as given to a function, travels with all that is in it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dis
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import itertools
+import operator
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from cloudpickle import list_registry_pickle_by_value
+from cloudpickle.cloudpickle import _function_setstate as function_setstate
+
+from mpgrad.place import PLACE
+
+if TYPE_CHECKING:
+    from mpgrad.pickling.compiled import Placement
+
+__all__ = [
+    "ABOUT_ITSELF",
+    "LIVE",
+    "LOOKED_THROUGH_BY",
+    "GlobalsOf",
+    "LeftOf",
+    "Live",
+    "Mark",
+    "NamesHere",
+    "Namespaces",
+    "Wanted",
+    "attribute_here",
+    "is_own",
+    "make_function",
+    "module_of",
+    "name_of",
+    "own_import",
+    "own_imports",
+    "reduce_carried",
+    "run_initializer",
+    "set_function",
+    "uses_in",
+    "uses_of",
+]
+
+CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
+ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
+LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
+LOOKED_THROUGH_BY = {"globals", "locals", "vars", "eval", "exec", "get_type_hints"}  # functions that find names in strings
+BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
+
+
+# --- which modules are the user's own
+
+
+def is_own(name: str | None) -> bool:
+    """Whether the module is the user's own: imported from a file of theirs, or made by them, and not the main script.
+
+    An editable install is; so is what `cloudpickle.register_pickle_by_value` was told of.
+    """
+    if name is None or name == "__main__" or name not in sys.modules:
+        return False
+    return stands_outside_libraries(name) or name in list_registry_pickle_by_value()
+
+
+@functools.lru_cache(maxsize=4096)
+def stands_outside_libraries(name: str) -> bool:
+    root = name.partition(".")[0]
+    files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
+    if root in LIBRARIES or (root in sys.stdlib_module_names and not files):
+        return False
+    if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
+        return False
+    if not files:  # made by hand, unless it belongs to the interpreter
+        return getattr(sys.modules[name], "__spec__", None) is None
+    return not any(file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file for file in files)
+
+
+def files_of(module: types.ModuleType) -> list[str]:
+    file = getattr(module, "__file__", None)
+    return [file] if isinstance(file, str) else [str(path) + "/" for path in getattr(module, "__path__", ())]
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    paths = {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    return tuple(paths | {*site.getsitepackages(), site.getusersitepackages()})
+
+
+def module_of(function: types.FunctionType) -> str | None:
+    """The module of the user's own whose globals are the function's."""
+    name = function.__globals__.get("__name__")
+    if not isinstance(name, str) or not is_own(name):
+        return None
+    return name if vars(sys.modules[name]) is function.__globals__ else None
+
+
+def name_of(value: Any) -> Wanted | None:
+    """Under which name a function or class stands in a module of the user's own."""
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
+        return None
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return Wanted(module, path.partition(".")[0]) if found is value else None
+
+
+# --- what a function uses of them
+
+
+class Wanted(NamedTuple):
+    module: str
+    name: str | None  # None: all that is in it
+
+
+class Uses(NamedTuple):
+    """What the code of a function, and of those defined in it, does with names."""
+
+    names: frozenset[str]
+    loose: frozenset[str]  # names of which not only attributes are used
+    imports: frozenset[tuple[str, int, bool]]  # modules, the dots before them, and whether under another name
+
+
+@functools.lru_cache(maxsize=4096)
+def uses_in(code: types.CodeType) -> Uses:
+    loose, imports = set[str](), set[tuple[str, int, bool]]()
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for number, step in enumerate(steps[:-1]):
+        follower = steps[number + 1]
+        if step.opname == "IMPORT_NAME":
+            stored = follower.argval if follower.opname.startswith("STORE_") else None
+            level = int(steps[number - 2].argval)
+            imports.add((step.argval, level, stored not in (None, step.argval.partition(".")[0])))
+        elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
+            loose.add(step.argval)
+        elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at a time, from Python 3.13 on
+            loose |= {name for name in loaded if isinstance(name, str)}
+    inner = [uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return Uses(
+        frozenset(code.co_names).union(*(each.names for each in inner)),
+        frozenset(loose).union(*(each.loose for each in inner)),
+        frozenset(imports).union(*(each.imports for each in inner)),
+    )
+
+
+def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[Wanted]:
+    """What it uses as attributes of modules of the user's own; `given` are the values of its globals."""
+    uses = uses_in(function.__code__)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
+    found: dict[str, bool] = {}  # module -> whether all of it
+    for name, value in itertools.chain(given.items(), closure.items()):
+        if isinstance(value, types.ModuleType) and is_own(value.__name__):
+            found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
+    for name, level, renamed in uses.imports:
+        full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__") or "") if level else name
+        for each in itertools.accumulate(full.split("."), "{}.{}".format):
+            if is_own(each):
+                found[each] = found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+    waiting = list(found)
+    while waiting:
+        module = waiting.pop()
+        yield Wanted(module, "__name__")  # the module itself
+        if found[module]:
+            yield Wanted(module, None)
+            continue
+        contents = vars(sys.modules[module])
+        if "__getattr__" in contents and uses.names - contents.keys():
+            yield Wanted(module, "__getattr__")
+        for name in uses.names & contents.keys():
+            yield Wanted(module, name)
+            inner = contents[name]
+            if isinstance(inner, types.ModuleType) and is_own(inner.__name__) and inner.__name__ not in found:
+                found[inner.__name__] = name in uses.loose
+                waiting.append(inner.__name__)
+
+
+def contents_of(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
+        return []
+
+
+# --- on their way
+
+
+class GlobalsOf(NamedTuple):
+    """Stands in a pickle for the globals of a module."""
+
+    module: str
+
+
+class NamesHere(NamedTuple):
+    """Stands in a pickle for the modules that it is loaded with."""
+
+
+class LeftOf(NamedTuple):
+    """Stands in a pickle for a value that cannot be carried: the worker's own is meant."""
+
+    module: str
+    name: str
+    type_name: str
+
+
+Mark = str | GlobalsOf | LeftOf | NamesHere  # a string: a module
+
+
+# --- and where they arrive
+
+
+class Live:
+    """The modules of this process.
+
+    `classes`: what the process has of the classes that travel by value, where it is the caller's; elsewhere None.
+    """
+
+    modules: Mapping[str, CarriedModule] = {}  # that are not those of this process
+
+    def __init__(self, classes: dict[str, type] | None = None, placement: Placement | None = None) -> None:
+        self.classes = classes
+        self.placement = placement  # where there are functions that the compiler made
+
+    def resolve(self, mark: Mark) -> Any:
+        if isinstance(mark, NamesHere):
+            return self
+        module = importlib.import_module(mark if isinstance(mark, str) else mark.module)
+        if isinstance(mark, str):
+            return module
+        return getattr(module, mark.name) if isinstance(mark, LeftOf) else vars(module)
+
+
+LIVE = Live()
+
+
+class Namespaces(Live):
+    """The modules of one state, see `mpgrad.pickling.state`."""
+
+    def __init__(self, placement: Placement | None = None) -> None:
+        super().__init__(None if PLACE.in_worker else {}, placement)
+        self.modules: dict[str, CarriedModule] = {}
+
+    @functools.cached_property
+    def builtins(self) -> dict[str, Any]:
+        return {**vars(builtins), "__import__": self._import}
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> types.ModuleType:
+        """What the `import` of a function finds."""
+        full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
+        found = full if fromlist else full.partition(".")[0]
+        if full in self.modules and found in self.modules:
+            return self.modules[found]
+        return __import__(name, globals, locals, fromlist or (), level)
+
+    def find(self, module: str, path: str) -> Any:
+        found: Any = self.modules[module]
+        for part in path.split("."):
+            found = getattr(found, part)
+        return found
+
+    def put(self, module: str, names: Mapping[str, Any]) -> None:
+        values, contents = {**names, **set_by_initializer(module, names)}, vars(self.module(module))
+        contents.update(values)
+        if self.placement is not None:
+            self.placement.put(contents, values)
+
+    def module(self, name: str) -> CarriedModule:
+        if name not in self.modules:
+            self.modules[name] = CarriedModule(name, self.modules)
+        return self.modules[name]
+
+    def resolve(self, mark: Mark) -> Any:
+        if isinstance(mark, NamesHere):
+            return self
+        if isinstance(mark, LeftOf):
+            return left_here(mark)
+        return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
+
+
+def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
+    """cloudpickle would give it the builtins of this process."""
+    if names.placement is not None:
+        return names.placement.make_function(code, own_globals, *others)
+    own_globals["__builtins__"] = names.builtins if isinstance(names, Namespaces) else vars(builtins)
+    return types.FunctionType(code, own_globals, *others)
+
+
+def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
+    *own_state, names = state
+    if names.placement is not None:
+        names.placement.set_state(function_setstate, made, own_state)
+        return
+    kept, given = made.__globals__["__builtins__"], state[1]["__globals__"]
+    function_setstate(made, own_state)
+    made.__globals__["__builtins__"] = kept  # functions that this one makes get them
+    if INITIALIZED:
+        made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
+
+
+def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
+    """A function on its way back to the caller, who has it; None for one that is not of a module that came from there."""
+    module = value.__globals__.get(CARRIED)
+    return (named, (module.__name__, value.__qualname__)) if module is not None and stands_in(module, value) else None
+
+
+def stands_in(module: types.ModuleType, value: Any) -> bool:
+    found: Any = module
+    for part in value.__qualname__.split("."):
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+    return found is value
+
+
+def named(module: str, path: str) -> Any:
+    return operator.attrgetter(path)(importlib.import_module(module))
+
+
+class CarriedModule(types.ModuleType):
+    """What travelled of a module; what did not is looked for in the worker's own import."""
+
+    def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
+        super().__init__(name)
+        vars(self)[CARRIED] = self
+        self._siblings = modules
+
+    def __getattr__(self, name: str) -> Any:
+        if (sibling := vars(self)["_siblings"].get(f"{self.__name__}.{name}")) is not None:
+            return sibling
+        try:
+            return getattr(own_import(self.__name__), name)
+        except ImportError as error:
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker cannot import the module"
+            ) from error
+
+
+def left_here(mark: LeftOf) -> Any:
+    path = f"{mark.module}.{mark.name}"
+    try:
+        value = getattr(own_import(mark.module), mark.name)
+    except (ImportError, AttributeError) as error:
+        message = f"{path} cannot be carried ({mark.type_name}), and the worker has none; make it when it is needed"
+        raise TypeError(message) from error
+    if value is not None and type(value).__qualname__ != mark.type_name:  # None: it is to be made when it is needed
+        raise TypeError(
+            f"{path} was replaced in the caller by what cannot be carried ({mark.type_name}; the worker imports a "
+            f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
+        )
+    return value
+
+
+# --- what an initializer sets in a worker
+
+
+INITIALIZED: dict[str, dict[str, Any]] = {}  # by module
+
+
+def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Globals that it sets in a worker process stay as they are there: it was for that, most of the time, that it was given."""
+    if not PLACE.in_worker:  # they are the caller's
+        initializer(*arguments)
+        return
+    inner = initializer
+    while isinstance(inner, functools.partial | types.MethodType):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    for name, level, _ in uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ():
+        if not level:
+            with contextlib.suppress(ImportError):  # the initializer will find out
+                importlib.import_module(name)
+    places = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
+    if isinstance(inner, types.FunctionType):
+        places.setdefault(inner.__module__, inner.__globals__)
+    before = {name: (dict(contents), inside(contents)) for name, contents in places.items()}
+    initializer(*arguments)
+    for name, contents in places.items():
+        values, insides = before[name]
+        now = inside(contents)
+        changed = [each for each in contents if contents[each] is not values.get(each, before) or now[each] != insides[each]]
+        if changed := [each for each in changed if not each.startswith("__")]:
+            INITIALIZED[name] = {each: contents[each] for each in changed}
+
+
+def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Which objects each of the values holds."""
+    return {name: list(map(id, held_in(value))) for name, value in contents.items()}
+
+
+def held_in(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | set | dict):
+        return [*value, *value.values()] if isinstance(value, dict) else value
+    attributes = getattr(value, "__dict__", None)
+    is_code = isinstance(value, types.ModuleType | type | types.FunctionType)
+    return tuple(attributes.values()) if isinstance(attributes, dict) and not is_code else ()
+
+
+def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
+    found = INITIALIZED.get(module, {})
+    return {name: found[name] for name in names if name in found}
+
+
+# --- the imports of this process
+
+
+FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
+
+
+def own_import(name: str) -> types.ModuleType:
+    """The module as this process imports it.
+
+    Raises:
+        ImportError: it cannot.
+    """
+    from mpgrad.torch_state.private import (
+        outside_transforms,  # late: it imports errors, which are carried like classes, which import us
+    )
+
+    if name in FAILED:
+        raise FAILED[name]
+    if name in sys.modules and not PLACE.in_worker:  # perhaps it is being imported, by whoever waits for us
+        return sys.modules[name]
+    try:
+        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():  # a task may be running
+            return importlib.import_module(name)
+    except Exception as error:
+        FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
+        raise failed from error
+
+
+def attribute_here(module: str, name: str) -> Any:
+    return getattr(own_import(module), name)
+
+
+def own_imports(names: Iterable[str]) -> None:
+    """For what modules do when they are imported, such as to register something; functions that need none of it go without."""
+    for name in names:
+        try:
+            own_import(name)
+        except ImportError:
+            continue  # it is kept, and raised as soon as something of the import is wanted

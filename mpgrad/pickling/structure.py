@@ -1,0 +1,218 @@
+"""Pickle without tensors: any structure or function becomes bytes, plus the list of the tensors it reaches.
+
+cloudpickle carries lambdas, closures and whatever a script defined, but it would carry tensors by value and fails on those
+that need gradients. Here each tensor leaves its number in the bytes; what the tensors are, and who owns their memory, is
+decided elsewhere. The tensors that a *function* reaches in this way are its captures.
+
+Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
+order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
+something else, goes as `mpgrad.pickling.reducers` has it.
+
+A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
+from mpgrad.pickling.compiled import reduce_compiled
+from mpgrad.pickling.modules import (
+    LIVE,
+    LOOKED_THROUGH_BY,
+    GlobalsOf,
+    LeftOf,
+    Live,
+    Mark,
+    NamesHere,
+    Namespaces,
+    Wanted,
+    is_own,
+    make_function,
+    module_of,
+    name_of,
+    reduce_carried,
+    set_function,
+    uses_in,
+    uses_of,
+)
+from mpgrad.pickling.reducers import complete, itself, reduce_module
+from mpgrad.wire.tensor_packing import RIDE_BYTES
+
+__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
+
+
+class Deferred:
+    """A value that may still be to come. (No ABC: every object that is pickled is asked whether it is one.)"""
+
+    def claim(self) -> object | None:
+        """What will lead to the value; None where it has been taken, so that it is here, and may have been changed since."""
+        raise NotImplementedError
+
+    def taken(self) -> Any:
+        """The value, where `claim` gave None."""
+        raise NotImplementedError
+
+
+def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
+    """The bytes of `value` and the distinct tensors in it, in the order in which pickle meets them; then its buffers."""
+    buffer = io.BytesIO()
+    pickler = TensorPickler(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
+
+
+def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live = LIVE) -> Any:
+    """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
+
+    `names`: the modules of the user's own that it refers to.
+    """
+    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names).load()
+
+
+def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
+    """The result of a call (see `mpgrad.wire.messages.Structure`)."""
+    if shape is None:
+        return tensors[0]
+    return tuple(tensors) if isinstance(shape, int) else loads(shape, tensors)
+
+
+class TensorPickler(ClassPickler):
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
+        super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
+        self.claims = claims
+        self._number: dict[int, int] = {}
+
+    @property
+    def taken_out(self) -> list[torch.Tensor]:
+        return self.tensors + self.buffers[::-1]
+
+    def persistent_id(self, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._number_of_claim(value) if isinstance(value, Deferred) else None
+        number = self._number.setdefault(id(value), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(value)
+        return number
+
+    def _number_of_claim(self, value: Deferred) -> int | None:
+        if self.claims is None:
+            raise TypeError(
+                "a future can be an argument of a call, but neither part of a function or result, nor within a torch.func "
+                "transform; pass it as an argument, or pass its result()"
+            )
+        if id(value) not in self._number:
+            claim = value.claim()
+            if claim is None:
+                return None
+            self.claims.append(claim)
+            self._number[id(value)] = -len(self.claims)
+        return self._number[id(value)]
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Deferred):
+            return itself, (value.taken(),)
+        if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
+            return reduced
+        if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:
+            return reduced
+        return super().reducer_override(value)
+
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        compiled = reduce_compiled(function)
+        return complete(function, super()._dynamic_function_reduce(function)) if compiled is None else compiled
+
+
+class CallerPickler(TensorPickler):
+    """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
+
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
+        super().__init__(buffer, claims)
+        self.wanted: dict[Wanted, None] = {}  # in order
+        self._seen: set[str] = set()  # modules, of which it is known what is wanted
+
+    def persistent_id(self, value: object) -> Any:
+        if isinstance(value, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
+            if value.__name__ not in self._seen:  # it was not met in a function
+                self.wanted[Wanted(value.__name__, None)] = None
+            return value.__name__
+        return value if type(value) in MARKS else super().persistent_id(value)
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
+            wanted = name_of(value)
+            if wanted is not None:
+                self.wanted[wanted] = None
+                return NotImplemented
+            if isinstance(value, types.FunctionType):
+                return self.reduce_function(value)
+        return super().reducer_override(value)
+
+    def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
+        return {}
+
+    def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
+        """By value, if it is none of a library; its globals, where they are a module's, as that module's."""
+        reduced = self._dynamic_function_reduce(value) if by_value else super().reducer_override(value)
+        if reduced is NotImplemented or len(reduced[1]) != FUNCTION_PARTS:  # by name, or made by the compiler
+            return reduced
+        _, (code, own_globals, *others), (attributes, rest), items, pairs, _ = reduced
+        given, home = rest["__globals__"], module_of(value)
+        rest["_cloudpickle_submodules"] = [each for each in rest["_cloudpickle_submodules"] if not is_own(each.__name__)]
+        for wanted in uses_of(value, given):
+            self._seen.add(wanted.module)
+            self.wanted[wanted] = None
+        if home is not None and not uses_in(value.__code__).names.isdisjoint(LOOKED_THROUGH_BY):
+            self.wanted[Wanted(home, None)] = None
+        if home is not None:
+            self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
+            rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)
+        here = NamesHere()
+        return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
+
+
+FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one
+MARKS = GlobalsOf, LeftOf, NamesHere
+
+
+def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    memory = buffer.raw()
+    if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
+        return True
+    # of memory that may not be written torch makes no tensors
+    taken_out.append(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))
+    return False
+
+
+class TensorUnpickler(ClassUnpickler):
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any], names: Live) -> None:
+        # `cpu`, where `device=` has moved all that a call was given
+        super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)
+        self._tensors = tensors
+        self._claimed = claimed
+        self._names = names
+
+    def persistent_load(self, mark: int | Mark) -> Any:
+        if isinstance(mark, int):
+            return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
+        return self._names.resolve(mark)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == SETS_CLASS and self._names.placement is not None:
+            return functools.partial(self._names.placement.set_class, super().find_class(module, name))
+        if isinstance(self._names, Namespaces) and module in self._names.modules:
+            return self._names.find(module, name)
+        return super().find_class(module, name)

@@ -1,0 +1,144 @@
+"""What workers answer, turned into outcomes and replies. Nothing is decided here: that is the scheduler's.
+
+Guarantees: shared memory that an answer names is claimed at once, so that it is given back even where nobody ever looks at
+    it; an exception of a task is made by who asks for it, never here.
+Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from mpgrad.autograd.remote_graph import Home, RemoteGraph
+from mpgrad.calls.homes import GradientReply, ReadyGradients, raised_from
+from mpgrad.calls.operations import Delivered, Failed
+from mpgrad.calls.packing import PackedCall
+from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.memory.arena import Borrowed, Lenders, Slot, slab_of
+from mpgrad.scheduling.crew import Chunk, Differentiation, Worker
+from mpgrad.scheduling.crossing import kept
+from mpgrad.wire.messages import Collected, Eager, Failure, Gradients, Missing, Results
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
+
+__all__ = ["Answers", "failed_again"]
+
+
+class Answers:
+    def __init__(self, lenders: Lenders, recoverable: bool) -> None:
+        self._lenders = lenders
+        self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
+
+    def results(self, worker: Worker, chunk: Chunk, message: Results, payload: memoryview) -> None:
+        operation = chunk.operation
+        assert operation is not None
+        operation.mutated = operation.mutated or message.mutated
+        operation.warned.extend(message.warned)
+        if message.reached and operation.home.reach is not None:
+            operation.home.reach.found.update(message.reached)
+        if len(message.outcomes) > len(chunk.calls):
+            raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
+        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
+            if isinstance(outcome, Failure):
+                subject = f"{operation.noun} {call.item + outcome.offset}, "
+                operation.deliver(call.index, failed_again(outcome, subject, worker))
+                continue
+            graph, gradients = None, outcome.gradients or ()
+            item = call.item if call.items == 1 else range(call.item, call.item + call.items)
+            if outcome.gradients is not None:
+                graph = RemoteGraph(operation.home, worker, number, item, call)
+                if operation.eager == Eager.SUMS and operation.home.reach is not None:
+                    worker.note_sum(operation.function.number, None, ())
+                    summed = operation.function.summed
+                    summed[worker] = summed.get(worker, 0) + 1
+            elif outcome.has_graph:
+                graph = self._graph_kept(worker, operation.home, number, item, call)
+            try:
+                memories = self._borrow(outcome.tensors, gradients)
+            except SharedMemoryError as error:
+                operation.deliver(call.index, error)
+                continue
+            if graph is not None and outcome.gradients is not None:
+                apart = operation.eager == Eager.APART
+                graph.ready = ReadyGradients(worker, outcome.gradients, payload, memories, apart, outcome.for_one)
+            if graph is None or graph.recipe is None:
+                call.forget_tensors()
+            if graph is None:
+                call.claims = ()  # of what gave it something, no gradient is wanted
+            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker))
+        note_graphs(worker, message)
+
+    def gradients(self, worker: Worker, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
+        first = chunk.gradients[0].reply
+        first.warned = [*first.warned, *message.warned]
+        note_graphs(worker, message)
+        for position, reached in message.reached:
+            chunk.gradients[position].reply.reached = reached
+        for sent in chunk.gradients[len(message.outcomes) :]:  # called off, and not begun
+            worker.note_rest(sent)
+        for sent, found in zip(chunk.gradients, message.outcomes, strict=False):
+            graph, number = sent.what.graph, sent.what.number
+            if isinstance(found, Missing):
+                worker.missing.add(graph.call)
+                sent.set_apart()  # whoever collects the sum may have been ahead of us
+                if not sent.reply.arrived:  # it has where it was called off
+                    worker.backlog.append(sent)
+                continue
+            if isinstance(found, Failure):
+                worker.note_rest(sent)
+            if number is not None and not isinstance(found, Failure) and any_connected(found):
+                sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
+            self._arrive(sent.reply, found, payload, worker)
+
+    def collected(self, worker: Worker, chunk: Chunk, message: Collected, payload: memoryview) -> None:
+        assert chunk.captures is not None
+        worker.forget_sum(chunk.captures.function, chunk.captures.task, chunk.captures.levels)
+        chunk.captures.reply.calls = message.calls
+        self._arrive(chunk.captures.reply, message.grads, payload, worker)
+
+    def _graph_kept(
+        self, worker: Worker, home: Home, number: int, index: int | range, recipe: PackedCall | Differentiation
+    ) -> RemoteGraph:
+        worker.kept.add(number)
+        return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
+
+    def _arrive(
+        self, reply: GradientReply, found: Sequence[TensorRef | None] | Failure, payload: memoryview, worker: Worker
+    ) -> None:
+        try:
+            memories = {} if isinstance(found, Failure) else self._borrow(found)
+            reply.arrive(found, payload, memories, worker.number)
+        except SharedMemoryError as error:
+            reply.fail(error)
+
+    def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
+        """By address.
+
+        Raises:
+            SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
+        """
+        found: dict[int, Borrowed | Slot] = {}
+        refused: SharedMemoryError | None = None
+        for ref, alone in [(ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)]:
+            try:
+                memory = self._lenders.borrow(ref.place, ref.nbytes, findable=alone)
+                slab = self._lenders.slab(slab_of(ref.place))
+                found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
+            except SharedMemoryError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+        return found
+
+
+def note_graphs(worker: Worker, message: Results | Gradients) -> None:
+    worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
+    worker.graph_bytes = message.graph_bytes
+
+
+def any_connected(found: Sequence[TensorRef | None]) -> bool:
+    return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
+
+
+def failed_again(failure: Failure, subject: str, worker: Worker) -> Failed:
+    return Failed(functools.partial(raised_from, failure, subject, worker.number))

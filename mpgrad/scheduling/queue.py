@@ -1,0 +1,193 @@
+"""The calls that wait for a worker: which of them one is given next, how many at once, and when they had better go on waiting.
+
+multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known then, so here it is measured:
+short calls go together, fewer of them towards the end; long ones go one by one, the largest of the last ones first; and what
+one worker has been given and has not begun, another one that has run dry may have.
+Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import CancelledError
+
+from mpgrad.calls.device_choice import next_for
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import PackedCall
+from mpgrad.scheduling.crew import MOST_CALLS, MOST_PAYLOAD, Worker
+from mpgrad.scheduling.function_cache import Codes
+from mpgrad.wire.frames import drained
+
+__all__ = ["CHUNKS_UNDER_WAY", "Line", "fed", "guided_size"]
+
+CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
+CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY  # of what is left, at least
+SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
+CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
+LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
+ONE_BY_ONE = LONGEST_CHUNK / 2  # seconds: longer calls travel alone
+SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
+LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
+
+
+class Line:
+    def __init__(
+        self, codes: Codes, numbers: itertools.count[int], workers: int, calls_per_worker: int | None, by_device: bool
+    ) -> None:
+        """`numbers` are given to the calls; `calls_per_worker`: after which a worker is replaced."""
+        self.workers = workers
+        self._codes = codes
+        self._numbers = numbers
+        self._calls_per_worker = calls_per_worker
+        self._by_device = by_device
+        self._operations: deque[Operation] = deque()
+
+    @property
+    def has_calls(self) -> bool:
+        return any(operation.queue for operation in self._operations)
+
+    def join(self, operation: Operation, first: bool = False) -> None:
+        if operation not in self._operations:
+            self._codes.number(operation.function)
+            (self._operations.appendleft if first else self._operations.append)(operation)
+
+    def put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
+        wanted = [call for call in calls if call.index < operation.limit]
+        if wanted:
+            operation.queue.extendleft(reversed(wanted))
+            self.join(operation, first=True)
+
+    def next_for(self, worker: Worker) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
+        """A chunk for the worker, of calls with their numbers; None where there is nothing that it should be given now."""
+        room = self._room(worker)
+        place = 0
+        while place < len(self._operations) and room > 0:
+            operation = self._operations[place]
+            if operation.unsorted:
+                self._sort(operation)
+            if worker.under_way and operation.queue and self._may_be_sooner_elsewhere(operation):
+                return None
+            calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
+            if calls:
+                return operation, calls
+            if operation.queue:  # what is there is for workers on other devices
+                place += 1
+            else:
+                del self._operations[place]
+        return None
+
+    def take_back(self, workers: Collection[Worker]) -> list[Worker]:
+        """Where some have run dry, what another one has been given and has not begun; returns those, who may have it.
+
+        Costs are not known beforehand.
+        """
+        dry = [each for each in workers if each.ready and not (each.under_way or each.retiring)]
+        if not dry or self.has_calls:
+            return []
+        loads = {worker: self._unbegun_seconds(worker) for worker in workers}
+        richest = max(loads, key=loads.__getitem__)
+        if loads[richest] < SHORTEST_CHUNK:
+            return []
+        for operation, calls in richest.call_off():
+            self.put_back(operation, calls)
+        return dry
+
+    def _unbegun_seconds(self, worker: Worker) -> float:
+        return sum(
+            self._codes.seconds(operation.function, unknown=0.0) * sum(call.items for _, call in calls[len(calls) - count :])
+            for operation, calls, count in worker.unbegun()
+        )
+
+    def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
+        """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.
+
+        Long ones always; of the others the last ones, one for each worker, or some where calls differ: what is under way is not
+        always taken back. And those that are to be put in order, until the larger ones are packed too.
+        """
+        if self._goes_by_size(operation) and not operation.sealed:
+            return True
+        left = len(operation.queue) / self.workers
+        is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
+        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONG_CALL)
+
+    def _goes_by_size(self, operation: Operation) -> bool:
+        """Whether its last calls are put in order: those that travel one by one."""
+        seconds = self._codes.seconds(operation.function, unknown=0.0)
+        any_order = operation.at_rest and operation.chunksize in (None, 1)
+        return any_order and self.workers > 1 and seconds >= ONE_BY_ONE
+
+    def _seconds_of_next(self, operation: Operation) -> float:
+        """What its next call will take: by what such items took before, infinitely long where none was run yet."""
+        seconds = self._codes.seconds(operation.function, unknown=math.inf)
+        return seconds * operation.queue[0].items if operation.queue else seconds
+
+    def _room(self, worker: Worker) -> float:
+        """How many calls the worker may still be given before it is replaced."""
+        if self._calls_per_worker is None:
+            return math.inf
+        under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
+        return self._calls_per_worker - worker.calls_done - under_way
+
+    def _sort(self, operation: Operation) -> None:
+        """The largest of the last calls first: whoever ran the longest of them last would be alone at the end.
+
+        Sizes are but a hint of what calls take, so nothing else hangs on them. Once a call has failed only those before it
+        matter, and the first of them most. Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
+        Mathematics, 1969.
+        """
+        has_failed = operation.limit < math.inf
+        if not has_failed and (not self._goes_by_size(operation) or len(operation.queue) > SORTED * self.workers):
+            return
+        operation.unsorted = False
+        calls = drained(operation.queue)
+        ranks = [-call.index if has_failed else call.nbytes for call in calls]
+        operation.largest_first = not has_failed and len(set(ranks)) > 1
+        order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)  # as they came, where sizes are equal
+        operation.queue.extendleft(calls[place] for place in reversed(order))
+
+    def _take_calls(self, worker: Worker, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+        calls: list[tuple[int, PackedCall]] = []
+        nbytes = 0
+        while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:
+            call = next_for(operation.queue, worker.device) if self._by_device else operation.queue.popleft()
+            if call is None:
+                break
+            if call.index >= operation.limit:
+                continue
+            if not operation.starts():
+                operation.deliver(call.index, CancelledError())
+                continue
+            calls.append((next(self._numbers), call))
+            nbytes += call.message_bytes
+        return calls
+
+    def _chunk_size(self, operation: Operation) -> int:
+        if operation.chunksize is not None:
+            return operation.chunksize
+        seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
+        return min(MOST_CALLS, guided_size(seconds, left, workers, SHORTEST_CHUNK, LONGEST_CHUNK))
+
+
+def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
+    """How many of the calls that are `left`, of so many seconds each, go together: a share, so fewer towards the end.
+
+    At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C. Polychronopoulos and
+    D. Kuck, IEEE Transactions on Computers, 1987.
+    """
+    share = left // (CHUNKS_PER_WORKER * fed(workers, left, seconds))
+    seconds = max(seconds, 1e-9)
+    return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
+
+
+def fed(workers: int, calls: int, seconds: float) -> int:
+    """To how many of the workers it is worth handing out the calls, of so many seconds each.
+
+    With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k, the parent
+    CHUNK_CARE * CHUNKS_PER_WORKER * k, and such a sum is least where both are the same. Unknown seconds are infinite.
+    """
+    if not calls or seconds == math.inf:
+        return workers
+    return min(workers, max(1, math.ceil(math.sqrt(calls * seconds / (CHUNK_CARE * CHUNKS_PER_WORKER)))))

@@ -1,0 +1,146 @@
+"""What is lost with a worker is done again by others, from what the parent still holds.
+
+A call can be run again while its inputs, its function and its seed are here, and they are as long as its graph is wanted. So
+a graph that is lost is only missing: it is made again, by the worker that gets its next backward, right before that.
+
+    forward under way ──► the front of its operation's queue
+    backward under way, or waiting ──► another worker: [Rerun, [Rederive ...,]] BackwardCall      graph: missing there
+    a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
+Guarantees: an item is given up only when more than `retries` workers died while they ran it.
+Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+
+from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.calls.packing import PackedCall
+from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
+from mpgrad.memory.limits import kills_for_memory
+from mpgrad.scheduling.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
+from mpgrad.scheduling.function_cache import Codes
+
+__all__ = ["Recovery"]
+
+IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
+GRAPH_LOST = "the graph that backward needs was lost with it, and is only made again with retries (retries: 0)"
+SUM_LOST = "the sum of gradients was lost with it"
+OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
+
+
+class Recovery:
+    def __init__(
+        self, workers: Mapping[int, Worker], codes: Codes, retries: int, ended: Callable[[], BaseException | None]
+    ) -> None:
+        self._workers = workers
+        self._codes = codes
+        self._retries = retries
+        self._ended = ended  # why nothing is done again any more
+        self._kills_for_memory = kills_for_memory()
+        self.reruns = 0  # calls and backwards that were given to another worker
+
+    def blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int, offset: int) -> None:
+        """The call that was running, or else was next, may be what killed the worker: past the retries it is given up.
+
+        `offset` is that of the item, where the call was running and is a bundle.
+
+        Without retries so are those before it, which were done: their inputs may have been written to.
+        """
+        place = max(position, 0)
+        accused: PackedCall | SentGradients
+        accused_index: int | None
+        if chunk.operation is not None:
+            _, accused = chunk.calls[place]
+            accused_index = accused.item
+            if accused.bundle:
+                accused_index = accused.item + offset if position >= 0 and offset >= 0 else None
+        elif chunk.gradients:
+            accused = chunk.gradients[place]
+            accused_index = single(accused.what.items)
+        else:
+            return
+        if position >= 0:
+            accused.deaths += 1
+        else:
+            accused.idle_deaths += 1
+        if accused.deaths <= self._retries and accused.idle_deaths <= max(self._retries, IDLE_DEATHS):
+            return
+        given_up = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
+        if chunk.operation is not None:
+            phase = "forward" if position >= 0 else "loading the function"
+            for _, call in chunk.calls[given_up]:
+                chunk.operation.deliver(call.index, self._death(worker, code, accused_index, phase, accused))
+            del chunk.calls[given_up]
+        else:
+            for sent in chunk.gradients[given_up]:
+                sent.reply.fail(self._death(worker, code, accused_index, "backward", accused))
+            del chunk.gradients[given_up]
+
+    def _death(
+        self, worker: Worker, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
+    ) -> BaseException:
+        tried = accused.deaths + accused.idle_deaths
+        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
+        if worker.overdue is not None:
+            return CallTimeoutError(index, phase, worker.overdue, details[0], worker.stack)
+        if worker.unreadable:
+            return SharedMemoryError(f"{worker.unreadable} (item {index}, phase: {phase})")
+        if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
+            details.append(OUT_OF_MEMORY)
+        return WorkerDiedError(index, phase, worker.number, code, "; ".join(details), worker.stack)
+
+    def revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
+        """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
+
+        Assumes: there is another worker, or all has ended.
+        """
+        reason = self._ended()
+        if item.reply.arrived:  # it was called off
+            if isinstance(item, SentGradients):
+                gone.spent.discard(item.what.graph.call)  # nobody knows how far it came: another backward starts anew
+        elif reason is not None:
+            item.reply.fail(reason)
+        elif isinstance(item, CaptureRequest):
+            item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST))
+        elif not can_be_made(item.what.graph):
+            index = single(item.what.items)
+            item.reply.fail(WorkerDiedError(index, "backward", gone.number, gone.exit_code, GRAPH_LOST))
+        else:
+            self.reruns += 1
+            item.set_apart()
+            self._rehome(item.what.graph).backlog.append(item)
+
+    def _rehome(self, graph: RemoteGraph) -> Worker:
+        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
+        gone = graph.worker
+        assert isinstance(gone, Worker)
+        if gone.gone is None:
+            return gone
+        recipe = graph.recipe
+        if isinstance(recipe, Differentiation):
+            worker = self._rehome(recipe.graph)
+        else:
+            assert isinstance(recipe, PackedCall)
+            self._codes.number(recipe.conditions.function)
+            there = [each for each in self._workers.values() if each.device == gone.device]
+            active = [each for each in there if not each.retiring] or there
+            worker = min(active or self._workers.values(), key=lambda each: each.load)
+        if graph.call in gone.spent:
+            worker.spent.add(graph.call)
+        graph.worker = worker
+        worker.kept.add(graph.call)
+        worker.missing.add(graph.call)
+        return worker
+
+
+def single(index: int | range) -> int | None:
+    """The item that an error may name; of a bundle, whose backward is one, none."""
+    return index if isinstance(index, int) else None
+
+
+def can_be_made(graph: RemoteGraph) -> bool:
+    """Whether there are recipes for it and all that it derives from."""
+    recipe = graph.recipe
+    return can_be_made(recipe.graph) if isinstance(recipe, Differentiation) else recipe is not None

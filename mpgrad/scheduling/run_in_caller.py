@@ -1,0 +1,312 @@
+"""Calls that would cost more to send than to run: they run in the caller's thread, and mean what they would in a worker.
+
+    cost not known ──► send the first few ──► known: cheap ──► run here, HERE_SECONDS at a time, for as long as it is
+                                                     dear ──► send all                    └─► dear after all: send the rest
+                                                     cheap, but for long nothing was sent ──► send all, to see what that takes
+A worker sees copies of its own: of the function, of what it captures, of its arguments. So does a call here. What a worker
+would do differently nevertheless (draw from generators of its own, write to a capture, refuse a result, raise with the item's
+name) is noticed, and then all that ran here is forgotten and sent; the function is sent ever after.
+
+Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to.
+Assumes: what a function does to modules, files and the process it may do here; `Pool(inline="never")` is for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import Arguments, PickledFunction
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
+from mpgrad.pickling import state, structure
+from mpgrad.pickling.compiled import MARK
+from mpgrad.pickling.modules import Live
+from mpgrad.scheduling.costs import Costs
+from mpgrad.torch_state.modes import TURNS, RandomState
+from mpgrad.torch_state.private import SharedHooks, saved_tensor_hooks
+from mpgrad.transforms import may_be_followed
+from mpgrad.wire.tensor_refs import are_distinct_tensors, check_carriable
+
+__all__ = ["AdaptiveMap", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
+
+HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
+FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
+CALLS_AT_ONCE = 256
+ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
+AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
+
+
+class Sender(Protocol):
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def call_off(self, operation: Operation) -> None: ...
+
+
+class AdaptiveMap:
+    """One map. `begin(first=i)` makes an operation whose call 0 is item i; `add(operation, calls, seal)` sends calls of it."""
+
+    def __init__(
+        self,
+        function: PickledFunction,
+        costs: Costs,
+        workers: int,
+        begin: Callable[..., Operation],
+        add: Callable[..., None],
+        sender: Sender,
+    ) -> None:
+        self._function = function
+        self._costs = costs
+        self._workers = workers
+        self._begin = begin
+        self._add = add
+        self._sender = sender
+        self._sent: list[Operation] = []
+        self._grads = False  # calls are given something that needs gradients
+
+    def run(self, calls: Iterable[Arguments], total: int | None) -> list[Any]:
+        started = time.perf_counter()
+        calls = iter(calls)
+        try:
+            with collector_held():
+                calls = self._look_at_first(calls)
+                first = self._send_first(calls) if self._costs.are_unknown(self._function.pickled) else 0
+                here, calls = self._run_here(calls, None if total is None else total - first)
+                self._send_rest(calls, first + len(here), bool(here))
+                finished = self._sender.wait_until(self._all_finished, LONGEST_HOLD)
+            if not finished:
+                self._sender.wait_until(self._all_finished)
+        except BaseException:
+            for operation in self._sent:
+                self._sender.call_off(operation)
+            raise
+        with collector_held():
+            results = [each for operation in self._sent for each in operation.values()]
+        if not here:
+            seconds = time.perf_counter() - started
+            self._costs.note_sent(self._function.pickled, seconds, len(results), self._workers, self._grads)
+        results[first:first] = here
+        return results
+
+    def _look_at_first(self, calls: Iterator[Arguments]) -> Iterator[Arguments]:
+        head = list(itertools.islice(calls, 1))
+        if torch.is_grad_enabled():
+            self._grads = any(each.requires_grad for each in self._function.captures) or may_need_gradients(head)
+        return itertools.chain(head, calls)
+
+    def _all_finished(self) -> bool:
+        return all(operation.finished for operation in self._sent)
+
+    def _send_first(self, calls: Iterator[Arguments]) -> int:
+        """So many that the workers have something to do until it is known what a call costs; returns how many."""
+        operation = self._begin()
+        self._sent.append(operation)
+        count = max(FIRST_CALLS, 2 * self._workers)
+        self._add(operation, itertools.islice(calls, count), seal=False)
+        pickled = self._function.pickled
+        self._sender.wait_until(lambda: operation.has_ended or self._costs.are_known(pickled))
+        return operation.items
+
+    def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
+        """The results of those that were run here, and the calls that are left; `count` is that of all, where it is known."""
+        pickled, _, sharing, _ = self._function
+        if sharing or self._costs.next_is_trial(pickled, self._workers, count, self._grads):
+            return [], calls
+        results: list[Any] = []
+        run, left = list[Arguments](), list[Arguments]()
+        local: LocalFunction | None = None
+        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results), self._grads):
+            left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
+            if not left:
+                break
+            try:
+                local = local or LocalFunction(self._function)
+                started = time.perf_counter()
+                with TURNS.lock:
+                    found = local.run(left, HERE_SECONDS)
+            except UnusualError:
+                self._costs.send_ever_after(pickled)
+                return [], itertools.chain(run, left, calls)
+            self._costs.note_here(pickled, time.perf_counter() - started, len(found))
+            results += found
+            run += left[: len(found)]
+            del left[: len(found)]
+            let_collector_look()
+        return results, itertools.chain(left, calls)
+
+    def _send_rest(self, calls: Iterator[Arguments], first: int, is_apart: bool) -> None:
+        """From item `first` on; where those do not follow on what was sent (`is_apart`), as an operation of their own."""
+        rest = list(itertools.islice(calls, 1))
+        if is_apart and self._sent:
+            self._add(self._sent[0], (), seal=True)
+        if is_apart and not rest:
+            return
+        if is_apart or not self._sent:
+            self._sent.append(self._begin(first=first))
+        self._add(self._sent[-1], itertools.chain(rest, calls), seal=True)
+
+
+def may_need_gradients(calls: Sequence[Arguments]) -> bool:
+    """What is no tensor may hold one."""
+    values = [value for args, kwargs in calls for value in (*args, *kwargs.values())]
+    return not all(isinstance(value, torch.Tensor) and not value.requires_grad for value in values)
+
+
+class UnusualError(Exception):
+    """A worker would have done something else than we did."""
+
+
+def may_run_here() -> bool:
+    """Whether nothing is going on in the caller's thread that would treat a call here in another way than one in a worker."""
+    return not may_be_followed() and not torch.is_inference_mode_enabled() and saved_tensor_hooks() is None
+
+
+def is_at_rest(iterable: Iterable[Any]) -> bool:
+    """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    return type(iterable) in AT_REST
+
+
+class LocalFunction:
+    """A function as a worker would have it, in the caller's thread."""
+
+    def __init__(self, function: PickledFunction) -> None:
+        self._border = Border()
+        self._captures = [private(each, self._border) for each in function.captures]
+        self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
+        self._is_followed = torch.is_grad_enabled()
+        code = function.pickled + (b"" if function.state is None else function.state.pickled)
+        self._may_reach = b"as_strided" in code  # before a tensor in its storage, where copies have nothing
+        self._check_reach(function.captures)
+        if MARK in code:  # it would be compiled once more, in this process
+            raise UnusualError
+        try:
+            self._target = self._loaded(function)
+        except Exception as error:
+            raise UnusualError from error
+
+    def _loaded(self, function: PickledFunction) -> Any:
+        """With the user's modules themselves, unless there are tensors in them, which nobody may write to."""
+        modules = function.state
+        if modules is None or not modules.tensors:
+            self._names = Live({})
+            return structure.loads(function.pickled, self._captures, names=self._names)
+        own = len(self._captures) - len(modules.tensors)
+        self._names = state.namespaces_of(modules.pickled, self._captures[own:])
+        return structure.loads(function.pickled, self._captures[:own], names=self._names)
+
+    def run(self, calls: Sequence[Arguments], seconds: float) -> list[Any]:
+        """The results of the first of the calls, of as many as are begun within `seconds`.
+
+        Raises:
+            UnusualError: nothing of what was computed here counts.
+        """
+        results: list[Any] = []
+        random = RandomState()
+        end = time.perf_counter() + seconds
+        self._border.close()
+        try:
+            for args, kwargs in calls:
+                results.append(self._call(args, kwargs))
+                if time.perf_counter() > end:
+                    break
+            self._check_captures()
+        except (UnusualError, KeyboardInterrupt):
+            random.put_back()
+            raise
+        except BaseException as error:  # the worker's will name the item
+            random.put_back()
+            raise UnusualError from error
+        finally:
+            self._border.open()
+        if random.has_moved():
+            random.put_back()
+            raise UnusualError
+        return results
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+            self._check_reach(args)
+            copies = [private(each, self._border, is_argument=True) for each in args]
+            value = self._target(*copies)
+            check_unwritten(args, copies)
+        else:
+            pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), state.Everything())
+            if claims:
+                raise UnusualError
+            self._check_reach(tensors)
+            copies = [private(each, self._border, is_argument=True) for each in tensors]
+            own_args, own_kwargs = structure.loads(pickled, copies, names=self._names)
+            value = self._target(*own_args, **own_kwargs)
+            check_unwritten(tensors, copies)
+        return self._result(value)
+
+    def _check_reach(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._may_reach and any(map(torch.Tensor.storage_offset, tensors)):
+            raise UnusualError
+
+    def _result(self, value: Any) -> Any:
+        """`value` as it would arrive: no memory in common with what the function keeps, containers made anew."""
+        if isinstance(value, torch.Tensor):
+            self._check_result(value)
+            return value
+        pickled, tensors = structure.dumps(value)
+        for each in tensors:
+            self._check_result(each)
+        return structure.loads(pickled, tensors)
+
+    def _check_result(self, tensor: torch.Tensor) -> None:
+        check_carriable(tensor, "the result")
+        if tensor.layout is not torch.strided or (tensor.requires_grad and not self._is_followed):
+            raise UnusualError
+        if self._memories and tensor.untyped_storage().data_ptr() in self._memories:
+            raise UnusualError
+
+    def _check_captures(self) -> None:
+        if self._border.was_tried or any(each._version or (each.is_leaf and each.grad is not None) for each in self._captures):
+            raise UnusualError
+
+
+class Border:
+    """Between private copies and what they were made from: the caller's backward may cross it, one that a call runs may not."""
+
+    def __init__(self) -> None:
+        self.was_tried = False  # a function may catch what it is told
+        self._hooks = SharedHooks()
+        self.watch = self._hooks.watch
+
+    def close(self) -> None:
+        self._hooks.hooks[0] = self._refuse
+
+    def open(self) -> None:
+        self._hooks.hooks.clear()
+
+    def _refuse(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self.was_tried = True
+        raise UnusualError
+
+
+def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> torch.Tensor:
+    """A copy that gradients pass through."""
+    check_carriable(tensor, "the call")
+    if tensor.layout is not torch.strided or (is_argument and type(tensor) is not torch.Tensor):
+        raise UnusualError
+    if not tensor.requires_grad or torch.is_grad_enabled():
+        copy = tensor.clone()
+    else:
+        copy = tensor.detach().clone().requires_grad_()
+    if copy.stride() != tensor.stride():
+        raise UnusualError
+    if copy.grad_fn is not None:
+        border.watch(copy)
+    return copy
+
+
+def check_unwritten(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Nobody may write to a leaf that needs gradients, unless gradients are off; our copies are no leaves."""
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if copy._version and tensor.requires_grad and tensor.is_leaf:
+            raise UnusualError

@@ -1,0 +1,112 @@
+"""Calls and backwards that wait for what other calls and backwards give them.
+
+    submit(g, a)        a's outcome is put into g's call when it has come        ──► the queue
+    a's backward        its gradients are those that g's backward gives          ──► the worker of a's graph
+Guarantees: whoever waits goes on, or fails with what it waited for; nothing recurses, however long a chain is.
+Assumes: called by the scheduling thread; `post` has an order carried out later by that thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mpgrad.autograd.remote_graph import Promise
+from mpgrad.calls.operations import Delivered, Failed, Operation
+from mpgrad.calls.packing import PackedCall
+from mpgrad.scheduling.crew import SentGradients, Worker
+from mpgrad.wire.tensor_packing import Packer, Placed, Together, placed_again, staged_again
+from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD
+
+__all__ = ["Dependents"]
+
+
+class Desk(Protocol):
+    """What becomes of those that have waited."""
+
+    def call_is_ready(self, operation: Operation, call: PackedCall, giver: object) -> None:
+        """`giver`: the worker that gave the last of its inputs."""
+        ...
+
+    def call_has_failed(self, operation: Operation) -> None: ...
+
+    def backward_is_ready(self, sent: SentGradients) -> None: ...
+
+    def backward_has_failed(self) -> None: ...
+
+
+class Dependents:
+    def __init__(self, desk: Desk, post: Callable[[Callable[[], None]], None], packer: Packer) -> None:
+        self._desk = desk
+        self._post = post
+        self._packer = packer
+
+    def look_at_call(self, operation: Operation, call: PackedCall) -> None:
+        """Put into a call what other calls give it; or come back when the first that is missing has come."""
+        if call.index in operation.outcomes or call.index >= operation.limit:
+            return
+        for claim in call.claims:
+            if claim.outcome is None:
+                claim.source.dependents.append(lambda: self._post(lambda: self.look_at_call(operation, call)))
+                return
+            if isinstance(claim.outcome, Failed):
+                claim.source.on_passed_on()
+                operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.item}"))
+                self._desk.call_has_failed(operation)
+                return
+        outcomes = [claim.outcome for claim in call.claims]
+        for claim, outcome in zip(call.claims, outcomes, strict=True):
+            put_in(call, outcome, self._packer if operation.request is not None and operation.request.staged else None)
+            operation.warned.extend(claim.source.take_warnings())  # perhaps nobody ever asks for the value itself
+        if operation.request is not None:
+            try:
+                operation.request.look_again(call)
+            except ValueError as error:
+                operation.deliver(call.index, error)
+                self._desk.call_has_failed(operation)
+                return
+        self._desk.call_is_ready(operation, call, outcomes[-1].worker)
+
+    def look_at_backward(self, sent: SentGradients) -> None:
+        """Put into a backward the gradients that other backwards give it; or come back likewise."""
+        what = sent.what
+        assert not isinstance(what.grads, Together)
+        promises = [part for part in what.grads if isinstance(part, Promise)]
+        for promise in promises:
+            if not promise.reply.arrived:
+                again = functools.partial(self._post, functools.partial(self.look_at_backward, sent))
+                promise.reply.dependents = (*promise.reply.dependents, again)
+                return
+            if promise.reply.has_failed:
+                sent.reply.fail_as(promise.reply)
+                self._desk.backward_has_failed()
+                return
+        for promise in promises:
+            sent.reply.warned = [*sent.reply.warned, *promise.reply.take_warnings()]
+        worker = sent.what.graph.worker
+        assert isinstance(worker, Worker)
+        staged_by = self._packer if worker.device == 0 else None
+        rest = iter(what.grads)
+        kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in what.parts]
+        sent.what = what._replace(grads=list(itertools.chain(*kept)), parts=list(map(len, kept)))
+        self._desk.backward_is_ready(sent)
+
+
+def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
+    """`packer`: where the call is to run on the CPU, and a result that lies on a device has to come there."""
+    refs = outcome.result.tensors
+    assert not isinstance(call.placed, Together)
+    if outcome.graph is None:  # then only leaves need gradients
+        refs = [ref if ref.flags & LEAF else ref._replace(flags=ref.flags & ~REQUIRES_GRAD) for ref in refs]
+    if packer is None:
+        call.placed += [placed_again(ref, outcome.payload, outcome.memories) for ref in refs]
+    else:
+        call.placed += [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
+    call.claimed = (*call.claimed, (outcome.result.structure, len(refs)))
+
+
+def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:
+    there = (part.reply.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
+    return [part for part in there if part is not None]

@@ -1,0 +1,8 @@
+"""Functions that mpgrad itself sends to workers. Written for both sides: loading them there brings in no pool.
+
+Imports `pickling` and what is below it.
+
+    transform_programs   a map under torch.func, as a program of its levels
+    jacobian_parts       the parts of a derivative that one call computes; jacobian_arguments: which arguments
+    reduction            sums and products of results in place
+"""

@@ -1,0 +1,248 @@
+"""What a worker runs for a pool call inside a `torch.func` transform: the function itself, or a derivative of it.
+
+A transform wants to know what a map's derivative is. It is a map of the function's derivative, so workers need the function
+as a program on plain tensors, and a way to make new programs from it: `Vjp`, `Jvp` and `Batched` wrap any program, also one
+another, which is how transforms are nested. Parents make and pickle them, workers run them.
+
+    Direct ─► Vjp ─► Jvp ─► Batched ...      program(load, common, own) ─► tensors
+    `common`: the function's captures, and tangents of them; `own`: the tensors of one call, then cotangents or tangents
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+
+from mpgrad.pickling import structure
+from mpgrad.pickling.state import loads_whole
+from mpgrad.torch_state.modes import Modes, seed_item, under
+from mpgrad.torch_state.private import refusing_no_grad, transforms_are_active, within_dual_level
+
+__all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
+
+Tensors = Sequence[torch.Tensor]
+Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tensors as its captures
+
+
+class Runner:
+    """The function of the operation: runs each call's program on what all calls have in common and its own tensors."""
+
+    def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
+        self.pickled = pickled
+        self.common = list(common)
+        self.seed = seed
+
+    def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
+        if self.seed is not None:  # a derivative of some items only meets their random numbers again
+            seed_item(self.seed, program.direct.item)
+        tensors = program(functools.partial(loads_whole, self.pickled), self.common, own)
+        return program.direct.result, [tensor.detach() for tensor in tensors]
+
+
+class Program(ABC):
+    direct: Direct
+    batches = 0  # vmaps around the function
+    tangents = 0  # forward derivatives
+
+    @abstractmethod
+    def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]: ...
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ordinary autograd can do it all: it takes any `autograd.Function`, where torch.func wants a special kind."""
+        return self.batches == 0 and self.tangents <= 1
+
+
+class Direct(Program):
+    """One call of the function. `arguments` is the pickle of (args, kwargs) without their tensors."""
+
+    def __init__(self, item: int, arguments: bytes, common_needs: Sequence[bool], own_needs: Sequence[bool]) -> None:
+        self.item = item
+        self.arguments = arguments
+        self.needs = [*common_needs, *own_needs]  # whether a tensor requires grad in the function's eyes
+        self.result = b""  # the result's structure, known when the program has run
+
+    @property
+    def direct(self) -> Direct:  # type: ignore[override]
+        return self
+
+    def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
+        tensors = [*common, *own]
+        missing = [k for k, tensor in enumerate(tensors) if self.needs[k] and not tensor.requires_grad]
+
+        def run(*entered: torch.Tensor) -> list[torch.Tensor]:
+            for k, tensor in zip(missing, entered, strict=True):
+                tensors[k] = tensor.clone()  # not a leaf, so that the function may write to it
+            args, kwargs = loads_whole(self.arguments, tensors[len(common) :])
+            self.result, outputs = structure.dumps(load(tensors[: len(common)])(*args, **kwargs))
+            return outputs
+
+        entering = [tensors[k] for k in missing]
+        if not missing or not torch.is_grad_enabled():
+            return run(*entering)
+        if transforms_are_active():  # where no tensor can be made to require grad, but for one more transform
+            return list(torch.func.vjp(run, *entering)[0])
+        return run(*(tensor.clone().requires_grad_() for tensor in entering))  # clones keep a tangent
+
+
+class Derived(Program):
+    """A program made from another one; `plain` is settled by the outermost, because the two ways do not mix."""
+
+    def __init__(self, inner: Program) -> None:
+        self.inner = inner
+        self.direct = inner.direct
+        self.batches = inner.batches
+        self.tangents = inner.tangents
+
+    def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
+        return self.run(load, list(common), list(own), self.is_plain)
+
+    @abstractmethod
+    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]: ...
+
+    def run_inner(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+        if isinstance(self.inner, Derived):
+            return self.inner.run(load, common, own, plain)
+        return self.inner(load, common, own)
+
+
+class Vjp(Derived):
+    """Cotangents of outputs in, gradients of inputs out: those of `own_wanted`, then those of `common_wanted`."""
+
+    def __init__(
+        self,
+        inner: Program,
+        own_count: int,
+        outputs: Sequence[int],
+        own_wanted: Sequence[int],
+        common_wanted: Sequence[int],
+        modes: Modes,
+    ) -> None:
+        super().__init__(inner)
+        self.modes = modes._replace(grad=True)  # of the backward; the function itself runs under those of the forward
+        self.own_count = own_count
+        self.outputs = outputs  # those that have a cotangent, in their order
+        self.own_wanted = own_wanted
+        self.common_wanted = common_wanted
+
+    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+        own, cotangents = own[: self.own_count], own[self.own_count :]
+        inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
+
+        def outputs_of(*inputs: torch.Tensor) -> list[torch.Tensor]:  # of clones: not leaves, so that it may write to them
+            rest = iter(inputs)
+            entered_own, entered_common = list(own), list(common)
+            for k in self.own_wanted:
+                entered_own[k] = next(rest)
+            for k in self.common_wanted:
+                entered_common[k] = next(rest)
+            found = self.run_inner(load, entered_common, entered_own, plain)
+            return [found[k] for k in self.outputs]
+
+        if not plain:
+            pull_back = torch.func.vjp(lambda *inputs: outputs_of(*map(torch.clone, inputs)), *inputs)[1]
+            with under(self.modes):
+                return list(pull_back(cotangents))
+        again = any(tensor.requires_grad for tensor in (*own, *common, *cotangents))
+        return gradients(outputs_of, inputs, cotangents, again, self.modes)
+
+
+def gradients(
+    outputs_of: Callable[..., list[torch.Tensor]],
+    inputs: list[torch.Tensor],
+    cotangents: list[torch.Tensor],
+    again: bool,
+    modes: Modes,
+) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        entered = [(each if each.requires_grad else each.clone().requires_grad_()).clone() for each in inputs]
+        edges = [get_gradient_edge(tensor) for tensor in entered]
+        outputs = outputs_of(*entered)
+        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if pairs and edges:
+            connected, incoming = zip(*pairs, strict=True)
+            with under(modes):
+                found = torch.autograd.grad(connected, edges, incoming, create_graph=again, allow_unused=True)
+    zeros = torch.zeros_like
+    return [zeros(tensor) if grad is None else grad for tensor, grad in zip(inputs, found, strict=True)]
+
+
+class Jvp(Derived):
+    """Tangents of inputs in, tangents of `outputs` out."""
+
+    def __init__(
+        self,
+        inner: Program,
+        own_count: int,
+        common_count: int,
+        outputs: Sequence[int],
+        own_moving: Sequence[int],
+        common_moving: Sequence[int],
+        refusal: bool,
+    ) -> None:
+        super().__init__(inner)
+        self.tangents += 1
+        self.own_count = own_count
+        self.common_count = common_count
+        self.outputs = outputs
+        self.own_moving = own_moving  # those that have a tangent
+        self.common_moving = common_moving
+        self.refusal = refusal  # of `torch.no_grad`
+
+    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+        own, common = list(own), list(common)
+        tangents = own[self.own_count :] + common[self.common_count :]
+        del own[self.own_count :], common[self.common_count :]
+        primals = [*(own[k] for k in self.own_moving), *(common[k] for k in self.common_moving)]
+
+        def outputs_of(*primals: torch.Tensor) -> list[torch.Tensor]:
+            rest = iter(primals)
+            for k in self.own_moving:
+                own[k] = next(rest)
+            for k in self.common_moving:
+                common[k] = next(rest)
+            with refusing_no_grad() if self.refusal else contextlib.nullcontext():
+                found = self.run_inner(load, common, own, plain)
+            return [found[k] for k in self.outputs]
+
+        if not plain:
+            return list(torch.func.jvp(outputs_of, tuple(primals), tuple(tangents))[1])
+        with within_dual_level():
+            dual = map(forward_ad.make_dual, primals, tangents)
+            outputs = list(map(forward_ad.unpack_dual, outputs_of(*dual)))
+        return [torch.zeros_like(output.primal) if output.tangent is None else output.tangent for output in outputs]
+
+
+class Batched(Derived):
+    """The program under a vmap; dimensions as in `torch.func.vmap`, of what comes out always 0."""
+
+    def __init__(
+        self,
+        inner: Program,
+        own_dims: Sequence[int | None],
+        common_dims: Sequence[int | None],
+        batch_size: int,
+        randomness: str,
+    ) -> None:
+        super().__init__(inner)
+        self.batches += 1
+        self.own_dims = own_dims
+        self.common_dims = common_dims
+        self.batch_size = batch_size
+        self.randomness = randomness
+
+    def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+        def element(own: list[torch.Tensor], common: list[torch.Tensor], nothing: torch.Tensor) -> list[torch.Tensor]:
+            return self.run_inner(load, common, own, plain)
+
+        batch = torch.func.vmap(element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness)
+        # also where nothing is batched: random numbers may be, or be forbidden
+        return list(batch(own, common, torch.empty(self.batch_size)))

@@ -1,0 +1,9 @@
+"""What PyTorch has that a call must find as the caller had it: modes, seeds, levels of transforms; and its private names.
+
+Both sides. Imports PyTorch, `errors`, `system`, `tracebacks`; nothing here knows of workers or messages.
+
+    private       every name of PyTorch's that is not public, in one file
+    behaviours    tries each of them before the first pool of a process is made
+    modes         grad mode, autocast, default dtype, random generators: noted, set, put back
+    vmap_levels   tensors of vmap as levels and plain tensors, and back
+"""

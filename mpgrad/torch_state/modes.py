@@ -1,0 +1,242 @@
+"""What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers come from.
+
+A serial loop runs under the caller's modes without a thought; a worker has modes of its own. `Modes` is a snapshot that
+travels with every chunk; hooks for saved tensors are code, and travel with the function. Random numbers follow one rule: an
+operation draws one seed from the caller's generator, and each item derives its own from that, so nothing depends on which
+worker runs an item, in what order, or how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.torch_state.private import outside_transforms, saved_tensor_hooks
+
+__all__ = [
+    "TURNS",
+    "Modes",
+    "RandomState",
+    "current_modes",
+    "draw_seed",
+    "kept_random_state",
+    "load_generators",
+    "seed_item",
+    "under",
+    "under_hooks",
+]
+
+MASK = (1 << 64) - 1
+SEED_TORCH = torch.default_generator.manual_seed
+SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
+
+
+class Modes(NamedTuple):
+    grad: bool
+    inference: bool
+    default_dtype: str
+    autocast: bool
+    autocast_dtype: str
+    autocast_cache: bool
+    deterministic: bool
+    deterministic_warn_only: bool
+    anomaly: bool
+    anomaly_nan: bool
+    matmul_precision: str
+    device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
+
+    @property
+    def determinism(self) -> tuple[bool, bool]:
+        return self.deterministic, self.deterministic_warn_only
+
+    @property
+    def detection(self) -> tuple[bool, bool]:
+        return self.anomaly, self.anomaly_nan
+
+
+def current_modes(kind: str = "") -> Modes:
+    """`kind` is that of the pool's devices, if it has some."""
+    return Modes(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        str(torch.get_default_dtype()),
+        torch.is_autocast_enabled("cpu"),
+        str(torch.get_autocast_dtype("cpu")),
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+        torch.get_float32_matmul_precision(),
+        (kind, str(torch.get_autocast_dtype(kind))) if kind and torch.is_autocast_enabled(kind) else None,
+    )
+
+
+@contextlib.contextmanager
+def under(modes: Modes) -> Iterator[None]:
+    """Run the body as the caller would run it, then go back to what was."""
+    before = current_modes()
+    set_process_modes(modes, before)
+    try:
+        with contextlib.ExitStack() as stack:
+            if modes.inference:
+                stack.enter_context(torch.inference_mode())
+            else:
+                if before.inference:
+                    stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.set_grad_enabled(modes.grad))
+            if modes.autocast:
+                dtype = dtype_named(modes.autocast_dtype)
+                stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=modes.autocast_cache))
+            elif before.autocast:
+                stack.enter_context(torch.autocast("cpu", enabled=False))
+            if modes.device_autocast is not None:
+                kind, name = modes.device_autocast
+                stack.enter_context(torch.autocast(kind, dtype_named(name), cache_enabled=modes.autocast_cache))
+            yield
+    finally:
+        set_process_modes(before, modes)
+
+
+def set_process_modes(modes: Modes, now: Modes) -> None:
+    """The modes that belong to the process rather than to a thread; each is set only where it differs."""
+    if modes.default_dtype != now.default_dtype:
+        torch.set_default_dtype(dtype_named(modes.default_dtype))
+    if modes.determinism != now.determinism:
+        torch.use_deterministic_algorithms(modes.deterministic, warn_only=modes.deterministic_warn_only)
+    if modes.matmul_precision != now.matmul_precision:
+        torch.set_float32_matmul_precision(modes.matmul_precision)
+    if modes.detection != now.detection:
+        torch.autograd.set_detect_anomaly(modes.anomaly, modes.anomaly_nan)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class UnderHooks:
+    """A function with hooks for saved tensors around it: they belong to the caller's thread, and its graph to a worker."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self.function = function
+        self.hooks = pack, unpack
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
+            return self.function(*args, **kwargs)
+
+
+def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under the caller's `torch.autograd.graph.saved_tensors_hooks`, where there are some.
+
+    Those of `torch.utils.checkpoint` stay here: what they would run again is the caller's code.
+    """
+    hooks = saved_tensor_hooks()
+    if hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return function
+    return UnderHooks(function, *hooks)
+
+
+class Turns:
+    """The generators belong to the process: no thread draws a seed while another one, which may put them back, runs calls."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+TURNS = Turns()
+os.register_at_fork(after_in_child=TURNS.__init__)  # type: ignore[misc]
+
+
+def draw_seed() -> int:
+    """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
+    with TURNS.lock, outside_transforms():
+        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
+
+
+def seed_item(seed: int, index: int) -> int:
+    """Give torch, random and numpy the stream of item `index`; returns its seed."""
+    own = split_mix(seed + index)
+    SEED_TORCH(own)
+    SEED_RANDOM(own)
+    random._inst.gauss_next = None  # type: ignore[attr-defined]  # the half of a pair that an item before may have left
+    numpy: Any = sys.modules.get("numpy")  # optional for torch as for us: seeded where a task could have imported it
+    if numpy is not None:
+        numpy.random.seed(own & 0xFFFFFFFF)
+    return own
+
+
+def load_generators() -> None:
+    """Import what numpy itself imports on first use only.
+
+    While workers start that costs nothing. Later it would cost each of them 7 ms, and the caller may have no descriptor left
+    to read it with.
+    """
+    if "numpy" in sys.modules:
+        with contextlib.suppress(OSError):  # none left now, either: it is tried again when it is needed
+            importlib.import_module("numpy.random")
+
+
+def split_mix(number: int) -> int:
+    """SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
+
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    return finish_mix((number * 0x9E3779B97F4A7C15) & MASK)
+
+
+def finish_mix(number: int) -> int:
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
+    return number ^ (number >> 31)
+
+
+class RandomState:
+    """The state of this process's generators at one moment."""
+
+    def __init__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._random = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def has_moved(self) -> bool:
+        """Whether anybody has drawn a number since."""
+        if not torch.equal(self._torch, torch.default_generator.get_state()) or self._random != random.getstate():
+            return True
+        numpy: Any = sys.modules.get("numpy")
+        if self._numpy is None or numpy is None:
+            return False
+        name, key, *rest = numpy.random.get_state()
+        return bool(name != self._numpy[0] or tuple(rest) != tuple(self._numpy[2:]) or (key != self._numpy[1]).any())
+
+    def put_back(self) -> None:
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._random)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Put the generators back afterwards: for tasks that run in the caller's own process."""
+    state = RandomState()
+    try:
+        yield
+    finally:
+        state.put_back()

@@ -1,0 +1,257 @@
+"""Pool calls inside `torch.func.grad`, `vjp`, `jvp`, `jacrev`, `vmap` and their like, and on dual tensors.
+
+Such a transform follows computations by wrapping tensors, and a wrapper means nothing in another process. So a map becomes one
+`autograd.Function` of the kind that transforms understand: told what the map's derivative or batched form is, they wrap and
+unwrap around it. That derivative is a map again, of the function's derivative (`tasks.transform_programs`), so transforms
+may be nested as deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same seeds
+and modes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mpgrad.pickling import structure
+from mpgrad.pickling.state import dumps_whole
+from mpgrad.pickling.uncarried import item_not_carried
+from mpgrad.tasks.transform_programs import Batched, Direct, Jvp, Program, Runner, Vjp
+from mpgrad.torch_state.modes import Modes, current_modes
+from mpgrad.torch_state.private import (
+    dual_level_is_active,
+    has_tangent,
+    is_functorch_wrapped,
+    is_refusing_no_grad,
+    level_count,
+    older_levels,
+    plus,
+    transforms_are_active,
+    vmap_levels,
+    without_refusal,
+)
+from mpgrad.tracebacks import without_own_frames
+from mpgrad.wire.tensor_packing import overlaps
+
+__all__ = ["may_be_followed", "run_followed"]
+
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+
+class Run(Protocol):
+    """Runs an operation, unfollowed, under these modes, and without random numbers of its own."""
+
+    def __call__(self, function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]: ...
+
+
+def may_be_followed() -> bool:
+    """Whether a transform is running, or dual tensors may be about."""
+    return transforms_are_active() or dual_level_is_active()
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    return is_functorch_wrapped(tensor) or has_tangent(tensor)
+
+
+def run_followed(
+    function: Callable[..., Any], calls: list[Arguments], draw_seed: Callable[[], int | None], run: Run
+) -> list[Any] | None:
+    """The results of `calls`, followed by the transforms that are running; None where none of them follows any tensor here.
+
+    Raises:
+        TypeError, pickle.PicklingError: the function or an item cannot be carried.
+    """
+    pickled, common = dumps_whole(function)
+    own: list[list[torch.Tensor]] = []
+    programs: list[Program] = []
+    for index, call in enumerate(calls):
+        try:
+            arguments, tensors = dumps_whole(call)
+        except Exception as error:
+            item_not_carried(error, index, *call)
+        own.append(tensors)
+        needs_grad = [[tensor.requires_grad for tensor in each] for each in (common, tensors)]
+        programs.append(Direct(index, arguments, *needs_grad))
+    if not any(is_followed(tensor) for tensor in itertools.chain(common, *own)):
+        return None
+    if older_levels():
+        raise TypeError(
+            "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with strategy='forward-mode', "
+            "check_batched_forward_grad=True); use torch.func.jacfwd"
+        )
+    counts = [len(tensors) for tensors in own]
+    around = current_modes(), vmap_levels(), is_refusing_no_grad()
+    plan = Plan(run, pickled, draw_seed(), *around, programs, len(common), counts)
+    outputs = plan.apply(common, own)
+    return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
+
+
+class Plan:
+    """A map as a function of tensors: those that all calls have in common, then those of each call.
+
+    No tuple or dataclass: transforms would look for tensors in it and rebuild it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        pickled: bytes,
+        seed: int | None,
+        modes: Modes,
+        vmaps: frozenset[int],
+        refusal: bool,
+        programs: Sequence[Program],
+        common_count: int,
+        own_counts: Sequence[int],
+    ) -> None:
+        self._operation = run, pickled, seed, modes, vmaps, refusal
+        self.vmaps = vmaps  # that were running around the map
+        self.refusal = refusal  # of `torch.no_grad`, by a derivative of ours that is being taken around the map
+        self.programs = programs
+        self.common_count = common_count
+        self.own_counts = own_counts
+        # of the results, by call; known when the map has run
+        self.structures: list[bytes] = []
+        self.counts: list[int] = []
+
+    def apply(self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The outputs of each call, followed."""
+        outputs = Mapped.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
+        return list(per_call(outputs, self.counts))
+
+    def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        common, own = self.parts(tensors)
+        run, pickled, seed, modes, *_ = self._operation
+        calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
+        with without_refusal():
+            results = run(Runner(pickled, common, seed), calls, modes=modes)
+        return self.made([shape for shape, _ in results], [list(map(writable, outputs)) for _, outputs in results])
+
+    def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        self.structures = list(structures)
+        self.counts = [len(each) for each in outputs]
+        return tuple(itertools.chain(*outputs)) or (torch.zeros(()),)  # a Function has at least one output
+
+    def parts(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
+        """One value per tensor, split into those of the common ones and those of each call."""
+        return values[: self.common_count], list(per_call(values[self.common_count :], self.own_counts))
+
+    def derived(
+        self, calls: Mapping[int, tuple[Program, Sequence[torch.Tensor]]], common: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
+        """The outputs of other programs for some of the calls, each with its own tensors, followed; and their structures."""
+        programs, own = [program for program, _ in calls.values()], [tensors for _, tensors in calls.values()]
+        plan = Plan(*self._operation, programs, len(common), [len(tensors) for tensors in own])
+        outputs = plan.apply(common, own)
+        return dict(zip(calls, outputs, strict=True)), plan.structures
+
+
+class Mapped(torch.autograd.Function):
+    """A `Plan` as a node."""
+
+    @staticmethod
+    @without_own_frames
+    def forward(plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return plan.evaluate([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.plan, *tensors = inputs
+        ctx.differentiable = list(map(can_be_followed, output))
+        ctx.sorts = [(each.shape, each.dtype) for each in output]
+        ctx.mark_non_differentiable(*[each for each, there in zip(output, ctx.differentiable, strict=True) if not there])
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @without_own_frames
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        tensors = ctx.saved_tensors
+        common, own = plan.parts(tensors)
+        needed = [needs and can_be_followed(each) for needs, each in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
+        needed_of_common, needed_of_own = plan.parts(needed)
+        common_wanted, own_wanted = places(needed_of_common), [places(flags) for flags in needed_of_own]
+        calls: dict[int, tuple[Program, list[torch.Tensor]]] = {}
+        for call, mine in enumerate(per_call(grads, plan.counts)):
+            outputs = present(mine)
+            if outputs and (own_wanted[call] or common_wanted):
+                program = Vjp(plan.programs[call], len(own[call]), outputs, own_wanted[call], common_wanted, current_modes())
+                calls[call] = program, [*own[call], *(mine[k] for k in outputs)]
+        of_common: list[torch.Tensor | None] = [None] * len(common)
+        of_own: list[list[torch.Tensor | None]] = [[None] * len(mine) for mine in own]
+        gradients, _ = plan.derived(calls, common)
+        for call, found in reversed(gradients.items()):  # the last first, as autograd adds up
+            count = len(own_wanted[call])
+            for k, grad in zip(own_wanted[call], found[:count], strict=True):
+                of_own[call][k] = grad
+            for k, grad in zip(common_wanted, found[count:], strict=True):
+                held = of_common[k]
+                of_common[k] = grad if held is None else plus(held, grad)
+        return None, *of_common, *itertools.chain(*of_own)
+
+    @staticmethod
+    @without_own_frames
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        common, own = plan.parts(ctx.saved_tensors)
+        of_common, of_own = plan.parts(tangents[1:])
+        common_moving = present(of_common)
+        outputs_of = list(map(places, per_call(ctx.differentiable, plan.counts)))
+        calls: dict[int, tuple[Program, list[torch.Tensor]]] = {}
+        for call, outputs in enumerate(outputs_of):
+            moving = present(of_own[call])
+            if outputs and (moving or common_moving):
+                counts = len(own[call]), len(common)
+                program = Jvp(plan.programs[call], *counts, outputs, moving, common_moving, plan.refusal)
+                calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
+        found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
+        # PyTorch wants a tangent for every output that could have one
+        resting = per_call([torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.sorts], plan.counts)
+        results: list[torch.Tensor | None] = []
+        for call, (outputs, zeros) in enumerate(zip(outputs_of, resting, strict=True)):
+            moved = dict(zip(outputs, found[call], strict=True)) if call in found else {}
+            results += [moved.get(k, zero) if k in outputs else None for k, zero in enumerate(zeros)]
+        return tuple(results) or (None,)
+
+    @staticmethod
+    @without_own_frames
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
+        common, own = plan.parts(tensors)
+        common_dims, own_dims = plan.parts(in_dims[1:])
+        # a derivative under a vmap that did not run around the map itself: its random numbers were drawn once
+        randomness = info.randomness if 1 + level_count() in plan.vmaps else "same"
+        programs: list[Program] = [
+            Batched(program, dims, common_dims, info.batch_size, randomness)
+            for program, dims in zip(plan.programs, own_dims, strict=True)
+        ]
+        outputs, structures = plan.derived(dict(enumerate(zip(programs, own, strict=True))), common)
+        made = plan.made(structures, list(outputs.values()))
+        return made, tuple(0 if outputs and any(outputs.values()) else None for _ in made)
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Forward mode lays a tangent out as its value is, and writes it there: no two elements may share memory."""
+    return tensor.contiguous() if tensor.layout is torch.strided and overlaps(tensor) else tensor
+
+
+def can_be_followed(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def per_call(values: Sequence[Any], counts: Sequence[int]) -> Iterator[list[Any]]:
+    rest = iter(values)
+    return (list(itertools.islice(rest, count)) for count in counts)
+
+
+def places(flags: Sequence[bool]) -> list[int]:
+    return [k for k, flag in enumerate(flags) if flag]
+
+
+def present(values: Sequence[object]) -> list[int]:
+    return places([value is not None for value in values])

@@ -1,0 +1,9 @@
+"""What caller and workers say to each other, and how tensors look in it. Both sides.
+
+Imports `memory` and `torch_state`. Nothing here decides anything; a message holds numbers, bytes and tensor references only.
+
+    messages         one frozen type a hop
+    frames           messages, small tensors and descriptors through a pipe
+    tensor_refs      a tensor as a reference; how the receiver looks at it
+    tensor_packing   tensors into messages or slots
+"""

@@ -1,0 +1,409 @@
+"""What parent and worker say to each other: one frozen type per hop, many messages in a frame.
+
+    parent ► worker   Start NewSlab SlabsGone Try Direct Define Forget Forward Backward Collect Release Returned Stop
+    worker ► parent   NewSlab SlabsGone Tried LastWords Ready StartFailed Results Gradients Collected Returned Printed Logged
+NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpgrad.memory.accelerator import Handle
+from mpgrad.torch_state.modes import Modes
+from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.tensor_refs import TensorRef
+
+__all__ = [
+    "FAREWELL",
+    "Backward",
+    "BackwardCall",
+    "Collect",
+    "Collected",
+    "Define",
+    "Direct",
+    "Eager",
+    "Failure",
+    "Forget",
+    "Forward",
+    "ForwardCall",
+    "Gradients",
+    "LastWords",
+    "Logged",
+    "Message",
+    "Missing",
+    "ModulesState",
+    "NewSlab",
+    "Printed",
+    "Progress",
+    "Ready",
+    "Rederive",
+    "Release",
+    "Rerun",
+    "Result",
+    "Results",
+    "Returned",
+    "SlabsGone",
+    "Start",
+    "StartFailed",
+    "Stop",
+    "Structure",
+    "Tried",
+    "Try",
+    "Warned",
+]
+
+FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
+
+# How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
+# (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
+Structure = int | bytes | None
+
+
+class Progress:
+    """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
+
+    COUNT = 6
+    BETWEEN = -1  # in the place of the chunk: the position is that of another one now
+    CHUNK = 0
+    POSITION = 1  # of the call in the chunk
+    STARTED = 2  # when that call began, on the clock of time.monotonic_ns
+    OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
+    CANCELLED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
+
+
+# --- both ways: memory
+
+
+class NewSlab(NamedTuple):
+    """The sender made shared memory; its file descriptor travels with the frame, or it has a handle, if it is on a device."""
+
+    number: int
+    nbytes: int
+    handle: Handle | None = None
+    code: int = 0  # of the device
+
+
+class SlabsGone(NamedTuple):
+    numbers: list[int]
+
+
+class Returned(NamedTuple):
+    """Slots that the receiver lent: each address, and how many times it had been received."""
+
+    slots: list[tuple[int, int]]
+
+
+class Try(NamedTuple):
+    """Whether the receiver can read the sender's slots on a device: at `address`, `nbytes` long, there should be `mark`."""
+
+    address: int
+    nbytes: int
+    mark: bytes
+
+
+class Tried(NamedTuple):
+    """Why the sender cannot read what `Try` named, or ""; and in return a slot of its own, where it can."""
+
+    refusal: str
+    back: Try | None
+
+
+class Direct(NamedTuple):
+    """From here on results may travel as slots on the device: both sides can read each other's."""
+
+
+# --- parent to worker
+
+
+class Start(NamedTuple):
+    """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent.
+
+    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no limit.
+    """
+
+    initializer: bytes
+    threads: int
+    graph_bytes: int | None
+    log_level: int
+    path: list[str]
+    argv: list[str]
+    directory: str | None
+    device: bytes = b""  # the pickle of a `devices.Post`, in a pool with devices
+
+
+class ModulesState(NamedTuple):
+    """What some functions use of the user's modules, see `mpgrad.pickling.state`; of the last few workers keep the bytes."""
+
+    number: int
+    pickled: bytes | None  # None where the worker has them
+    tensors: int  # how many captures are its own
+
+
+class Define(NamedTuple):
+    """A function as it is during one map.
+
+    `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot of shared memory, whose
+    address and size are `block` (None where they are empty); their places are offsets in it. `state` is what the function uses
+    of the user's modules, whose captures come last.
+    """
+
+    function: int
+    code: int
+    pickled: bytes | None
+    block: tuple[int, int] | None
+    captures: Sequence[TensorRef]
+    gathers: bool = False  # all tensors of its calls go to the worker's device
+    state: ModulesState | None = None
+
+
+class Forget(NamedTuple):
+    functions: list[int]
+    codes: list[int]
+    nbytes: int  # of the functions' captures
+
+
+class ForwardCall(NamedTuple):
+    """`claimed`: results of other calls among the arguments, the structure and number of tensors of each; these come last.
+
+    `bundle`: where many items travel as one call, the structure and number of tensors of each one's arguments.
+    """
+
+    call: int
+    item: int  # its index; in a bundle that of the first
+    structure: Structure
+    tensors: Sequence[TensorRef]
+    claimed: Sequence[tuple[Structure, int]] = ()
+    origin: int = 0  # the device it comes from: where results go that lie on the worker's device
+    bundle: Sequence[tuple[Structure, int]] = ()
+
+
+class Forward(NamedTuple):
+    """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
+
+    `eager`: see `Eager`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
+    that may say nothing of other gradients.
+    """
+
+    chunk: int
+    function: int
+    modes: Modes
+    seed: int | None
+    stop_at_failure: bool
+    eager: int
+    ones: bool
+    calls: list[ForwardCall]
+
+
+class Eager:
+    """Whether backwards are run right after their forwards, and where the gradients of captures go then."""
+
+    NO = 0
+    SUMS = 1  # added up in the worker until they are collected, as for calls that all have the same part in the loss
+    APART = 2  # with each call's result
+
+
+class Rerun(NamedTuple):
+    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then this one is run through."""
+
+    function: int
+    modes: Modes
+    seed: int | None
+    call: ForwardCall
+    spent: bool
+
+
+class BackwardCall(NamedTuple):
+    """The gradients of one call's outputs; `wanted` are the numbers of the inputs whose gradients are needed.
+
+    Those of the captures come after them where `apart`, and are added up for `Collect` otherwise. Where `graph` is a number,
+    a graph of all these gradients is kept under it. `grads` are the parts of each output's gradient, to be added up, one output
+    after another: of each as many as `parts` says. Gradients are batches over `levels`, which are in front. `before` makes the
+    call's graph again where it is missing. After the `last` one, which leaves nothing of it, it is dropped.
+    """
+
+    call: int
+    task: int
+    keep: bool
+    last: bool
+    wanted: tuple[int, ...]
+    captures: bool
+    apart: bool
+    levels: tuple[Level, ...]
+    graph: int | None
+    grads: Sequence[TensorRef]
+    parts: list[int]
+    before: Sequence[Rerun | Rederive] = ()
+
+
+class Rederive(NamedTuple):
+    """Run a backward for the graph of its gradients only."""
+
+    modes: Modes
+    call: BackwardCall
+
+
+class Backward(NamedTuple):
+    chunk: int
+    modes: Modes
+    calls: list[BackwardCall]
+
+
+class Collect(NamedTuple):
+    """Hand over the capture gradients added up for a function in one backward; without `task`, in the eager ones."""
+
+    chunk: int
+    function: int
+    task: int | None
+    levels: tuple[Level, ...]
+
+
+class Release(NamedTuple):
+    calls: list[int]
+
+
+class Stop(NamedTuple):
+    pass
+
+
+# --- worker to parent
+
+
+class LastWords(NamedTuple):
+    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
+
+
+class Ready(NamedTuple):
+    """The worker has started; at `progress` in shared memory lie a few int64, see `Progress`."""
+
+    pid: int
+    progress: int
+
+
+class Failure(NamedTuple):
+    """An exception of a task, pickled, and the text of its traceback; in a bundle, that of the item at `offset`.
+
+    `given`: what the function was given, in words.
+    """
+
+    error: bytes
+    traceback: str
+    phase: str
+    offset: int = 0
+    given: str = ""
+
+
+class StartFailed(NamedTuple):
+    failure: Failure
+
+
+class Result(NamedTuple):
+    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
+
+    `for_one`: they say nothing of other gradients than one. `bundle`: the structure and number of tensors of each item's
+    result. `unused`: inputs that it does not depend on, by number among those that need gradients, where they have a history or
+    hooks in the caller.
+    """
+
+    structure: Structure
+    tensors: Sequence[TensorRef]
+    has_graph: bool
+    gradients: Sequence[TensorRef | None] | None
+    bundle: Sequence[tuple[Structure, int]] = ()
+    unused: Sequence[int] = ()
+    for_one: bool = False
+
+
+class Warned(NamedTuple):
+    """A warning that a task gave: the pickle of its message, an instance of its category, and where it was given."""
+
+    message: bytes
+    file: str
+    line: int
+
+
+class Missing(NamedTuple):
+    """The outcome of a backward whose graph was dropped, for want of memory, before it came."""
+
+
+class Results(NamedTuple):
+    """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
+
+    Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards that were run ahead; the rest is our
+    work.
+
+    `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
+    depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.
+    """
+
+    chunk: int
+    outcomes: list[Result | Failure]
+    seconds: float
+    own_seconds: float
+    ahead_seconds: float
+    mutated: bool
+    warned: list[Warned]
+    dropped: list[int]
+    graph_bytes: int
+    reached: Sequence[int] = ()
+
+
+class Gradients(NamedTuple):
+    """`reached`: by position, what gradients that are to be differentiated depend on, of captures as those of `Results`."""
+
+    chunk: int
+    outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
+    seconds: float  # of the engine
+    warned: list[Warned]
+    dropped: list[int]
+    graph_bytes: int
+    reached: Sequence[tuple[int, Sequence[int]]] = ()
+
+
+class Printed(NamedTuple):
+    """What a task wrote to "stdout" or "stderr"."""
+
+    stream: str
+    text: str
+
+
+class Logged(NamedTuple):
+    """The pickle of a `logging.LogRecord`."""
+
+    record: bytes
+
+
+class Collected(NamedTuple):
+    """The sums, and of how many calls."""
+
+    chunk: int
+    grads: Sequence[TensorRef | None] | Failure
+    calls: int
+
+
+Message = (
+    NewSlab
+    | SlabsGone
+    | Returned
+    | Define
+    | Forget
+    | Forward
+    | Backward
+    | Collect
+    | Release
+    | Start
+    | Stop
+    | LastWords
+    | Ready
+    | StartFailed
+    | Results
+    | Gradients
+    | Collected
+    | Printed
+    | Logged
+    | Try
+    | Tried
+    | Direct
+)

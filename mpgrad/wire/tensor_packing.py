@@ -1,0 +1,528 @@
+"""Tensors made ready to send: a small one rides in the message itself, a large one lies in a slot and sends its address.
+
+Up to RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a tensor). Many that are
+alike are copied at once, and have one slot together: a bucket, which costs little more than one tensor.
+
+    tensor ──► one run of memory ──► bytes, or a slot: Placed ──► Payload ──► TensorRef
+    tensors ──► Bucketed, or Riders: Together ──────────────────────► Payload ──► Bucket, or Columns
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, overload
+
+import torch
+
+from mpgrad.memory.accelerator import Lane, code_of
+from mpgrad.memory.arena import Arena, Borrowed, Slot
+from mpgrad.torch_state.private import flattened, have_plain_memory, without_autocast
+from mpgrad.wire.tensor_refs import (
+    ALIGNMENT,
+    DEVICE,
+    LEAF,
+    LONE,
+    NUMBER_OF_DTYPE,
+    PARAMETER,
+    PLACE,
+    REQUIRES_GRAD,
+    SHARED,
+    SPARSE_LAYOUTS,
+    SPREAD,
+    WITHIN,
+    Bucket,
+    Columns,
+    Form,
+    Row,
+    Sparse,
+    TensorRef,
+    flags_of,
+    span_of,
+    strided,
+    unit_of,
+    view,
+)
+
+__all__ = [
+    "ANSWERED_BYTES",
+    "BUCKETED_BYTES",
+    "RIDE_BYTES",
+    "Bucketed",
+    "Devices",
+    "Packer",
+    "Payload",
+    "Placed",
+    "Together",
+    "are_alike",
+    "overlaps",
+    "placed_again",
+    "staged_again",
+]
+
+RIDE_BYTES = 8192
+RIDE_TOGETHER = 32768  # bytes of a bucket, likewise
+BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
+ANSWERED_BYTES = 64 << 10  # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+MANY = 8  # references in one message, from which they are pickled in columns
+PADDING = [bytes(count) for count in range(ALIGNMENT)]
+BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
+ROOM_BYTES = 256  # at most travel of what lies before a tensor in its storage: less than a message; rows of a batch stay small
+GAPPED = 4  # times its elements is what travels with its gaps, at most: there most cache lines hold an element, and are read
+HOW = SPREAD | WITHIN | LONE  # the flags that say how a tensor travels
+AS_STRIDED = torch.Tensor.as_strided  # as they are here: in workers `surroundings` watches what functions do with them
+OFFSET_OF = torch.Tensor.storage_offset
+
+
+class Placed(NamedTuple):
+    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    form: Form
+    address: int  # -1 where it rides in the message
+    nbytes: int
+    flags: int
+    body: bytes | None
+    holder: Slot | Borrowed | None
+
+
+def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
+    """What one process has sent us, ready to be sent to another."""
+    dtype, shape, form, place, nbytes, flags = ref
+    if flags & REQUIRES_GRAD and not flags & LEAF:
+        flags &= ~PARAMETER  # the output of a call is none, whatever it was there
+    if place >= 0:
+        holder = memories[place]
+        address = holder.address if isinstance(holder, Slot) else place  # on a device it has come into a slot of ours
+        return Placed(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
+    return Placed(dtype, shape, form, -1, nbytes, flags, bytes(payload[-1 - place : -1 - place + nbytes]), None)
+
+
+class Devices(Protocol):
+    """The devices of a pool, as one side of it sees them."""
+
+    kind: str
+
+    def way_to(self, code: int) -> Lane | None:
+        """For a tensor that lies there: the lane by which it travels; None where it goes through the CPU's memory."""
+        ...
+
+
+class Packer:
+    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already.
+
+    Where `lasting`, a slot can be sent again and again, and says the same whatever its readers do.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None,
+        lasting: bool = False,
+        devices: Devices | None = None,
+        most_bucketed: int = BUCKETED_BYTES,
+    ) -> None:
+        self._arena = arena
+        self._known = known
+        self._devices = devices
+        self.kind = "" if devices is None else devices.kind  # of the devices whose tensors can be placed
+        self._flags = SHARED if lasting else 0
+        self._most_bucketed = most_bucketed
+        self.bytes_copied = 0
+
+    def together(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+        """None where they are few, or one of them is missing or has to go another way."""
+        return self.bucketed(tensors, flags) or (self._all_riding(tensors, flags) if len(tensors) >= MANY else None)
+
+    def bucketed(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Bucketed | None:
+        """None where they are not alike, or one by one, or too large."""
+        alike = are_alike(tensors) if len(tensors) > 1 and len(set(flags)) == 1 else None
+        if alike is None:
+            return None
+        counts = [tensor.numel() for tensor in alike]
+        dtype = alike[0].dtype
+        if 0 in counts or max(counts) * dtype.itemsize > self._most_bucketed:
+            return None
+        unit = unit_of(dtype.itemsize, counts)
+        parts = alike if unit == 1 else filled_up(alike, counts, unit)
+        nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
+        if nbytes > RIDE_TOGETHER and self._devices is not None:  # there each tensor is named by itself
+            return None
+        shapes = [tuple(tensor.shape) for tensor in alike]
+        with torch.no_grad(), without_autocast():
+            if nbytes <= RIDE_TOGETHER:
+                flat = flattened(parts)
+                body, slot, place = ctypes.string_at(flat.data_ptr(), nbytes), None, -1
+            else:
+                slot = self._arena.allocate(nbytes)
+                body, place = None, slot.address
+                flat = torch.frombuffer(slot.memory, dtype=dtype)
+                torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
+        self.bytes_copied += sum(counts) * dtype.itemsize
+        how = LONE if any(map(OFFSET_OF, alike)) else 0
+        if slot is not None:
+            how |= self._flags
+        return Bucketed(Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how), body, slot)
+
+    def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
+        rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
+        for tensor, own in zip(tensors, flags, strict=True):
+            if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+                return None
+            if tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride():  # an expanded one travels as small as it is
+                return None
+            core, form, how = dense_core(tensor)
+            nbytes = core.nbytes
+            if nbytes > RIDE_BYTES:
+                return None
+            body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+            rest = -nbytes % ALIGNMENT
+            rows.append((NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, -1 - offset, nbytes, own | how))
+            bodies.append(body + PADDING[rest] if rest else body)
+            offset += nbytes + rest
+            copied += nbytes
+        self.bytes_copied += copied
+        return Riders(rows, bodies)
+
+    def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
+        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
+        if code or not tensor.is_cpu:
+            return self._place_elsewhere(tensor, flags, code_of(tensor) if code is None else code, staged)
+        core, form, how = dense_core(tensor)
+        flags |= how
+        nbytes = core.numel() * core.element_size()
+        number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
+        if nbytes <= RIDE_BYTES:
+            self.bytes_copied += nbytes
+            body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+            return Placed(number, shape, form, -1, nbytes, flags, body, None)
+        if self._known is not None and (found := self._known(core)) is not None:
+            address, holder = found
+            return Placed(number, shape, form, address, nbytes, flags | SHARED, None, holder)
+        slot = self._arena.allocate(nbytes)
+        copy_into(slot.memory, core, nbytes)
+        self.bytes_copied += nbytes
+        return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
+
+    def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
+        """A tensor that lies on a device, or is to.
+
+        Small ones take a slot there too: to ride in a message they would have to come to the CPU, and so wait until all is
+        done that the device has been given before.
+        """
+        lane = None if staged or code == 0 else self._way(tensor)
+        if lane is None:
+            here = brought_here(tensor)
+            placed = self.place(here, flags)
+            return placed._replace(flags=(placed.flags | left_behind(tensor, here)) + code * DEVICE)
+        core, form, how = dense_core(tensor.detach())
+        slot = lane.write(core)
+        nbytes = slot.memory.nbytes
+        self.bytes_copied += nbytes
+        flags |= how | code * DEVICE
+        return Placed(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
+
+    def _way(self, tensor: torch.Tensor) -> Lane | None:
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor._is_zerotensor()
+        return self._devices.way_to(code_of(tensor)) if is_plain and self._devices is not None else None
+
+    def place_together(
+        self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
+    ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
+        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory.
+
+        Those on devices have slots of their own there, which come last, unless all is to be `staged`.
+        """
+        if not all(tensor.is_cpu for tensor in tensors):
+            return self._some_elsewhere(tensors, sharing, staged)
+        refs, cores, nbytes = laid_out(tensors, sharing)
+        if nbytes == 0:
+            return refs, None, []
+        slot = self._arena.allocate(nbytes)
+        fill(slot.memory, refs, cores)
+        self.bytes_copied += nbytes
+        return refs, slot, []
+
+    def _some_elsewhere(
+        self, tensors: Sequence[torch.Tensor], sharing: bool, staged: bool
+    ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
+        ways = [None if staged else self._way(tensor) for tensor in tensors]
+        through_here = [brought_here(tensor) for tensor, way in zip(tensors, ways, strict=True) if way is None]
+        refs, slot, slots = self.place_together(through_here, sharing)
+        here, found = zip(refs, through_here, strict=True), []
+        for tensor, way in zip(tensors, ways, strict=True):
+            code = code_of(tensor)
+            if way is None:
+                ref, own = next(here)
+                how = ref.flags & HOW | left_behind(tensor, own)
+                found.append(ref._replace(flags=how | flags_of(tensor) | code * DEVICE))
+            else:
+                placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
+                assert isinstance(placed.holder, Slot)
+                slots.append(placed.holder)
+                found.append(Payload().add(placed))
+        return found, slot, slots
+
+
+def staged_again(packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
+    """As `placed_again`, for a worker that can read the CPU's memory only."""
+    if ref.place < 0 or not isinstance(memories[ref.place], Slot):
+        return placed_again(ref, payload, memories)
+    tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
+    return packer.place(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
+
+
+def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], list[torch.Tensor], int]:
+    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory.
+
+    Where `sharing`, those that look at the same memory do so there too; but they do not share what autograd counts writes with.
+    """
+    refs, cores, offset = [], [], 0
+    known: dict[tuple[int, int], int] = {}
+    for tensor in tensors:
+        core, form, how = dense_core(tensor)
+        nbytes = core.numel() * core.element_size()
+        number = NUMBER_OF_DTYPE[tensor.dtype]
+        place = known.setdefault((core.data_ptr(), nbytes), offset) if sharing else offset
+        refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - place, nbytes, flags_of(tensor) | how))
+        cores.append(core)
+        if place == offset:
+            offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+    return refs, cores, offset
+
+
+def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Tensor]) -> None:
+    for ref, core in zip(refs, cores, strict=True):
+        copy_into(memory[-1 - ref.place :], core, ref.nbytes)
+
+
+def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
+    """`core` is dense, so its bytes are one run of memory."""
+    if nbytes == 0:
+        return
+    target = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        core.untyped_storage(), core.storage_offset() * core.element_size(), (nbytes,), (1,)
+    )
+    target.copy_(source)
+
+
+def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
+    """The memory that travels for `tensor`, one run; the form that rebuilds it from that, and what its flags say of it: `HOW`.
+
+    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits. What
+    lies in the gaps, and before the tensor in its storage, travels too where that is little: `as_strided` can reach it.
+    """
+    if tensor.layout is not torch.strided:
+        return sparse_core(tensor.detach())
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):
+        start = OFFSET_OF(tensor)
+        if start == 0:
+            return tensor, None, 0
+        if start * tensor.element_size() > ROOM_BYTES or not (tensor.dim() and tensor.numel()):
+            return tensor, None, LONE
+    if tensor._is_zerotensor():  # it has no memory
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None, 0
+    core, stride = tensor.detach(), tensor.stride()
+    if core.numel() == 0:
+        return core, stride, 0
+    how = LONE if OFFSET_OF(core) else 0
+    if not (any(stride) or tensor.is_complex() or tensor.is_neg()):  # one number everywhere: what a sum's gradient looks like
+        return AS_STRIDED(core, (1,) * len(stride), stride), stride, how
+    for dim, step in enumerate(stride):
+        if step == 0 and core.shape[dim] > 1:
+            core = core.narrow(dim, 0, 1)
+    if not (core.is_conj() or core.is_neg()):
+        span = span_of(core.shape, stride)
+        if span <= GAPPED * core.numel() or span * core.element_size() <= RIDE_BYTES:
+            return run_of(core, stride, span)
+    elif is_dense(core):
+        return core.resolve_conj().resolve_neg(), stride, how
+    return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD | how
+
+
+def run_of(core: torch.Tensor, stride: tuple[int, ...], span: int) -> tuple[torch.Tensor, Form, int]:
+    start = OFFSET_OF(core)
+    room = start if start * core.element_size() <= ROOM_BYTES else 0
+    how = 0 if start == 0 else WITHIN if room else LONE
+    return AS_STRIDED(core, (room + span,), (1,), start - room), stride, how
+
+
+def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
+    """The indices and values of `tensor` as one run of bytes, and how they go together."""
+    is_coo = tensor.layout is torch.sparse_coo
+    if is_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    refs, cores, nbytes = laid_out(parts)
+    memory = bytearray(nbytes)
+    fill(memoryview(memory), refs, cores)
+    core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
+
+
+def brought_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` on the CPU, with its strides."""
+    if tensor.is_cpu or tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return tensor.detach().cpu()
+    core, stride, how = dense_core(tensor.detach())
+    here = core.cpu()
+    if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
+        return here
+    return strided(AS_STRIDED(here, (here.numel(),), (1,)), tuple(tensor.shape), stride, how)
+
+
+def left_behind(tensor: torch.Tensor, here: torch.Tensor) -> int:
+    """LONE, where `brought_here` has left what its storage holds before it."""
+    has_storage = tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return LONE if has_storage and OFFSET_OF(tensor) > OFFSET_OF(here) else 0
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of dimensions, fill one run of memory."""
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def overlaps(core: torch.Tensor) -> bool:
+    """Whether some elements share memory, so that strides cannot be rebuilt from separate elements."""
+    reach = 0
+    for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += step * (size - 1)
+    return False
+
+
+def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of one dtype."""
+    found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
+    is_whole = len(found) == len(tensors) and have_plain_memory(found) and len({tensor.dtype for tensor in found}) == 1
+    return found if is_whole and all(map(torch.Tensor.is_contiguous, found)) else None
+
+
+def filled_up(tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int) -> list[torch.Tensor]:
+    """The tensors, and between them what fills each one up to a multiple of so many elements."""
+    parts: list[torch.Tensor] = []
+    fillings = fillings_of(tensors[0].dtype, unit)
+    for tensor, count in zip(tensors, counts, strict=True):
+        parts.append(tensor)
+        if rest := count % unit:
+            parts.append(fillings[unit - rest])
+    return parts
+
+
+@functools.cache
+def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
+    with torch.inference_mode(False):
+        return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
+
+
+class Together(ABC):
+    """Many tensors made ready to send, as one."""
+
+    nbytes: int
+    holder: Slot | None = None  # of their memory, where they do not ride in the message
+
+    @abstractmethod
+    def in_payload(self, start: int) -> tuple[Sequence[TensorRef], bytes]:
+        """References to them where the payload before them is `start` bytes long, and what they add to it."""
+
+    @property
+    def message_bytes(self) -> int:
+        return self.nbytes if self.holder is None else 0
+
+
+class Bucketed(Together):
+    """Tensors that are alike, see `Bucket`."""
+
+    __slots__ = ("_body", "_bucket", "holder", "nbytes")
+
+    def __init__(self, bucket: Bucket, body: bytes | None, holder: Slot | None) -> None:
+        self._bucket = bucket
+        self._body = body
+        self.holder = holder
+        self.nbytes = bucket.nbytes
+
+    def in_payload(self, start: int) -> tuple[Bucket, bytes]:
+        if start == 0 or self._body is None:
+            return self._bucket, self._body or b""
+        dtype, shapes, counts, place, nbytes, flags = self._bucket.fields
+        return Bucket(dtype, shapes, counts, place - start, nbytes, flags), self._body
+
+
+class Riders(Together):
+    """Small tensors of all kinds, which ride in the message. In columns, and their bytes one after another."""
+
+    __slots__ = ("_body", "_columns", "nbytes")
+
+    def __init__(self, rows: Sequence[Row], bodies: Sequence[bytes]) -> None:
+        """`rows` have places in a payload of their own, in which `bodies` follow one another."""
+        self._columns = Columns(*zip(*rows, strict=True))
+        self._body = b"".join(bodies)
+        self.nbytes = len(self._body)
+
+    def in_payload(self, start: int) -> tuple[Columns, bytes]:
+        if start == 0:
+            return self._columns, self._body
+        columns = list(self._columns.columns)
+        columns[PLACE] = [place - start for place in columns[PLACE]]
+        return Columns(*columns), self._body
+
+
+class Payload:
+    """The bytes of the small tensors of one message."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.nbytes = 0
+
+    def add(self, placed: Placed) -> TensorRef:
+        dtype, shape, form, address, nbytes, flags, body, _ = placed
+        return TensorRef(dtype, shape, form, address if body is None else self._append(body), nbytes, flags)
+
+    @overload
+    def add_all(self, placed: Sequence[Placed] | Together) -> Sequence[TensorRef]: ...
+    @overload
+    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
+    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
+        if isinstance(placed, Together):
+            return self._add_together(placed)
+        if len(placed) < MANY or None in placed:
+            return [None if each is None else self.add(each) for each in placed]
+        dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*placed, strict=True)
+        places = [where if body is None else self._append(body) for where, body in zip(addresses, bodies, strict=True)]
+        return Columns(dtypes, shapes, forms, places, sizes, flags)
+
+    def _add_together(self, together: Together) -> Sequence[TensorRef]:
+        refs, body = together.in_payload(self.nbytes)
+        if body:
+            self.parts.append(body)
+            rest = -len(body) % ALIGNMENT
+            if rest:
+                self.parts.append(PADDING[rest])
+            self.nbytes += len(body) + rest
+        return refs
+
+    def _append(self, body: bytes) -> int:
+        """Its place."""
+        offset, nbytes = self.nbytes, len(body)
+        rest = -nbytes % ALIGNMENT
+        self.parts.append(body)
+        if rest:
+            self.parts.append(PADDING[rest])
+        self.nbytes = offset + nbytes + rest
+        return -1 - offset
