@@ -15,6 +15,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "async_backend.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 6
 CPUS = len(os.sched_getaffinity(0))

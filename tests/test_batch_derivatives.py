@@ -12,6 +12,8 @@ import pytest
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "batch_derivatives.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 TORCH_ITSELF = "ignore:`torch.jit"  # when forward-mode differentiation is first used

@@ -408,7 +408,7 @@ OF_THE_COMPILER |= {"torch._inductor.runtime.cache_dir_utils"}
 BY_STRING = {("torch._C", "_DisableAutocast"), ("torch._C", "_FunctionBase"), ("torch._C", "_dispatch_keys")}
 BY_STRING |= {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
-NOT_TORCH |= {"_SubParsersAction", "_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
+NOT_TORCH |= {"_SubParsersAction", "_fields", "_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
 
@@ -504,6 +504,7 @@ for pair in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_private_name_that_is_taken_away_is_missed_or_changes_no_result() -> None:
     pairs = [f"{owner}:{name}" for owner, name in sorted(private_names())]
     assert len(pairs) > 60
@@ -581,6 +582,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 def test_where_the_compiler_cannot_be_told_it_changes_no_result() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED_ANYWAY], capture_output=True, text=True, timeout=58)
     assert ended.stdout == "the same\n", ended.stderr

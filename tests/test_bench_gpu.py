@@ -10,6 +10,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_gpu.py"
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_overhead.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 BY_HAND = ["torch arrays", "torch tensors"]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_scaling.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 

@@ -129,6 +129,7 @@ def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None
     assert fresh_pool.map(abs, [-1]) == [1]
 
 
+@pytest.mark.slow
 def test_more_new_slabs_than_a_frame_has_descriptors(nursery: mpgrad.Pool) -> None:
     # symptom: the worker died of an empty deque. cause: descriptors beyond the 64th were cut off.
     tensors = [torch.empty(1).expand(2).clone().resize_(33 << 18) for _ in range(70)]

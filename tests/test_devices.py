@@ -18,6 +18,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 
 

@@ -19,6 +19,8 @@ import torch
 import mpgrad
 from mpgrad.wire.frames import Channel, Frame
 
+pytestmark = pytest.mark.slow
+
 ITEMS = 9
 Tensor = torch.Tensor
 

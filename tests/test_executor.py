@@ -122,6 +122,7 @@ def test_a_map_that_nobody_looks_at_is_cancelled(kind: Any, tmp_path: Path) -> N
     assert len(list(tmp_path.iterdir())) < 20
 
 
+@pytest.mark.slow
 @both
 def test_a_timeout_of_map(kind: Any) -> None:
     with kind(1) as executor:
@@ -314,6 +315,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["pass", "del executor", "executor.shutdown(wait=False)"])
 @pytest.mark.parametrize(("module", "name"), [("mpgrad", "Executor"), ("concurrent.futures", "ProcessPoolExecutor")])
 def test_what_was_submitted_is_done_before_the_interpreter_ends(tmp_path: Path, module: str, name: str, last: str) -> None:
@@ -353,6 +355,7 @@ def say(x):
     ],
     ids=["script", "-c", "import"],
 )
+@pytest.mark.slow
 def test_executors_that_nobody_shuts_down(tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]) -> None:
     """Symptom: a program with a forked worker never ended. Cause: it was forked while another thread imported a module.
 

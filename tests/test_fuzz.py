@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 Tensor = torch.Tensor
 EXAMPLES = 40

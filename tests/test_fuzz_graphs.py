@@ -17,6 +17,8 @@ from torch import Tensor
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda a, b: a * b,
     lambda a, b: (a + b).sin(),

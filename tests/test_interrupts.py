@@ -241,6 +241,7 @@ WAYS_TO_WAIT = [
 ]
 
 
+@pytest.mark.slow
 def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     for wait in WAYS_TO_WAIT:
         forget_begun(tmp_path)

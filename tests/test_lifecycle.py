@@ -74,6 +74,7 @@ def test_standard_input(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == (EXPECTED, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_start_methods_of_multiprocessing_need_no_guard(tmp_path: Path, method: str) -> None:
     script = tmp_path / "script.py"
@@ -127,6 +128,7 @@ print(*(child.pid for child in psutil.Process().children(recursive=True)), flush
     ["", "raise SystemExit(0)", "pool.map_async(__import__('time').sleep, [100] * 4)", "del pool"],
     ids=["open", "exit", "busy", "collected"],
 )
+@pytest.mark.slow
 def test_an_interpreter_that_ends_with_an_open_pool(ending: str) -> None:
     begin = time.monotonic()
     done = run([sys.executable, "-W", "error", "-c", UNCLOSED + ending])
@@ -143,6 +145,7 @@ SPIN = "pool.map_async(spin, [1] * 4); __import__('time').sleep(1000)"
     ["while True: pass", "__import__('time').sleep(1000)", pytest.param(SPIN, marks=linux_only("the death signal"))],
     ids=["computing", "asleep", "workers computing"],
 )
+@pytest.mark.slow
 def test_the_parent_is_killed(work: str) -> None:
     code = UNCLOSED + "def spin(k):\n    while True: pass\n" + work
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
@@ -173,6 +176,7 @@ def test_busy_workers_end_with_their_calls_if_not_before(tmp_path: Path) -> None
         assert gone(pids, within=1)
 
 
+@pytest.mark.slow
 def test_the_parent_is_killed_while_a_forked_child_holds_its_descriptors() -> None:
     code = UNCLOSED + "child = os.fork()\nif child: print(child, flush=True)\n__import__('time').sleep(1000)\n"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
@@ -186,6 +190,7 @@ def test_the_parent_is_killed_while_a_forked_child_holds_its_descriptors() -> No
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @linux_only("the nursery")
 def test_the_nursery_is_killed() -> None:
     code = UNCLOSED + (

@@ -42,6 +42,7 @@ def test_what_a_script_holds() -> None:
     assert len(lines) > 10 and all(line.endswith(" ok") for line in lines), "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_what_torch_compile_made(tmp_path: Path) -> None:
     lines = run_script("compiled_by_a_script.py", str(tmp_path / "compilations"))
     assert len(lines) > 15 and all(line.endswith(" ok") for line in lines), "\n".join(lines)

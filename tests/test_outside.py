@@ -29,6 +29,8 @@ from conftest import gone, linux_only
 import mpgrad
 from mpgrad.system import PORTABLE
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 GIB = 1 << 30
 # the whole of it, once by hand: 1,000,000 and 100,000

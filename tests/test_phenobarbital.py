@@ -263,6 +263,7 @@ class TestData:
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     @pytest.mark.usefixtures("quick")
     def test_fit_is_nonmems(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_pools: Callable[[str, int], mpgrad.Pool]

@@ -139,6 +139,7 @@ print("right")
 '''
 
 
+@pytest.mark.slow
 def test_a_pool_without_anything_that_only_linux_has(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_LINUX)
     environment = os.environ | {"MPGRAD_PORTABLE": "1", "PYTHONPATH": str(tmp_path)}

@@ -383,6 +383,7 @@ def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
         assert pool.stats().deaths == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -631,6 +632,7 @@ def test_a_retiring_worker_dies(nursery: mpgrad.Pool) -> None:
         assert sum(not worker.retiring for worker in pool.stats().workers) <= 2
 
 
+@pytest.mark.slow
 @linux_only("the nursery")
 def test_the_nursery_dies_with_graphs_in_its_children() -> None:
     assert run_with_own_nursery() == "ok"

@@ -24,6 +24,8 @@ from torch import Tensor
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 20.0  # seconds
 
 

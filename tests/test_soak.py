@@ -15,6 +15,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "soak.py"
 LIMIT = 55  # seconds on a busy machine; a quiet one takes 11
 
