@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpgrad.autograd.remote_graph import Captures
+from mpgrad.autograd.capture_gate import Captures
 from mpgrad.calls.device_choice import Device, requested, worker_devices
 from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation, Submitted

@@ -22,7 +22,9 @@ import torch
 from conftest import linux_only, shared_memory_files
 
 from mpgrad import cpus
-from mpgrad.autograd import remote_graph
+from mpgrad.autograd.call_node import attach
+from mpgrad.autograd.capture_gate import Captures
+from mpgrad.autograd.input_gates import gate
 from mpgrad.autograd.remote_graph import Grads, Order, RemoteGraph
 from mpgrad.memory.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
 from mpgrad.pickling import state, structure
@@ -354,9 +356,9 @@ def test_everything_is_sent_before_anything_is_waited_for() -> None:
     home = FakeHome()
     xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
     capture = torch.ones(2, requires_grad=True)
-    token = remote_graph.Captures(home, [capture]).token()
+    token = Captures(home, [capture]).token()
     results = [
-        remote_graph.attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [remote_graph.gate(x * 2)])[0]
+        attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [gate(x * 2)])[0]
         for index, x in enumerate(xs)
     ]
     sum(result.sum() for result in results).backward()

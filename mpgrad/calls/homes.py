@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd.remote_graph import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest, note_failure
+from mpgrad.autograd.remote_graph import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
+from mpgrad.autograd.running import note_failure
 from mpgrad.calls.output import warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import InternalError, WorkerDiedError

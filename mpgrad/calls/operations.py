@@ -19,17 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd.remote_graph import (
-    Captures,
-    Home,
-    Members,
-    RemoteGraph,
-    attach,
-    gate,
-    gate_behind,
-    leaf_gate,
-    modified_in_place,
-)
+from mpgrad.autograd.call_node import attach
+from mpgrad.autograd.capture_gate import Captures
+from mpgrad.autograd.input_gates import gate, gate_behind, leaf_gate
+from mpgrad.autograd.remote_graph import Home, Members, RemoteGraph, modified_in_place
 from mpgrad.calls.device_choice import Request
 from mpgrad.calls.output import warned_again
 from mpgrad.calls.packing import Conditions, PackedCall, SharedFunction

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import gate, leaf_gate
+from mpgrad.autograd.input_gates import gate, leaf_gate
 from mpgrad.calls.device_choice import Request
 from mpgrad.memory.arena import Borrowed
 from mpgrad.pickling import state

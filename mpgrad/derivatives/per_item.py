@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import (
-    Derivative,
-    backward_without_engine,
-    differentiate,
-    edges_behind_gates,
-    edges_to_captures,
-    gate,
-    is_call,
-    item_of,
-)
+from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_to_captures, is_call, item_of
+from mpgrad.autograd.input_gates import gate
+from mpgrad.autograd.remote_graph import Derivative
+from mpgrad.autograd.running import backward_without_engine
 from mpgrad.torch_state.private import plus
 from mpgrad.tracebacks import without_own_frames
 

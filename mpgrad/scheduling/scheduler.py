@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Grads, Order, Promise, RemoteGraph, call_off_if_interrupted
+from mpgrad.autograd.remote_graph import Grads, Order, Promise, RemoteGraph
+from mpgrad.autograd.running import call_off_if_interrupted
 from mpgrad.calls.device_choice import missing_device
 from mpgrad.calls.homes import GradientReply
 from mpgrad.calls.operations import Operation

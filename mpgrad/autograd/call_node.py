@@ -1,0 +1,275 @@
+"""The node of one call: its backward sends the outputs' gradients to the worker, and does not wait."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.autograd.capture_gate import ALONE_NODE, CAPTURE_GATE_NODE, edges_behind_capture_gate, further_token
+from mpgrad.autograd.input_gates import ROOT, ROOT_EDGE, edges_of_leaves, gate
+from mpgrad.autograd.remote_graph import SEND, WAIT, Derivative, Member, Order, Promise, RemoteGraph, forget_oldest
+from mpgrad.autograd.result_hooks import keep_hooks_apart
+from mpgrad.autograd.running import forget_at_end_of_backward
+from mpgrad.torch_state.private import (
+    apply,
+    graph_is_kept,
+    graph_task,
+    has_tangent,
+    leaf_will_run,
+    node_type,
+    outside_transforms,
+    set_priority,
+    will_run,
+)
+from mpgrad.torch_state.vmap_levels import levels_of, without
+from mpgrad.tracebacks import hide_own_frames
+
+__all__ = ["attach", "differentiate", "edges_behind_gates", "edges_to_captures", "is_call", "item_of"]
+
+
+ATTACHED = itertools.count()
+
+
+class Call(torch.autograd.Function):
+    """The node of one call: its backward sends gradients to the worker and does not wait."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graph: RemoteGraph,
+        outputs: list[torch.Tensor],
+        token: torch.Tensor | None,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.graph = graph
+        ctx.token = token
+        ctx.has_token = token is not None
+        ctx.task = -1  # the backward that came here last
+        ctx.output_count = len(outputs)
+        ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
+        graph.placeholders = tuple(
+            [placeholder(each.dtype, each.shape, None if each.is_cpu else each.device) for each in inputs]
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        gates, capture_node = edges_of(ctx)
+        if ctx.graph.members is not None:
+            wanted = wanted_of_bundle(ctx.graph, gates, grads)
+            count = len(ctx.graph.members.of_input)
+        else:
+            there = [number for number, (node, _) in enumerate(gates) if node is not None]
+            wanted = tuple([number for number in there if will_run(gates[number][0])])
+            count = len(there)
+        captures = capture_node is not None and will_run(capture_node)
+        task = graph_task()
+        promises = ctx.graph.take_promises(task)
+        if not (wanted or captures):
+            try:
+                for _, promise in promises:
+                    promise.reply.wait()  # nobody else would hear what it raises
+            except BaseException as error:
+                hide_own_frames(error)
+                raise
+        else:
+            ctx.task = task
+            keep = graph_is_kept() or relatives_will_run(ctx)
+            whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
+            create = torch.is_grad_enabled()
+            derivative = differentiate(ctx, grads, wanted, captures, task, keep, create, whole, promises=promises)
+            if wanted:
+                ctx.graph.expect(derivative)
+            if derivative.order.apart:
+                reach = ctx.graph.home.reach
+                reach.apart.setdefault(derivative.order.task, []).append(derivative)
+                forget_oldest(reach.apart)
+            if create:
+                forget_at_end_of_backward(ctx.graph, task)
+        return None, None, None, *ctx.graph.placeholders
+
+
+def are_all_given(grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> bool:
+    promised = {output for output, _ in promises}
+    return all(grad is not None or output in promised for output, grad in enumerate(grads))
+
+
+def wanted_of_bundle(
+    graph: RemoteGraph, gates: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None]
+) -> tuple[int, ...]:
+    """The inputs that are wanted, of items to whose results a gradient has come: all others' graphs are left alone."""
+    if graph.members is None or not (gates and will_run(gates[0][0])):
+        return ()
+    given = graph.members.given(grads)
+    inputs = [number for number, item in enumerate(graph.members.of_input) if item in given]
+    if will_run(ROOT_EDGE.node):
+        return tuple(inputs)
+    leaves = edges_of_leaves(gates[0][0])
+    return tuple([number for number in inputs if leaf_will_run(leaves[number][0])])
+
+
+def relatives_will_run(node: Any) -> bool:
+    """Whether this backward still comes to a graph that shares its nodes in the worker: the last one may free them."""
+    relatives = [each for ref in node.graph.family or () if (each := ref()) is not None]
+    return any(each is not node and each.task != node.task and will_run(each) for each in relatives)
+
+
+CALL_NODE = node_type(Call)
+keep_hooks_apart(CALL_NODE)
+
+
+def is_call(node: object) -> bool:
+    return isinstance(node, CALL_NODE)
+
+
+def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
+    """Of a `Call`: the edges to its gates, and the node of its captures, or None."""
+    edges: Sequence[tuple[Any, int]] = node.next_functions
+    if not node.has_token:
+        return edges, None
+    return edges[1:], edges[0][0] if isinstance(edges[0][0], CAPTURE_GATE_NODE) else None
+
+
+def item_of(node: Any, output: int) -> Member:
+    """What belongs to the item of a `Call` that gave this output."""
+    graph: RemoteGraph = node.graph
+    if graph.members is None:
+        return Member(range(node.output_count), range(len(edges_of(node)[0])))
+    return graph.members.of(graph.members.of_output[output])
+
+
+def edges_behind_gates(node: Any) -> Sequence[tuple[Any, int]]:
+    """Of a `Call`, for each input: the edge to what it is made of in the caller; none to what its results do not depend on."""
+    gates, _ = edges_of(node)
+    if node.graph.members is not None:
+        return edges_of_leaves(gates[0][0]) if gates else ()
+    return [(None, 0) if gate_node is None else gate_node.next_functions[0] for gate_node, _ in gates]
+
+
+def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
+    """Likewise for each capture."""
+    _, capture_node = edges_of(node)
+    edges = [] if capture_node is None else edges_behind_capture_gate(capture_node)
+    return [edge[0].next_functions[0] if isinstance(edge[0], ALONE_NODE) else edge for edge in edges]
+
+
+def differentiate(
+    node: Any,
+    grads: Sequence[torch.Tensor | None],
+    wanted: tuple[int, ...],
+    captures: bool,
+    task: int,
+    keep: bool,
+    create: bool,
+    whole: bool = False,
+    apart: bool = False,
+    promises: Sequence[tuple[int, Promise]] = (),
+) -> Derivative:
+    """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
+
+    `promises` are parts of the gradients of outputs, besides `grads`.
+    """
+    if any(grad is not None and has_tangent(grad) for grad in grads):
+        raise TypeError(
+            "a gradient that came to a pool's result has a tangent, which would be lost; for forward over reverse, "
+            "let the dual tensors go into the pool's map, or use torch.func.jvp of torch.func.grad"
+        )
+    levels = levels_of(grads)
+    if levels:
+        plain = iter(without([grad for grad in grads if grad is not None], levels))
+        grads = [None if grad is None else next(plain) for grad in grads]
+    graph: RemoteGraph = node.graph
+    apart = apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
+    apart = captures and (apart or (graph.ready is not None and graph.ready.apart))
+    further = None
+    with outside_transforms():
+        if create:
+            if graph.family is None:
+                graph.family = [weakref.ref(node)]
+            given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+            further = FurtherCall(weakref.ref(node), given, wanted)
+        parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
+        for output, promise in promises:
+            parts[output].append(promise)
+        return graph.send(Order(task, keep, whole, create, wanted, captures, apart, levels), parts, further)
+
+
+def attach(
+    graph: RemoteGraph,
+    outputs: list[torch.Tensor],
+    token: torch.Tensor | None,
+    gated: Sequence[torch.Tensor],
+    leaves: Sequence[Sequence[torch.Tensor]] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the captures.
+
+    Of a bundle, whose gate is one for all, `leaves` are the inputs of each item.
+
+    What was attached last is waited for first. Of one operation this is the last item, as in the serial loop, so that the
+    gradients of a tensor that several items share are added up in the same order. Of a chain of operations it is the last
+    one, so that all backwards of the one before can be sent before any of them is waited for.
+    """
+    graph.number = next(ATTACHED)
+    for number, tensor in enumerate(gated):
+        node: Any = tensor.grad_fn
+        if node is None:  # nobody can ask for this one's gradient
+            continue
+        node.graph, node.number = graph, number
+        waits = node.source is None or not node.source.hidden
+        set_priority(node, (WAIT if waits else SEND) + graph.number)
+    if token is None and not any(tensor.requires_grad for tensor in gated):
+        token = ROOT
+    if torch.is_grad_enabled():
+        attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, token, *gated)
+    else:  # the function turned gradients on by itself
+        with torch.enable_grad():
+            attached = apply(Call, graph, outputs, token, *gated)
+    node = attached[0].grad_fn
+    set_priority(node, SEND + graph.number)
+    if leaves:
+        node.inputs = [leaf for each in leaves for leaf in each]
+    return attached
+
+
+class FurtherCall(NamedTuple):
+    """Of the gradients of a call: they are the outputs of another one."""
+
+    node: weakref.ref[Any]  # the `Call`; weak, because a backward that fails leaves this behind
+    grads: list[torch.Tensor]  # of the outputs, those that need gradients, each through a gate
+    wanted: tuple[int, ...]  # inputs of the call; no gates to them, which would keep what keeps this
+
+    def attach(self, graph: RemoteGraph, outputs: list[torch.Tensor], reached: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        node = self.node()
+        assert node is not None  # the engine holds it
+        family = graph.family = node.graph.family
+        graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
+        home = node.graph.home
+        token = node.token if home.reach is None else further_token(home, node.token, reached)
+        attached = attach(graph, outputs, token, [*self.grads, *gates_again(node, self.wanted)])
+        family[:] = [ref for ref in family if ref() is not None]
+        family.append(weakref.ref(attached[0].grad_fn))
+        return attached
+
+
+def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:
+    """The inputs of a `Call`, for one whose outputs are its gradients.
+
+    In a bundle these are the inputs of all items: what a derivative of some has to do with others ends here.
+    """
+    if node.graph.members is None:
+        return [gate(tensor) if tensor.requires_grad else tensor for tensor in node.inputs]
+    own = set(wanted)
+    return [gate(leaf) if number in own else leaf.detach() for number, leaf in enumerate(node.inputs)]
+
+
+@functools.lru_cache(maxsize=4096)
+def placeholder(dtype: torch.dtype, shape: torch.Size, device: torch.device | None) -> torch.Tensor:
+    """A gradient that costs nothing and passes the engine's checks."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device or "cpu").expand(shape)

@@ -1,0 +1,141 @@
+"""Where captures enter an operation: one node for all of them, which runs last, when their sums are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+
+from mpgrad.autograd.remote_graph import WAIT_LAST, Home, Reach, forget_oldest
+from mpgrad.torch_state.private import apply, graph_task, node_type, plus, set_priority, wait_for_devices, when_backward_ends
+from mpgrad.torch_state.vmap_levels import within
+from mpgrad.tracebacks import hide_own_frames
+
+__all__ = ["ALONE_NODE", "CAPTURE_GATE_NODE", "Captures", "edges_behind_capture_gate", "further_token"]
+
+
+class CaptureGate(torch.autograd.Function):
+    """All captures of an operation enter here; each call gets one token instead of an edge per capture.
+
+    An operation may have several, see `Captures`. In a backward the first to run gets all gradients, and puts aside for the
+    others what it does not lead to. `before` is the token of one that leads to further captures.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, home: Home, led_to: Set[int], before: torch.Tensor | None, *captures: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.home = home
+        ctx.led_to = led_to  # of those that have more behind them
+        ctx.has_before = before is not None
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        reach: Reach = ctx.home.reach
+        task = graph_task()
+        edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
+        total: list[torch.Tensor | None] = [None] * len(edges)
+        # the last first: the order in which the engine adds up what the serial loop's items contribute
+        try:
+            for derivative in sorted(reach.apart.pop(task, ()), key=lambda derivative: -derivative.number):
+                total = added(total, derivative.take_captures())
+            for levels, grads in ctx.home.capture_gradients(task):
+                total = added(total, [None if each is None else within(each, levels) for each in grads])
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
+        if task in reach.put_aside:
+            total = added(total, reach.put_aside.pop(task))
+        for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]
+        if any(grad is not None for grad in for_others):
+            reach.put_aside[task] = for_others
+            forget_oldest(reach.put_aside)
+            when_backward_ends(lambda: reach.put_aside.pop(task, None))  # the others may not be in it
+        wait_for_devices(total)
+        return None, None, None, *total
+
+
+class Alone(torch.autograd.Function):
+    """An identity, whose node has one output."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return grad
+
+
+ALONE_NODE = node_type(Alone)
+CAPTURE_GATE_NODE = node_type(CaptureGate)
+
+
+def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    pairs = zip(total, grads, strict=True)
+    return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
+
+
+def further_token(home: Home, token: torch.Tensor | None, reached: Sequence[int]) -> torch.Tensor | None:
+    """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the result did not depend on.
+
+    Raises:
+        RuntimeError: such a capture is not what it was.
+    """
+    reach = home.reach
+    assert reach is not None
+    gate: Any = None if token is None or not isinstance(token.grad_fn, CAPTURE_GATE_NODE) else token.grad_fn
+    led_to = frozenset() if gate is None else gate.led_to
+    missing = set(reached) - led_to
+    if not missing:
+        return token
+    nothing = torch.zeros((), device="cpu")
+    numbers = range(reach.count)
+    captures = [apply(Alone, reach.as_it_was(number)) if number in missing else nothing for number in numbers]
+    further: torch.Tensor = apply(CaptureGate, home, led_to | missing, None if gate is None else token, *captures)
+    set_priority(further.grad_fn, WAIT_LAST)
+    return further
+
+
+class Captures:
+    """The captures of one operation that need gradients, and the token that leads a call's results to them.
+
+    To those that a result was made from, and no other: its backward would run, and free, what the caller has behind that. The
+    workers say, before a result is here, which ones it was made from of those that have `more_behind`.
+    """
+
+    def __init__(self, home: Home, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
+        self._home = home
+        self._reach = home.reach = Reach(captures, more_behind)
+        with torch.enable_grad():  # the function may turn them on
+            # as they are now: the caller may write to them, or freeze them, before the token is made
+            self._captures = [apply(Alone, each) if more_behind else each for each in captures]
+        # what the last token leads to, and it: written at once, because any thread may be here
+        self._made: tuple[Set[int], torch.Tensor | None] | None = None
+        if torch.is_grad_enabled() and not more_behind:
+            self.token()
+
+    @torch.enable_grad()
+    def token(self) -> torch.Tensor | None:
+        """None where there is nothing to lead to. A new one, where more has been found than the last one leads to."""
+        made = self._made
+        if made is None or not self._reach.found <= made[0]:
+            led_to = frozenset(self._reach.found)
+            left_out = self._reach.more_behind - led_to
+            captures = [each.detach() if number in left_out else each for number, each in enumerate(self._captures)]
+            token: torch.Tensor | None = None
+            if len(left_out) < len(captures):
+                token = apply(CaptureGate, self._home, led_to, None, *captures)
+                set_priority(token.grad_fn, WAIT_LAST)
+            made = self._made = led_to, token
+        return made[1]
+
+
+def edges_behind_capture_gate(node: Any) -> list[tuple[Any, int]]:
+    own = list(node.next_functions)
+    if not node.has_before:
+        return own
+    before = edges_behind_capture_gate(own.pop(0)[0])
+    return [one if one[0] is not None else other for one, other in zip(own, before, strict=True)]
