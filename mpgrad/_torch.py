@@ -48,6 +48,7 @@ __all__ = [
     "descriptor_of",
     "disabling",
     "dual_level_is_active",
+    "dual_level_kept",
     "edge_that_keeps",
     "flattened",
     "grad_mode",
@@ -462,6 +463,17 @@ DUAL_LEVEL = SharedLevel()
 def within_dual_level() -> Iterator[None]:
     """Forward-mode differentiation is on in the body."""
     with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():  # a function's own `jvp` runs with it off
+        yield
+
+
+@contextlib.contextmanager
+def dual_level_kept() -> Iterator[None]:
+    """Around all that is made of dual tensors, with forward-mode differentiation off.
+
+    Tensors that a graph has saved have their tangents for as long as there is a level. If another thread closed it while this
+    one's backward takes them out, that would fail.
+    """
+    with forward_ad._set_fwd_grad_enabled(False), DUAL_LEVEL.entered():
         yield
 
 

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad import structure
-from mpgrad._torch import refusing_no_grad, transforms_are_active, within_dual_level
+from mpgrad._torch import dual_level_kept, refusing_no_grad, transforms_are_active, within_dual_level
 from mpgrad.modes import Modes, seed_item, under
 from mpgrad.state import loads_whole
 
@@ -102,7 +102,9 @@ class Derived(Program):
         self.tangents = inner.tangents
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
-        return self.run(load, list(common), list(own), self.is_plain)
+        plain = self.is_plain
+        with dual_level_kept() if plain and self.tangents else contextlib.nullcontext():
+            return self.run(load, list(common), list(own), plain)
 
     @abstractmethod
     def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -298,7 +299,7 @@ def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, t
 def test_a_timeout_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     future = fresh_pool.submit(wait_for, (tmp_path / "go").exists)
     result = fresh_pool.apply_async(wait_for, [(tmp_path / "go").exists])
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         future.result(timeout=0.01)
     with pytest.raises(multiprocessing.TimeoutError):
         result.get(timeout=0.01)
