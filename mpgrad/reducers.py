@@ -30,12 +30,13 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
+from mpgrad import caches
 from mpgrad._torch import compiled_in_place, load_script, parametrize_again
 from mpgrad.classes import ClassPickler
 from mpgrad.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.modules import attribute_here
 
-__all__ = ["cached_again", "complete", "itself", "reduce_module"]
+__all__ = ["complete", "itself", "reduce_module"]
 
 Reduced = tuple[Any, ...]
 
@@ -70,16 +71,11 @@ def names_in_classes(code: types.CodeType) -> frozenset[str]:
 LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
-def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
-    """A cached function with an empty cache: what was in it was computed from the caller's tensors."""
-    return functools.lru_cache(**parameters)(function)
-
-
 def reduce_cached(value: Any) -> Any:
     """By its name, where a worker can import it. (cloudpickle asks that of functions and classes only.)"""
     if importable_as(value) is not None:
         return value.__qualname__
-    return cached_again, (value.__wrapped__, value.cache_parameters())
+    return caches.reduce_by_value(value)
 
 
 # --- what guards something within a process

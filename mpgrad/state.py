@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
+from mpgrad import caches
 from mpgrad.classes import dynamic, made_like_own
 from mpgrad.compiled import MARK, Placement
 from mpgrad.modules import (
@@ -48,7 +49,6 @@ from mpgrad.modules import (
     own_imports,
     uses_in,
 )
-from mpgrad.reducers import cached_again
 from mpgrad.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
@@ -279,7 +279,8 @@ class StatePickler(CallerPickler):
         if isinstance(value, type):
             return self._noted_class(value)
         if isinstance(value, functools._lru_cache_wrapper):
-            return cached_again, (value.__wrapped__, value.cache_parameters())
+            self.watch.content(caches.identities, value)
+            return caches.reduce_by_value(value)
         if isinstance(value, types.CellType):
             self.watch.content(contents_of_cell, value)
         elif isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):

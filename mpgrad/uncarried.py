@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from mpgrad import caches
 from mpgrad.errors import UnsupportedTorchError, add_note
 from mpgrad.modules import uses_in
 from mpgrad.structure import Deferred, TensorPickler
@@ -132,6 +133,12 @@ def parts(value: object) -> Iterator[Part]:
         yield Part("", value.__func__)
     elif isinstance(value, property):
         yield from (Part(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel"))
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield Part("", value.__wrapped__)
+        yield from (Part(f".{name}", each) for name, each in caches.attributes(value).items())
+        for entry in caches.entries_with_tensors(value):
+            yield Part(f" (what its cache has for {entry.key!r})", entry.result)
+            yield Part(f" (the key {entry.key!r} of its cache)", entry.key)
     elif (cached := getattr(value, "__wrapped__", None)) is not None:
         yield Part("", cached)
     else:

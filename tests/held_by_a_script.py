@@ -58,6 +58,63 @@ def caches(x: Tensor) -> Tensor:
     return x * table(2) * fibonacci(10) * Cached().scaled(2)
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * net(2, kind="b").weight
+
+
+@functools.lru_cache(maxsize=2)
+def net(*sizes: int, kind: str = "a") -> Net:
+    return Net()
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def drawn(*sizes: float, kind: str = "a") -> dict[str, Any]:
+    return {"values": [torch.rand(2, dtype=torch.float64)]}
+
+
+@functools.cache
+def prepared() -> int:
+    return 1  # without tensors: each process prepares itself
+
+
+net(1)
+net(2, kind="b")
+net(1)  # so that the other one is the next to go
+for kind in ("a", "b"):
+    drawn(1, 2.0, kind=kind)
+    drawn(1.0, 2, kind=kind)
+drawn()
+drawn(1)
+prepared()
+prepared.scale = 3  # type: ignore[attr-defined]
+warm = functools.lru_cache(maxsize=2)(lambda *sizes, kind="a": Net())
+warm(1)
+warm(2, kind="b")
+warm(1)
+
+
+@case
+def warm_caches(x: Tensor) -> Tensor:
+    known = [drawn(*each, kind=kind) for each in ((1, 2.0), (1.0, 2)) for kind in ("a", "b")] + [drawn(), drawn(1)]
+    assert len({id(each) for each in known}) == 6 and net.__wrapped__.__name__ == net.__name__ == "net"
+    return sum(each["values"][0] for each in known) * net(1)(x) * prepared.scale  # type: ignore[attr-defined]
+
+
+def warm_in_the_worker(x: Tensor) -> Tensor:
+    first, second = warm(1), warm(2, kind="b")
+    warm(1)
+    warm(3)  # the one that was used least goes
+    assert warm(1) is first and warm.cache_info().currsize == 2 and warm(2, kind="b") is not second
+    warm.cache_clear()
+    assert warm.cache_info().currsize == 0 and warm(1) is not first and warm.cache_parameters()["maxsize"] == 2
+    return x * first.weight
+
+
 @functools.singledispatch
 def dispatched(value: Any) -> Any:
     raise NotImplementedError(type(value))
@@ -368,6 +425,8 @@ def main() -> None:
             ys = pool.map(in_the_worker, xs[:1])
             assert torch.equal(ys[0], xs[0] * 2.0 * 3.0 * 5.0)
         print("guards ok")
+        assert torch.equal(pool.map(warm_in_the_worker, xs[:1])[0], xs[0] * warm(1).weight)
+        print("caches that go on ok")
 
 
 if __name__ == "__main__":
