@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import functools
 import os
 import pickle
@@ -83,6 +84,20 @@ def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     together.wait(30)
     for thread in threads:
         thread.join()
+
+
+def test_a_child_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: who compiled the same graph waited for the end of a child that had been forked meanwhile, and had the lock too."""
+    monkeypatch.setattr(_torch, "cache_folder", lambda: str(tmp_path))
+    with _torch.first_of_those_that_compile("graph"):
+        (lock,) = (tmp_path / "locks").iterdir()
+        (descriptor,) = [int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(lock)]
+        inherited = os.dup(descriptor)  # as a fork does
+    try:
+        with lock.open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(inherited)
 
 
 # --- what cannot travel
@@ -172,6 +187,29 @@ def test_the_search_ends(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     assert uncarried.find(cycle, fails) == ("[0][1].file", log.file)
     monkeypatch.setattr(uncarried, "SECONDS", 0.0)
     assert uncarried.find(cycle, fails) == ("", cycle)
+
+
+class Unruly(dict[Any, Any]):
+    """Of which an error's search learns nothing."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no name yet")
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"no {name} yet")
+
+
+def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
+    """Symptom: "ValueError: no name yet" in place of what could not be pickled."""
+    held = {Unruly(): log}
+    assert "closure: held[<Unruly instance at 0x" in (said := refusal(pool, lambda x: held)) and "].file)" in said
+    long = {"name" * 100: {log}}
+    assert len(said := refusal(pool, lambda x: long)) < 500 and "(<lambda>'s closure: long['namename" in said
+    unruly = Unruly(log=log)
+    unruly.items = None  # type: ignore[assignment,method-assign]
+    assert "cannot pickle" in (said := refusal(pool, lambda x: unruly)) and "(<lambda>'s closure: unruly" in said
 
 
 def test_no_remedy_beside_one(pool2: mpgrad.Pool) -> None:
