@@ -3,14 +3,17 @@
 pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is searched once more after the
 failure: of what an object is made of, one part fails by itself, and of that one part of it, down to what has no such part.
 
-Guarantees: costs nothing where nothing fails; where much has to be tried (`SECONDS`), the path ends early.
+Guarantees: costs nothing where nothing fails; where much has to be tried (`SECONDS`), or an object's own code fails when it is
+    asked, the path ends early. The error stays the first one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
+import reprlib
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +94,9 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
     path, seen = "", {id(value)}
     while True:
         tried = () if remedy_for(value) else parts(value)
-        inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
+        inner = None
+        with contextlib.suppress(Exception):  # of the user's objects, and another one is about to be raised
+            inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
         if inner is None:
             return Found(path, value)
         seen.add(id(inner.value))
@@ -106,6 +111,11 @@ def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], de
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 60
+shown = SHORT.repr  # also of what fails to show itself
+
+
 def parts(value: object) -> Iterator[Part]:
     """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
     if isinstance(value, types.FunctionType):
@@ -116,16 +126,16 @@ def parts(value: object) -> Iterator[Part]:
     elif isinstance(value, functools.partial):
         yield Part(".func", value.func)
         yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
-        yield from (Part(f".keywords[{name!r}]", each) for name, each in value.keywords.items())
+        yield from (Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items())
     elif isinstance(value, Mapping):
-        yield from (Part(f"[{key!r}]", each) for key, each in list(value.items()))
-        yield from (Part(f" (the key {key!r})", key) for key in list(value))
+        yield from (Part(f"[{shown(key)}]", each) for key, each in list(value.items()))
+        yield from (Part(f" (the key {shown(key)})", key) for key in list(value))
         yield from parts_of_state(value)
     elif isinstance(value, (list, tuple)):
         yield from (Part(f"[{number}]", each) for number, each in enumerate(value))
         yield from parts_of_state(value)
     elif isinstance(value, (set, frozenset)):
-        yield from (Part(f" (its member {each!r})", each) for each in list(value))
+        yield from (Part(f" (its member {shown(each)})", each) for each in list(value))
     elif isinstance(value, type):
         yield from (Part(f".{name}", each) for name, each in list(vars(value).items()))
         yield from (Part(f" (its base {each.__name__})", each) for each in value.__bases__)
@@ -137,8 +147,8 @@ def parts(value: object) -> Iterator[Part]:
         yield Part("", value.__wrapped__)
         yield from (Part(f".{name}", each) for name, each in caches.attributes(value).items())
         for entry in caches.entries_with_tensors(value):
-            yield Part(f" (what its cache has for {entry.key!r})", entry.result)
-            yield Part(f" (the key {entry.key!r} of its cache)", entry.key)
+            yield Part(f" (what its cache has for {shown(entry.key)})", entry.result)
+            yield Part(f" (the key {shown(entry.key)} of its cache)", entry.key)
     elif (cached := getattr(value, "__wrapped__", None)) is not None:
         yield Part("", cached)
     else:
