@@ -49,6 +49,7 @@ from mpgrad.modules import (
     own_imports,
     uses_in,
 )
+from mpgrad.reducers import INHERITED
 from mpgrad.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
@@ -422,7 +423,8 @@ def reduces_as_usual(kind: type) -> bool:
         return False
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     own = getattr(kind, "__getstate__", usual)
-    return (own is usual or own is OF_MODULES) and kind not in CallerPickler.dispatch_table
+    known = kind in CallerPickler.dispatch_table or not INHERITED.isdisjoint(kind.__mro__)
+    return (own is usual or own is OF_MODULES) and not known
 
 
 def slots_of(kind: type) -> list[types.MemberDescriptorType]:
@@ -472,7 +474,7 @@ def brings_code(value: Any, depth: int = 3) -> bool:
     if kind in ELEMENTS:
         inside = value.values() if kind is dict else value
         return depth > 0 and any(brings_code(each, depth - 1) for each in itertools.islice(inside, MOST_LOOKED_AT))
-    return kind not in PLAIN and (is_own(kind.__module__) or isinstance(value, CODE))
+    return kind not in PLAIN and (is_own(kind.__module__) or issubclass(kind, CODE))
 
 
 def dumps_arguments(value: object, known: State | Everything | None) -> tuple[bytes, list[torch.Tensor], list[Any]]:

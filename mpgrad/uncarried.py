@@ -24,6 +24,7 @@ import torch
 from mpgrad import caches
 from mpgrad.errors import UnsupportedTorchError, add_note
 from mpgrad.modules import uses_in
+from mpgrad.reducers import PROXIES
 from mpgrad.structure import Deferred, TensorPickler
 
 __all__ = ["item_not_carried", "not_carried", "why_not"]
@@ -65,6 +66,8 @@ class Trial(TensorPickler):
     """Pickles to see whether that works; of futures nothing is asked."""
 
     def persistent_id(self, value: object) -> Any:
+        if type(value) in PROXIES:
+            return super().persistent_id(value)
         if isinstance(value, torch.Tensor) or (isinstance(value, Deferred) and self.claims is not None):
             return 0
         return super().persistent_id(value)

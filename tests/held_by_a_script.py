@@ -209,6 +209,55 @@ def weak_references(x: Tensor) -> Tensor:
     return x * parent.value * proxy.value * about[leaf]
 
 
+class Tagged(weakref.ref[Any]):
+    __slots__ = ("tag",)
+    tag: int
+
+
+class Method(weakref.WeakMethod[Any]):
+    pass
+
+
+class ByName(weakref.WeakValueDictionary[str, Node]):
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def __getitem__(self, name: str) -> Node:
+        return super().__getitem__(self.prefix + name)
+
+
+class Keyed(weakref.WeakKeyDictionary[Node, float]):
+    pass
+
+
+class Members(weakref.WeakSet[Node]):
+    pass
+
+
+tagged, gone = Tagged(leaf), Tagged(Node(weight))
+tagged.tag = gone.tag = 5
+by_name, keyed, those, of_method = ByName("a "), Keyed({leaf: 2.0}), Members([leaf]), Method(lazy.__init__)
+by_name["a leaf"] = leaf
+tensor_proxy, module_proxy = weakref.proxy(leaf.value), weakref.proxy(net(1))
+gone_items = [weakref.proxy(Node(weight)), weakref.ref(Node(weight))]
+alive, ended = (weakref.finalize(leaf, print, "the worker finalizes what is the caller's") for _ in range(2))
+alive.atexit = False
+ended.detach()
+
+
+@case
+def weak_subclasses(x: Tensor) -> Tensor:
+    assert (type(tagged), tagged(), tagged.tag, gone(), gone.tag) == (Tagged, leaf, 5, None, 5)
+    assert type(by_name) is ByName and by_name["leaf"] is leaf and keyed[leaf] == 2.0 and leaf in those
+    assert of_method() is not None and type(of_method) is Method
+    assert alive.alive and not ended.alive and isinstance(alive, weakref.finalize)
+    try:
+        raise AssertionError(gone_items[0].value)
+    except ReferenceError:
+        return x * tensor_proxy * module_proxy.weight
+
+
 class Registry:
     known: ClassVar[weakref.WeakValueDictionary[str, Registry]] = weakref.WeakValueDictionary()
 
@@ -242,7 +291,17 @@ changed: contextvars.ContextVar[float] = contextvars.ContextVar("changed")
 changed.set(5.0)
 
 
+class Own(threading.local):
+    def __init__(self, start: int, by: int = 1) -> None:
+        self.number = start * by
+
+
+own, untouched = Own(2, by=3), Own(4)
+own.number = 5
+
+
 def in_the_worker(x: Tensor) -> Tensor:
+    assert (own.number, untouched.number) == (6, 4)
     with lock, rlock, rlock, condition, semaphore, bounded, bounded:
         barrier.wait(1)
         assert event.is_set() and not hasattr(local, "here")

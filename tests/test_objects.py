@@ -212,6 +212,14 @@ def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
     assert "'NoneType' object is not callable (<lambda>'s closure: unruly)" in refusal(pool, lambda x: unruly)
 
 
+def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
+    proxy = weakref.proxy(Holder(torch.ones(1)))
+    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(pool, lambda x: proxy)
+    held = [proxy, log]
+    assert "closure: held[1].file)" in refusal(pool, lambda x: held)
+    assert pool.map(len, [held[:1]]) == [1]
+
+
 def test_no_remedy_beside_one(pool2: mpgrad.Pool) -> None:
     said = refusal(pool2, lambda x: pool2)
     assert said.endswith("make one in the task instead (<lambda>'s closure: pool2)")
