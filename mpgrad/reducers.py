@@ -98,8 +98,8 @@ def event_again(is_set: bool) -> threading.Event:
 
 
 def reduce_semaphore(value: threading.Semaphore) -> Reduced:
-    # whoever holds one in the caller does not give it back here; how many there were at first is known of bounded ones only
-    count = max(1, getattr(value, "_initial_value", value._value))
+    # whoever holds one in the caller does not give it back here; of others it is not known how many there were at first
+    count = getattr(value, "_initial_value", value._value)
     return type(value), (count,)
 
 

@@ -278,6 +278,7 @@ def weak_registries(x: Tensor) -> Tensor:
 # --- what guards something within a process
 
 lock, rlock, condition, bounded = threading.Lock(), threading.RLock(), threading.Condition(), threading.BoundedSemaphore(2)
+signal = threading.Semaphore(0)
 event, semaphore, barrier, local = threading.Event(), threading.Semaphore(2), threading.Barrier(1), threading.local()
 shared = threading.Lock()
 both = threading.Condition(shared), threading.Condition(shared)
@@ -306,6 +307,7 @@ def in_the_worker(x: Tensor) -> Tensor:
         barrier.wait(1)
         assert event.is_set() and not hasattr(local, "here")
         local.here = 2
+    assert not signal.acquire(blocking=False)  # nobody has given one
     with both[0]:
         assert not shared.acquire(blocking=False)
     return x * level.get() * unset.get(3.0) * changed.get()
