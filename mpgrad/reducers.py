@@ -37,7 +37,17 @@ from mpgrad.classes import ClassPickler
 from mpgrad.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.modules import attribute_here
 
-__all__ = ["INHERITED", "PROXIES", "Referent", "complete", "itself", "reduce_module", "reduce_subclass", "referent"]
+__all__ = [
+    "INHERITED",
+    "PROXIES",
+    "Referent",
+    "complete",
+    "itself",
+    "reduce_module",
+    "reduce_subclass",
+    "referent",
+    "weakly",
+]
 
 Reduced = tuple[Any, ...]
 
@@ -130,12 +140,36 @@ def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any
 
 def reduce_attribute(value: object) -> Reduced | None:
     """How what belongs to an imported module is found there, by the functions of that module too; None for the script's."""
+    known, modules = NOWHERE.get(id(value), (None, 0))
+    if known is not None and known() is value and modules == len(sys.modules):
+        return None
+    if (name := name_in_a_module(value)) is not None:
+        return attribute_here, name
+    if len(NOWHERE) == MOST_NOWHERE:
+        NOWHERE.clear()
+    NOWHERE[id(value)] = weakly(value), len(sys.modules)
+    return None
+
+
+def name_in_a_module(value: object) -> tuple[str, str] | None:
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
             for attribute, held in list(vars(module).items()):
                 if held is value:
-                    return attribute_here, (module.__name__, attribute)
+                    return module.__name__, attribute
     return None
+
+
+def weakly(value: Any) -> Callable[[], Any]:
+    """A reference to what may not be kept, if that can be."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of a context variable, say
+        return lambda: value
+
+
+MOST_NOWHERE = 64
+NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}  # by id, with so many modules; to search them all takes milliseconds
 
 
 # --- weak references

@@ -26,7 +26,6 @@ import sys
 import threading
 import types
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -49,7 +48,7 @@ from mpgrad.modules import (
     own_imports,
     uses_in,
 )
-from mpgrad.reducers import INHERITED
+from mpgrad.reducers import INHERITED, weakly
 from mpgrad.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
@@ -184,7 +183,7 @@ class States:
         load = getattr(module, "__spec__", None) or module  # another object when it is reloaded
         known = self._met.get(wanted)
         if known is None or known[0] is not load:
-            known = self._met[wanted] = load, reference_to(value), held_by(value)
+            known = self._met[wanted] = load, weakly(value), held_by(value)
         now = held_by(value)
         if known[1]() is value and not (len(now) == len(known[2]) and all(map(operator.is_, known[2], now))):
             raise TypeError(
@@ -389,14 +388,6 @@ def held_by(value: Any) -> Sequence[Any]:
     if isinstance(value, list | tuple | set):
         return items_of(value)
     return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
-
-
-def reference_to(value: Any) -> Callable[[], Any]:
-    """To what may not be kept, if that can be."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
 
 
 class BareClassError(Exception):
