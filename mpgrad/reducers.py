@@ -40,6 +40,7 @@ from mpgrad.modules import attribute_here
 __all__ = [
     "INHERITED",
     "PROXIES",
+    "REGISTER",
     "Referent",
     "complete",
     "itself",
@@ -357,7 +358,13 @@ def reduce_operator(value: object) -> Reduced:
 
 
 def operator_again(path: str) -> object:
-    return functools.reduce(getattr, path.split("."), torch.ops)
+    try:
+        return functools.reduce(getattr, path.split("."), torch.ops)
+    except AttributeError as error:
+        raise AttributeError(f"this process has no operator {path} ({error}); {REGISTER}") from None
+
+
+REGISTER = "register operators in a module that workers import, or in each worker, with Pool(initializer=...)"
 
 
 def reduce_imported(value: types.ModuleType) -> Any:

@@ -24,7 +24,7 @@ import torch
 from mpgrad import caches
 from mpgrad.errors import UnsupportedTorchError, add_note
 from mpgrad.modules import uses_in
-from mpgrad.reducers import PROXIES
+from mpgrad.reducers import PROXIES, REGISTER
 from mpgrad.structure import Deferred, TensorPickler
 
 __all__ = ["item_not_carried", "not_carried", "why_not"]
@@ -215,6 +215,7 @@ REMEDIES = {
     "a file (fcntl.flock) that each opens by its name",
     ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
     "was to be put into it, and pass what was to be taken out",
+    ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
     ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",
 }

@@ -222,6 +222,25 @@ def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
     assert pool.map(len, [held[:1]]) == [1]
 
 
+def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
+    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of where and why."""
+    library = torch.library.Library("registered_here", "FRAGMENT")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+        twice: Any = torch.ops.registered_here.twice
+        register = torch.library.custom_op("registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor")
+        thrice = register(lambda x: x * 3)
+        with mpgrad.Pool(1, inline="never") as pool:
+            for value in (thrice, library):
+                said = refusal(pool, closing_over(value))
+                assert "(<lambda>'s closure: value); register operators in a module that workers import" in said
+            with pytest.raises(AttributeError, match=r"no operator registered_here\.twice .* register operators in a module"):
+                pool.map(lambda x: twice(x), [torch.ones(1)])
+    finally:
+        library._destroy()
+
+
 def test_no_remedy_beside_one(pool2: mpgrad.Pool) -> None:
     said = refusal(pool2, lambda x: pool2)
     assert said.endswith("make one in the task instead (<lambda>'s closure: pool2)")
