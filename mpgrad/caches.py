@@ -103,8 +103,13 @@ def identities(cached: Any) -> list[Any]:
 def attributes(cached: Any) -> dict[str, Any]:
     """Those that it was given, beside what it has from the function and `functools`."""
     function = cached.__wrapped__
+    copied = getattr(function, "__dict__", {})
     own = {name: each for name, each in vars(cached).items() if name not in ("__wrapped__", "cache_parameters")}
-    return {name: each for name, each in own.items() if getattr(function, name, ABSENT) is not each}
+    return {
+        name: each
+        for name, each in own.items()
+        if each is not copied.get(name, ABSENT) and each is not getattr(function, name, ABSENT)
+    }
 
 
 # --- there and back

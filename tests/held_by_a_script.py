@@ -92,6 +92,7 @@ drawn()
 drawn(1)
 prepared()
 prepared.scale = 3  # type: ignore[attr-defined]
+of_a_class = functools.cache(dict)
 warm = functools.lru_cache(maxsize=2)(lambda *sizes, kind="a": Net())
 warm(1)
 warm(2, kind="b")
@@ -102,6 +103,7 @@ warm(1)
 def warm_caches(x: Tensor) -> Tensor:
     known = [drawn(*each, kind=kind) for each in ((1, 2.0), (1.0, 2)) for kind in ("a", "b")] + [drawn(), drawn(1)]
     assert len({id(each) for each in known}) == 6 and net.__wrapped__.__name__ == net.__name__ == "net"
+    assert of_a_class(a=1) == {"a": 1}
     return sum(each["values"][0] for each in known) * net(1)(x) * prepared.scale  # type: ignore[attr-defined]
 
 
