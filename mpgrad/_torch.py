@@ -711,7 +711,10 @@ def first_of_those_that_compile(what: str) -> Iterator[None]:
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
             fcntl.flock(file, fcntl.LOCK_UN)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # to close it would not do, where a child was forked meanwhile
 
 
 # --- modules that do not pickle

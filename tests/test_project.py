@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 BOTH_SIDES = {"messages", "channel", "carrier", "packer", "batching", "arena", "devices"}
 BOTH_SIDES |= {"structure", "classes", "modes", "errors", "place", "behaviours", "system", "tracebacks"}
 BOTH_SIDES |= {"modules", "state", "watch"}
-BOTH_SIDES |= {"reducers", "compiled", "uncarried"}
+BOTH_SIDES |= {"reducers", "caches", "compiled", "uncarried"}
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
