@@ -88,6 +88,7 @@ __all__ = [
     "tree_map_only",
     "unbatched",
     "unbatched_the_older_way",
+    "unwrapped",
     "vmap_levels",
     "vmap_the_older_way",
     "wait_for_devices",
@@ -390,6 +391,13 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a stand-in inside `torch.func.grad`, `vmap` and their like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What such a stand-in holds, beneath all transforms; it says nothing of batch dimensions."""
+    while is_functorch_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 # --- torch.func: tensors that stand for a batch, or for one that a transform follows
