@@ -761,9 +761,12 @@ class Scheduler(ABC):
 
     def _end_given_up(self, worker: Worker) -> None:
         """It has had time enough to come to an end with what nobody wants any more."""
+        worker.call_off_behind()
         self.drain_pipe(worker)  # we may have been late, and it not
         if worker.gone is not None or worker.end_at > time.monotonic():
             return
+        for operation, calls in worker.take_back_behind():  # nobody knows when it would come to them
+            self._line.put_back(operation, calls)
         if not self.can_kill:
             worker.end_at = math.inf
         elif worker.is_at_wanted:
@@ -796,6 +799,8 @@ class Scheduler(ABC):
             return
         if worker.retiring:
             self._retire(worker)
+            return
+        if worker.given_up:  # it ends that soon, or is ended; nobody knows which
             return
         share = self._line.next_for(worker)
         if share is not None:

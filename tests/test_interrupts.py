@@ -465,6 +465,26 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
     assert_same(gradients(xs), serial_gradients(wave, xs))
 
 
+@pytest.mark.parametrize("retries", [0, 2])
+def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Path, retries: int) -> None:
+    """Neither what was queued there before the interrupt, nor what comes right after it: the pool seemed to hang."""
+    xs = leaves(2)
+    with mpgrad.Pool(1, inline="never", retries=retries) as pool:
+        pool.map(abs, range(100))  # so short that they are queued behind others
+        kept = []
+        for x in xs:  # twice in a row
+            forget_begun(tmp_path)
+            kept += pool.map(wave, [x])  # without retries the worker cannot be killed
+            stuck = pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
+            wait_for(lambda: count(tmp_path, "begun") == 1)
+            before = pool.submit(abs, -1)
+            with interrupted(functools.partial(somebody_waits, pool)):
+                stuck.get()
+            del stuck
+            assert pool.map(abs, [-2, -3], 1) == [2, 3] and before.result() == 1
+        assert pool.stats().deaths == (0 if retries == 0 else 2)
+
+
 def test_short_calls_end_by_themselves(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     def short(k: int) -> None:
         (tmp_path / f"begun {k}").touch()
