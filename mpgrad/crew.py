@@ -262,7 +262,7 @@ class Worker:
         self.give_up(numbers)
 
     def look_at_given_up(self) -> None:
-        """What it is at has been given up, or has been answered."""
+        """What it is at has been given up, or has been answered; or what others wanted of it they want no more."""
         self.given_up.intersection_update(self.under_way)
         if next(iter(self.under_way), None) not in self.given_up:
             self.end_at = math.inf
@@ -540,6 +540,8 @@ class Worker:
             for function in functions:
                 self.sums.pop(function, None)
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+        if news and self.given_up:
+            self.look_at_given_up()  # it may have been spared for the sake of what nobody wants any more
         self.sent_at = time.monotonic()
         self.channel.send(news + messages, payload.parts)
 

@@ -483,6 +483,9 @@ def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Pa
             del stuck
             assert pool.map(abs, [-2, -3], 1) == [2, 3] and before.result() == 1
         assert pool.stats().deaths == (0 if retries == 0 else 2)
+        del kept
+        wait_for(lambda: [each.retiring for each in pool.stats().workers] == [False])  # they are ended with their last graph
+        assert pool.stats().deaths == 2
 
 
 def test_short_calls_end_by_themselves(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
