@@ -15,6 +15,7 @@ import multiprocessing
 import threading
 import time
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -36,6 +37,9 @@ POOL_OPTIONS = [name for name, each in inspect.signature(Pool).parameters.items(
 
 class Executor(concurrent.futures.Executor):
     """A `concurrent.futures.ProcessPoolExecutor` with gradients.
+
+    A `with` block waits at its end until all that was submitted is done. But an interrupt that leaves it (KeyboardInterrupt,
+    SystemExit) calls all of that off: futures that were not done are cancelled, and calls that do not end soon are ended.
 
     Args:
         max_workers: number of workers; None for as many CPUs as this process may use.
@@ -164,6 +168,15 @@ class Executor(concurrent.futures.Executor):
         self._pool.leave()
         if wait:
             self._pool._scheduler.await_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        # a generator is closed also where its caller has simply seen enough
+        if error is not None and not isinstance(error, (Exception, GeneratorExit)):
+            self.shutdown(wait=False, cancel_futures=True)
+            self._pool._scheduler.call_off_all()
+        self.shutdown()
 
     def _check_open(self) -> None:
         if self._shut_down:

@@ -256,8 +256,12 @@ class Scheduler(ABC):
         """As `cancel`, and a call that does not end soon is ended with its worker: whoever waited for it was interrupted."""
         self._post(lambda: self._call_off(operation))
 
+    def call_off_all(self) -> None:
+        """Likewise, all operations that were admitted up to now; who still asks for a result gets a `CancelledError`."""
+        self._post(self._call_off_all)
+
     def call_off_backward(self, task: int) -> None:
-        """Likewise, of all that was sent for the backward with this number."""
+        """Likewise, all that was sent for the backward with this number."""
         self._post(lambda: self._call_off_backward(task))
 
     def stop(self, operation: Operation) -> None:
@@ -751,6 +755,15 @@ class Scheduler(ABC):
         self._cancel(operation)
         for worker in self._workers.values():
             worker.give_up([number for number, chunk in worker.under_way.items() if chunk.operation is operation])
+
+    def _call_off_all(self) -> None:
+        for operation in list(self._unfinished):
+            operation.sealed = True
+            operation.fail(CancelledError())
+            operation.limit = 0  # also of one that goes on after a failure
+            self._cancel_rest(operation)
+        for worker in self._workers.values():
+            worker.give_up([number for number, chunk in worker.under_way.items() if chunk.operation is not None])
 
     def _call_off_backward(self, task: int) -> None:
         """Whoever would do its parts, or do them again, sees that they have a reply."""

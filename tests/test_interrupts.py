@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -247,6 +248,57 @@ def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
         with interrupted(lambda: count(tmp_path, "begun") > 0 and somebody_waits(fresh_pool)):
             wait(fresh_pool, functools.partial(begin, tmp_path, sleeps))
         assert_at_full_strength(fresh_pool, tmp_path)
+
+
+def in_as_completed(futures: list[concurrent.futures.Future[Any]]) -> None:
+    next(concurrent.futures.as_completed(futures))
+
+
+def in_the_first(futures: list[concurrent.futures.Future[Any]]) -> None:
+    futures[0].result()
+
+
+@pytest.mark.parametrize("engine", ["process", "thread"])
+@pytest.mark.parametrize("ask", [in_as_completed, concurrent.futures.wait, in_the_first])
+def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]) -> None:
+    """It waited for the whole queue."""
+    x = torch.ones(2, requires_grad=True)
+    go, asks = tmp_path / "go", threading.Event()
+    executor = mpgrad.Executor(2, engine=engine, retries=0)
+    with interrupted(lambda: asks.is_set() and count(tmp_path, "begun") == 2), executor:
+        done = executor.submit(wave, x)
+        done.result()
+        results = executor.map(functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(2))
+        futures = [executor.submit(begin, tmp_path, sleeps, k) for k in range(2, 9)]
+        futures[0].add_done_callback(lambda _: None)  # so that a wait for it calls nothing off
+        asks.set()
+        ask(futures)
+    assert count(tmp_path, "begun") == 2
+    assert all(future.cancelled() for future in futures)
+    with pytest.raises(concurrent.futures.CancelledError):
+        next(results)
+    if engine == "process":
+        wait_for(lambda: executor._pool.stats().deaths == 1)  # the other worker keeps a graph, which could not be made again
+    go.touch()
+    done.result().backward()
+    assert_same([x.grad], serial_gradients(wave, [x]))
+
+
+def test_what_is_no_interrupt_does_not_call_off(nursery: mpgrad.Pool) -> None:
+    """An executor does what was submitted, as in concurrent.futures."""
+
+    def first_of(futures: list[concurrent.futures.Future[int]]) -> Iterator[int]:
+        with mpgrad.Executor(1) as executor:
+            futures += [executor.submit(abs, -k) for k in range(3)]
+            yield from (future.result() for future in futures)
+
+    for leave in (lambda given: given.throw(LookupError), lambda given: given.close()):
+        futures: list[concurrent.futures.Future[int]] = []
+        given = first_of(futures)
+        assert next(given) == 0
+        with contextlib.suppress(LookupError):
+            leave(given)
+        assert [future.result() for future in futures] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("moment", ["in the map", "in the shutdown"])
