@@ -28,7 +28,7 @@ from mpgrad.pool import Pool, callable_of, positive
 from mpgrad.results import DifferentiableFuture, ResultIterator
 from mpgrad.scheduler import Scheduler
 from mpgrad.suggestions import suggests
-from mpgrad.tracebacks import hide_own_frames
+from mpgrad.tracebacks import hide_own_frames, without_own_frames
 
 __all__ = ["Executor"]
 
@@ -151,6 +151,7 @@ class Executor(concurrent.futures.Executor):
         self._maps.add(results.operation)
         return in_time(results, deadline)
 
+    @without_own_frames
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
 
@@ -169,6 +170,7 @@ class Executor(concurrent.futures.Executor):
         if wait:
             self._pool._scheduler.await_all()
 
+    @without_own_frames
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ import torch
 from conftest import PATIENCE, staffed
 
 import mpgrad
+from mpgrad.tracebacks import own_folders
 
 Tensor = torch.Tensor
 
@@ -110,7 +112,7 @@ def wait_for(there: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def interrupted(when: Callable[[], bool]) -> Iterator[None]:
-    """Ctrl-C comes as soon as `when()`, and leaves the block."""
+    """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's frames only."""
 
     main, was_raised = threading.main_thread().ident or 0, threading.Event()
 
@@ -121,11 +123,19 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
             signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         thread.start()
         yield
     was_raised.set()
     thread.join()
+    has_no_frames_of_ours(caught.value)
+    del caught  # its traceback leads to this frame: nothing that the block refers to would be given up
+
+
+def has_no_frames_of_ours(error: BaseException) -> None:
+    shown = traceback.extract_tb(error.__traceback__)
+    own = sum(frame.filename.startswith(own_folders()) for frame in shown)
+    assert own <= int(sys.version_info < (3, 11)), "".join(shown.format())  # see `hide_own_frames`
 
 
 def somebody_waits(pool: mpgrad.Pool) -> bool:
