@@ -61,6 +61,7 @@ from mpgrad.routing import Device, requested, worker_devices
 from mpgrad.scheduler import Scheduler, Settings
 from mpgrad.stats import PoolStats
 from mpgrad.suggestions import suggests
+from mpgrad.tracebacks import without_own_frames
 from mpgrad.uncarried import not_carried
 
 __all__ = ["Pool", "PoolWorker"]
@@ -372,6 +373,7 @@ class Pool:
         """End the workers now. Results that have come stay valid; their graphs are gone."""
         self._scheduler.terminate()
 
+    @without_own_frames
     def join(self) -> None:
         """Wait until all calls are done and the workers have ended.
 
