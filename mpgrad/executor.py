@@ -15,6 +15,7 @@ import multiprocessing
 import threading
 import time
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +28,7 @@ from mpgrad.errors import RemoteTraceback
 from mpgrad.pool import Pool, callable_of, positive
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.suggestions import suggests
-from mpgrad.tracebacks import hide_own_frames
+from mpgrad.tracebacks import hide_own_frames, without_own_frames
 
 __all__ = ["Executor"]
 
@@ -36,6 +37,9 @@ POOL_OPTIONS = [name for name, each in inspect.signature(Pool).parameters.items(
 
 class Executor(concurrent.futures.Executor):
     """A `concurrent.futures.ProcessPoolExecutor` with gradients.
+
+    A `with` block waits at its end until all that was submitted is done. But an interrupt that leaves it (KeyboardInterrupt,
+    SystemExit) calls all of that off: futures that were not done are cancelled, and calls that do not end soon are ended.
 
     Args:
         max_workers: number of workers; None for as many CPUs as this process may use.
@@ -147,6 +151,7 @@ class Executor(concurrent.futures.Executor):
         self._maps.add(results.operation)
         return in_time(results, deadline)
 
+    @without_own_frames
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no new calls. Workers end when all is done, and the graphs that they keep are not needed any more.
 
@@ -164,6 +169,16 @@ class Executor(concurrent.futures.Executor):
         self._pool.leave()
         if wait:
             self._pool._scheduler.await_all()
+
+    @without_own_frames
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        # a generator is closed also where its caller has simply seen enough
+        if error is not None and not isinstance(error, (Exception, GeneratorExit)):
+            self.shutdown(wait=False, cancel_futures=True)
+            self._pool._scheduler.call_off_all()
+        self.shutdown()
 
     def _check_open(self) -> None:
         if self._shut_down:

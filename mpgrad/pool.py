@@ -59,6 +59,7 @@ from mpgrad.tasks.reduction import Block, Finish, Fold, FunctionReduction, block
 from mpgrad.torch_state import behaviours
 from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
 from mpgrad.torch_state.private import not_compiled, outside_transforms, tracer
+from mpgrad.tracebacks import without_own_frames
 from mpgrad.transforms import may_be_followed, run_followed
 from mpgrad.wire.messages import Eager
 from mpgrad.wire.tensor_packing import Packer
@@ -373,6 +374,7 @@ class Pool:
         """End the workers now. Results that have come stay valid; their graphs are gone."""
         self._scheduler.terminate()
 
+    @without_own_frames
     def join(self) -> None:
         """Wait until all calls are done and the workers have ended.
 

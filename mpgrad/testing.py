@@ -10,14 +10,17 @@ captures) may agree by chance in any one of these, but not in all.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from mpgrad.calls.packing import pickled_function
+from mpgrad.pickling import structure
 from mpgrad.pool import Pool
 from mpgrad.scheduling.run_in_caller import LocalFunction, UnusualError, may_run_here
 from mpgrad.torch_state.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
@@ -26,6 +29,7 @@ from mpgrad.torch_state.private import apply, has_plain_memory, tree_leaves, tre
 __all__ = ["assert_same_as_serial"]
 
 Function = Callable[[Any], Any]
+ATOMS = {type(None), bool, int, float, complex, str, bytes}  # need not be taken apart
 
 
 def assert_same_as_serial(
@@ -43,9 +47,12 @@ def assert_same_as_serial(
     anywhere, and with the last item first, each item a call of its own. Where it may run cheap calls in the caller
     (``inline="auto"``), they are run there too.
 
+    Objects, in items and results, are taken apart as the pool does it: their tensors are compared like others. The rest of one
+    is alike if its equality says so (or both are NaN), or if its pickle is the same.
+
     Args:
         fn: the function; gradients of the tensors that it captures are compared too. It must not write to these.
-        items: tensors or structures; each run gets copies of its own, leaves where these are leaves. Views in the same
+        items: tensors, structures or objects; each run gets copies of its own, leaves where these are leaves. Views in the same
             storage are such views in the copies.
         pool: the pool to test; None for a new one of two processes.
         order: derivatives up to this order; 0 for values only. Those of order 2 are of all first ones, weighted at random,
@@ -197,6 +204,7 @@ class Alias(torch.autograd.Function):
 def copies(items: Sequence[Any]) -> list[Any]:
     known: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
+    kept: list[torch.Tensor] = []  # as long as they are known by id
 
     def value_of(tensor: torch.Tensor) -> torch.Tensor:
         if not has_plain_memory(tensor):
@@ -209,17 +217,60 @@ def copies(items: Sequence[Any]) -> list[Any]:
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:  # one tensor twice stays one
+            kept.append(tensor)
             leaf = value_of(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
                 leaf = torch.nn.Parameter(leaf.detach(), tensor.requires_grad)
             known[id(tensor)] = leaf if tensor.is_leaf else apply(Alias, leaf)
         return known[id(tensor)]
 
-    return [tree_map_only(torch.Tensor, copy, item) for item in items]
+    def copy_leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return copy(value)
+        if type(value) in ATOMS:
+            return value
+        pickled, tensors = structure.dumps(value)  # as the pool takes it apart
+        return structure.loads(pickled, list(map(copy, tensors)))
+
+    return [tree_map_only(object, copy_leaf, item) for item in items]
+
+
+def taken_apart(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Its tensors, and the buffers of its arrays."""
+    pickler = structure.TensorPickler(io.BytesIO())
+    pickler.dump(value)
+    return pickler.tensors, pickler.buffers
+
+
+class RestPickler(structure.TensorPickler):
+    """For comparing: of functions what they do; the pickle of one by value says also where it was loaded, and how often."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, types.FunctionType):
+            return super().reducer_override(value)
+        code, given = value.__code__, [value.__defaults__, value.__kwdefaults__]
+        constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
+        given += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return str, (value.__qualname__,), (code.co_code, code.co_names, constants, given)
+
+
+def rest_of(value: Any) -> bytes:
+    """What is no tensor, of a copy of a copy: what the pool gave is one, and shares other strings between its parts."""
+    for _ in range(2):
+        value = structure.loads(*structure.dumps(value))
+    buffer = io.BytesIO()
+    RestPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def tensors_of(leaf: Any) -> list[torch.Tensor]:
+    if isinstance(leaf, torch.Tensor):
+        return [leaf]
+    return [] if type(leaf) in ATOMS else taken_apart(leaf)[0]
 
 
 def differentiable(structures: Sequence[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(list(structures)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [each for leaf in tree_leaves(list(structures)) for each in tensors_of(leaf) if each.requires_grad]
 
 
 def derivatives(outputs: Sequence[Any], inputs: list[torch.Tensor], order: int) -> Iterator[list[torch.Tensor | None]]:
@@ -250,17 +301,40 @@ def compare_values(name: str, result: Any, expected: Any, how: str = "") -> None
     if len(ours) != len(theirs):
         raise AssertionError(f"{name}: the results differ in structure{how}")
     for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, torch.Tensor) != isinstance(other, torch.Tensor):
+            raise AssertionError(f"{name}: the results differ in structure{how}")
         if isinstance(other, torch.Tensor):
-            if mine.requires_grad != other.requires_grad:
-                raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}{how}")
-            compare_tensors(f"{name}, value", mine, other, 0.0, how)
-        elif has_equality(other) and any_of(mine != other):
-            raise AssertionError(f"{name}: the pool gave {mine!r}, the serial loop {other!r}{how}")
+            compare_parts(name, [mine], [other], how)
+        elif not (type(other) in ATOMS and are_equal(mine, other)):
+            compare_objects(name, mine, other, how)
 
 
-def any_of(unequal: Any) -> bool:
-    """Whether anything is unequal; arrays compare element by element."""
-    return bool(unequal.any() if hasattr(unequal, "any") else unequal)
+def compare_parts(name: str, ours: list[torch.Tensor], theirs: list[torch.Tensor], how: str) -> None:
+    if len(ours) != len(theirs):
+        raise AssertionError(f"{name}: the results differ in structure{how}")
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine.requires_grad != other.requires_grad:
+            raise AssertionError(f"{name}: requires_grad is {mine.requires_grad}, serially {other.requires_grad}{how}")
+        compare_tensors(f"{name}, value", mine, other, 0.0, how)
+
+
+def compare_objects(name: str, mine: Any, other: Any, how: str) -> None:
+    """The tensors in them one by one, the rest by its pickle; what has no tensors may be equal besides."""
+    (ours, our_buffers), (theirs, their_buffers) = taken_apart(mine), taken_apart(other)
+    compare_parts(name, ours, theirs, how)
+    if has_equality(other) and not theirs and are_equal(mine, other):  # where there are some, it cannot be asked
+        return
+    if rest_of(mine) != rest_of(other) or not all(map(torch.equal, our_buffers, their_buffers)):
+        raise AssertionError(f"{name}: the pool gave {mine!r}, the serial loop {other!r}{how}")
+
+
+def are_equal(mine: Any, other: Any) -> bool:
+    """Or alike in being unequal to themselves (NaN); arrays compare element by element."""
+    try:
+        unequal = (mine != other) & ((mine == mine) | (other == other))
+        return not (unequal.any() if hasattr(unequal, "any") else unequal)
+    except Exception:  # arrays within, or of other shapes, or the user's own: it is for their pickles to decide
+        return False
 
 
 def has_equality(value: object) -> bool:

@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = ("worker.py", "_make"), ("private.py", "gradients")
-OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, PoolClosedError, WorkerDiedError)
+# no mistake of mpgrad's; an interrupt comes wherever somebody waits
+OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, KeyboardInterrupt, PoolClosedError, WorkerDiedError)
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
 FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
@@ -86,7 +87,7 @@ def wants_all() -> bool:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Of an exception that a call gave, or that comes from code of the caller's; a bare `raise` has to follow.
+    """Of an exception that a call gave, that comes from code of the caller's, or that interrupts; a bare `raise` has to follow.
 
     Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the frame of who calls this stays.
     """

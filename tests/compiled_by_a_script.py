@@ -173,10 +173,40 @@ def operations_side_by_side(xs: list[Tensor], pool: mpgrad.Pool) -> None:
         assert all(map(torch.equal, gradients(ys, xs), expected))
 
 
+one = large = torch.ones(1)
+
+
+def names_that_go(pool: mpgrad.Pool) -> None:
+    """Those of an operation that is kept, or dropped, while another one's values are in place."""
+    xs = [torch.tensor([-1.0, 2.0], requires_grad=True)]
+    of_builtin = torch.compile(lambda x: abs(x) * 1, backend="eager")
+    expected = of_builtin(xs[0])
+    for number in (1.0, 2.0):
+        globals().update(abs=lambda x: x * 100, large=torch.full((4,), number))
+        of_own = torch.compile(lambda x: abs(x) + 0, backend="eager")
+        of_large = torch.compile(lambda x, own=one: x * large[0] * own, backend="eager")
+        kept = pool.map(of_own, xs), pool.map(of_large, xs)
+        assert torch.equal(kept[0][0], xs[0] * 100) and torch.equal(kept[1][0], xs[0] * number)
+        del globals()["abs"]
+        assert torch.equal(pool.map(of_builtin, xs)[0], expected)
+        del globals()["large"], kept
+        assert pool.map(left_behind, [0]) == [[]]
+
+
+def left_behind(x: int) -> list[str]:
+    from mpgrad.pickling.compiled import ROOMS
+
+    found = [name for namespace in ROOMS.namespaces.values() for name in ("abs", "large") if name in namespace]
+    return found + [str(each) for each in ROOMS.functions.values() if each.__defaults__]
+
+
 def main() -> None:
     xs = [torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_() for _ in range(4)]
     with mpgrad.Pool(2, inline="never") as pool:
         try_each(xs, pool)
+    with mpgrad.Pool(1, inline="never") as pool:
+        names_that_go(pool)
+        print("names ok")
     for engine, graphs in (("process", "recompute"), ("thread", "keep")):
         with mpgrad.Pool(1, engine=engine, graphs=graphs, inline="never") as pool:
             operations_side_by_side([x.detach().requires_grad_() for x in xs], pool)

@@ -58,6 +58,65 @@ def caches(x: Tensor) -> Tensor:
     return x * table(2) * fibonacci(10) * Cached().scaled(2)
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * net(2, kind="b").weight
+
+
+@functools.lru_cache(maxsize=2)
+def net(*sizes: int, kind: str = "a") -> Net:
+    return Net()
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def drawn(*sizes: float, kind: str = "a") -> dict[str, Any]:
+    return {"values": [torch.rand(2, dtype=torch.float64)]}
+
+
+@functools.cache
+def prepared() -> int:
+    return 1  # without tensors: each process prepares itself
+
+
+net(1)
+net(2, kind="b")
+net(1)  # so that the other one is the next to go
+for kind in ("a", "b"):
+    drawn(1, 2.0, kind=kind)
+    drawn(1.0, 2, kind=kind)
+drawn()
+drawn(1)
+prepared()
+prepared.scale = 3  # type: ignore[attr-defined]
+of_a_class = functools.cache(dict)
+warm = functools.lru_cache(maxsize=2)(lambda *sizes, kind="a": Net())
+warm(1)
+warm(2, kind="b")
+warm(1)
+
+
+@case
+def warm_caches(x: Tensor) -> Tensor:
+    known = [drawn(*each, kind=kind) for each in ((1, 2.0), (1.0, 2)) for kind in ("a", "b")] + [drawn(), drawn(1)]
+    assert len({id(each) for each in known}) == 6 and net.__wrapped__.__name__ == net.__name__ == "net"
+    assert of_a_class(a=1) == {"a": 1}
+    return sum(each["values"][0] for each in known) * net(1)(x) * prepared.scale  # type: ignore[attr-defined]
+
+
+def warm_in_the_worker(x: Tensor) -> Tensor:
+    first, second = warm(1), warm(2, kind="b")
+    warm(1)
+    warm(3)  # the one that was used least goes
+    assert warm(1) is first and warm.cache_info().currsize == 2 and warm(2, kind="b") is not second
+    warm.cache_clear()
+    assert warm.cache_info().currsize == 0 and warm(1) is not first and warm.cache_parameters()["maxsize"] == 2
+    return x * first.weight
+
+
 @functools.singledispatch
 def dispatched(value: Any) -> Any:
     raise NotImplementedError(type(value))
@@ -152,6 +211,55 @@ def weak_references(x: Tensor) -> Tensor:
     return x * parent.value * proxy.value * about[leaf]
 
 
+class Tagged(weakref.ref[Any]):
+    __slots__ = ("tag",)
+    tag: int
+
+
+class Method(weakref.WeakMethod[Any]):
+    pass
+
+
+class ByName(weakref.WeakValueDictionary[str, Node]):
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def __getitem__(self, name: str) -> Node:
+        return super().__getitem__(self.prefix + name)
+
+
+class Keyed(weakref.WeakKeyDictionary[Node, float]):
+    pass
+
+
+class Members(weakref.WeakSet[Node]):
+    pass
+
+
+tagged, gone = Tagged(leaf), Tagged(Node(weight))
+tagged.tag = gone.tag = 5
+by_name, keyed, those, of_method = ByName("a "), Keyed({leaf: 2.0}), Members([leaf]), Method(lazy.__init__)
+by_name["a leaf"] = leaf
+tensor_proxy, module_proxy = weakref.proxy(leaf.value), weakref.proxy(net(1))
+gone_items = [weakref.proxy(Node(weight)), weakref.ref(Node(weight))]
+alive, ended = (weakref.finalize(leaf, print, "the worker finalizes what is the caller's") for _ in range(2))
+alive.atexit = False
+ended.detach()
+
+
+@case
+def weak_subclasses(x: Tensor) -> Tensor:
+    assert (type(tagged), tagged(), tagged.tag, gone(), gone.tag) == (Tagged, leaf, 5, None, 5)
+    assert type(by_name) is ByName and by_name["leaf"] is leaf and keyed[leaf] == 2.0 and leaf in those
+    assert of_method() is not None and type(of_method) is Method
+    assert alive.alive and not ended.alive and isinstance(alive, weakref.finalize)
+    try:
+        raise AssertionError(gone_items[0].value)
+    except ReferenceError:
+        return x * tensor_proxy * module_proxy.weight
+
+
 class Registry:
     known: ClassVar[weakref.WeakValueDictionary[str, Registry]] = weakref.WeakValueDictionary()
 
@@ -172,6 +280,7 @@ def weak_registries(x: Tensor) -> Tensor:
 # --- what guards something within a process
 
 lock, rlock, condition, bounded = threading.Lock(), threading.RLock(), threading.Condition(), threading.BoundedSemaphore(2)
+signal = threading.Semaphore(0)
 event, semaphore, barrier, local = threading.Event(), threading.Semaphore(2), threading.Barrier(1), threading.local()
 shared = threading.Lock()
 both = threading.Condition(shared), threading.Condition(shared)
@@ -185,11 +294,22 @@ changed: contextvars.ContextVar[float] = contextvars.ContextVar("changed")
 changed.set(5.0)
 
 
+class Own(threading.local):
+    def __init__(self, start: int, by: int = 1) -> None:
+        self.number = start * by
+
+
+own, untouched = Own(2, by=3), Own(4)
+own.number = 5
+
+
 def in_the_worker(x: Tensor) -> Tensor:
+    assert (own.number, untouched.number) == (6, 4)
     with lock, rlock, rlock, condition, semaphore, bounded, bounded:
         barrier.wait(1)
         assert event.is_set() and not hasattr(local, "here")
         local.here = 2
+    assert not signal.acquire(blocking=False)  # nobody has given one
     with both[0]:
         assert not shared.acquire(blocking=False)
     return x * level.get() * unset.get(3.0) * changed.get()
@@ -368,6 +488,8 @@ def main() -> None:
             ys = pool.map(in_the_worker, xs[:1])
             assert torch.equal(ys[0], xs[0] * 2.0 * 3.0 * 5.0)
         print("guards ok")
+        assert torch.equal(pool.map(warm_in_the_worker, xs[:1])[0], xs[0] * warm(1).weight)
+        print("caches that go on ok")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +153,25 @@ def test_threads_share_the_level_of_dual_tensors() -> None:
         inside.wait()
         thread.join()
         assert forward_ad.unpack_dual(dual * 2).tangent is not None
+    assert not private.dual_level_is_active()
+
+
+def test_the_level_stays_in_the_backward_of_tangents(tmp_path: Path) -> None:
+    """Symptom: as above. Cause: another thread could close the level while this one took out what its graph had saved."""
+
+    def noted(t: torch.Tensor) -> torch.Tensor:
+        y = t.sin()
+        y.register_hook(lambda _: (tmp_path / f"{private.dual_level_is_active()}").touch())
+        return y * t
+
+    weight = numbers(3, seed=5).requires_grad_()
+    with mpgrad.Pool(1, engine="thread", inline="never") as pool:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
+            (y,) = pool.map(noted, [x * weight])
+            tangent = forward_ad.unpack_dual(y).tangent
+        torch.autograd.grad(tangent.sum(), weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["True"]
     assert not private.dual_level_is_active()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,7 @@ import torch
 from conftest import PATIENCE, staffed
 
 import mpgrad
+from mpgrad.tracebacks import own_folders
 
 Tensor = torch.Tensor
 
@@ -109,7 +112,7 @@ def wait_for(there: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def interrupted(when: Callable[[], bool]) -> Iterator[None]:
-    """Ctrl-C comes as soon as `when()`, and leaves the block."""
+    """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's frames only."""
 
     main, was_raised = threading.main_thread().ident or 0, threading.Event()
 
@@ -120,11 +123,19 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
             signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         thread.start()
         yield
     was_raised.set()
     thread.join()
+    has_no_frames_of_ours(caught.value)
+    del caught  # its traceback leads to this frame: nothing that the block refers to would be given up
+
+
+def has_no_frames_of_ours(error: BaseException) -> None:
+    shown = traceback.extract_tb(error.__traceback__)
+    own = sum(frame.filename.startswith(own_folders()) for frame in shown)
+    assert own <= int(sys.version_info < (3, 11)), "".join(shown.format())  # see `hide_own_frames`
 
 
 def somebody_waits(pool: mpgrad.Pool) -> bool:
@@ -250,6 +261,57 @@ def test_every_way_to_wait(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
         assert_at_full_strength(fresh_pool, tmp_path)
 
 
+def in_as_completed(futures: list[concurrent.futures.Future[Any]]) -> None:
+    next(concurrent.futures.as_completed(futures))
+
+
+def in_the_first(futures: list[concurrent.futures.Future[Any]]) -> None:
+    futures[0].result()
+
+
+@pytest.mark.parametrize("engine", ["process", "thread"])
+@pytest.mark.parametrize("ask", [in_as_completed, concurrent.futures.wait, in_the_first])
+def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]) -> None:
+    """It waited for the whole queue."""
+    x = torch.ones(2, requires_grad=True)
+    go, asks = tmp_path / "go", threading.Event()
+    executor = mpgrad.Executor(2, engine=engine, retries=0)
+    with interrupted(lambda: asks.is_set() and count(tmp_path, "begun") == 2), executor:
+        done = executor.submit(wave, x)
+        done.result()
+        results = executor.map(functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(2))
+        futures = [executor.submit(begin, tmp_path, sleeps, k) for k in range(2, 9)]
+        futures[0].add_done_callback(lambda _: None)  # so that a wait for it calls nothing off
+        asks.set()
+        ask(futures)
+    assert count(tmp_path, "begun") == 2
+    assert all(future.cancelled() for future in futures)
+    with pytest.raises(concurrent.futures.CancelledError):
+        next(results)
+    if engine == "process":
+        wait_for(lambda: executor._pool.stats().deaths == 1)  # the other worker keeps a graph, which could not be made again
+    go.touch()
+    done.result().backward()
+    assert_same([x.grad], serial_gradients(wave, [x]))
+
+
+def test_what_is_no_interrupt_does_not_call_off(nursery: mpgrad.Pool) -> None:
+    """An executor does what was submitted, as in concurrent.futures."""
+
+    def first_of(futures: list[concurrent.futures.Future[int]]) -> Iterator[int]:
+        with mpgrad.Executor(1) as executor:
+            futures += [executor.submit(abs, -k) for k in range(3)]
+            yield from (future.result() for future in futures)
+
+    for leave in (lambda given: given.throw(LookupError), lambda given: given.close()):
+        futures: list[concurrent.futures.Future[int]] = []
+        given = first_of(futures)
+        assert next(given) == 0
+        with contextlib.suppress(LookupError):
+            leave(given)
+        assert [future.result() for future in futures] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("moment", ["in the map", "in the shutdown"])
 def test_an_executor(nursery: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
     function = functools.partial(begin, tmp_path, sleeps)
@@ -299,7 +361,7 @@ def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, t
 def test_a_timeout_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     future = fresh_pool.submit(wait_for, (tmp_path / "go").exists)
     result = fresh_pool.apply_async(wait_for, [(tmp_path / "go").exists])
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         future.result(timeout=0.01)
     with pytest.raises(multiprocessing.TimeoutError):
         result.get(timeout=0.01)
@@ -464,6 +526,29 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
         assert_at_full_strength(pool, tmp_path)
         assert pool.stats().deaths == 2  # there was nothing to lose
     assert_same(gradients(xs), serial_gradients(wave, xs))
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Path, retries: int) -> None:
+    """Neither what was queued there before the interrupt, nor what comes right after it: the pool seemed to hang."""
+    xs = leaves(2)
+    with mpgrad.Pool(1, inline="never", retries=retries) as pool:
+        pool.map(abs, range(100))  # so short that they are queued behind others
+        kept = []
+        for x in xs:  # twice in a row
+            forget_begun(tmp_path)
+            kept += pool.map(wave, [x])  # without retries the worker cannot be killed
+            stuck = pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
+            wait_for(lambda: count(tmp_path, "begun") == 1)
+            before = pool.submit(abs, -1)
+            with interrupted(functools.partial(somebody_waits, pool)):
+                stuck.get()
+            del stuck
+            assert pool.map(abs, [-2, -3], 1) == [2, 3] and before.result() == 1
+        assert pool.stats().deaths == (0 if retries == 0 else 2)
+        del kept
+        wait_for(lambda: [each.retiring for each in pool.stats().workers] == [False])  # they are ended with their last graph
+        assert pool.stats().deaths == 2
 
 
 def test_short_calls_end_by_themselves(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:

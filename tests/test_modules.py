@@ -57,6 +57,9 @@ SOURCES = {
         @functools.lru_cache(maxsize=8)
         def table(n): return [n + 0.5] * 3
         def cached(x): return x * table(2)[1]
+        @functools.cache
+        def made(): return torch.full((2,), 5.0, dtype=torch.float64, requires_grad=True)
+        def through_cache(x): return x * made()
         def entry(x): return x + (constants.NOTHING is constants.nothing())
 
         def closure(factor):
@@ -220,6 +223,24 @@ def test_gradients_of_tensors_in_modules(any_pool: mpgrad.Pool, user: Any) -> No
             assert torch.equal(found, expected)
             with torch.no_grad():
                 simulation.WEIGHT.mul_(2)
+
+
+def test_what_a_cache_holds_is_a_capture(any_pool: mpgrad.Pool, user: Any) -> None:
+    """Each worker made one of its own, and the caller's had no gradient; also where the module was known before it was made."""
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    cold = any_pool.map(user.simulation.through_cache, [x, x])
+    with torch.no_grad():
+        user.simulation.made().fill_(7.0)
+    for value in (7.0, 8.0):
+        with torch.no_grad():
+            user.simulation.made().fill_(value)
+        ys = any_pool.map(user.simulation.through_cache, [x, x, x])
+        assert [y.tolist() for y in ys] == [[value, value]] * 3
+        (gradient,) = torch.autograd.grad(torch.stack(ys).sum(), user.simulation.made())
+        assert gradient.tolist() == [3.0, 3.0]
+    user.simulation.made.cache_clear()
+    user.simulation.made.scale = 2
+    assert all(y.tolist() == [5.0, 5.0] for y in (*cold, *any_pool.map(user.simulation.through_cache, [x, x])))
 
 
 def test_reloaded_from_another_file(any_pool: mpgrad.Pool, user: Any) -> None:

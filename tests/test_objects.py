@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
+import fcntl
 import functools
 import os
 import pickle
@@ -13,6 +15,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +26,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling import uncarried
+from mpgrad.pickling import reducers, structure, uncarried
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.torch_state import private
 
@@ -85,6 +88,20 @@ def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     together.wait(30)
     for thread in threads:
         thread.join()
+
+
+def test_a_child_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: who compiled the same graph waited for the end of a child that was forked meanwhile, and had the lock too."""
+    monkeypatch.setattr(private, "cache_folder", lambda: str(tmp_path))
+    with private.first_of_those_that_compile("graph"):
+        (lock,) = (tmp_path / "locks").iterdir()
+        (descriptor,) = [int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(lock)]
+        inherited = os.dup(descriptor)  # as a fork does
+    try:
+        with lock.open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(inherited)
 
 
 # --- what cannot travel
@@ -176,6 +193,56 @@ def test_the_search_ends(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     assert uncarried.find(cycle, fails) == ("", cycle)
 
 
+class Unruly(dict[Any, Any]):
+    """Of which an error's search learns nothing."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no name yet")
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"no {name} yet")
+
+
+def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
+    """Symptom: "ValueError: no name yet" in place of what could not be pickled."""
+    held = {Unruly(): log}
+    assert "closure: held[<Unruly instance at 0x" in (said := refusal(pool, lambda x: held)) and "].file)" in said
+    long = {"name" * 100: {log}}
+    assert len(said := refusal(pool, lambda x: long)) < 500 and "(<lambda>'s closure: long['namename" in said
+    unruly = Unruly(log=log)
+    unruly.items = None  # type: ignore[assignment,method-assign]
+    assert "'NoneType' object is not callable (<lambda>'s closure: unruly)" in refusal(pool, lambda x: unruly)
+
+
+def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
+    proxy = weakref.proxy(Holder(torch.ones(1)))
+    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(pool, lambda x: proxy)
+    held = [proxy, log]
+    assert "closure: held[1].file)" in refusal(pool, lambda x: held)
+    assert pool.map(len, [held[:1]]) == [1]
+
+
+def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
+    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of where and why."""
+    library = torch.library.Library("registered_here", "FRAGMENT")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+        twice: Any = torch.ops.registered_here.twice
+        register = torch.library.custom_op("registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor")
+        thrice = register(lambda x: x * 3)
+        with mpgrad.Pool(1, inline="never") as pool:
+            for value in (thrice, library):
+                said = refusal(pool, closing_over(value))
+                assert "(<lambda>'s closure: value); register operators in a module that workers import" in said
+            with pytest.raises(AttributeError, match=r"no operator registered_here\.twice .* register operators in a module"):
+                pool.map(lambda x: twice(x), [torch.ones(1)])
+    finally:
+        library._destroy()
+
+
 def test_no_remedy_beside_one(pool2: mpgrad.Pool) -> None:
     said = refusal(pool2, lambda x: pool2)
     assert said.endswith("make one in the task instead (<lambda>'s closure: pool2)")
@@ -188,6 +255,23 @@ def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
         assert type(lock) is type(threading.RLock())
     kept = Holder(torch.ones(2, requires_grad=True))
     assert_same_as_serial(lambda reference: reference().x * 2, [weakref.ref(kept)], pool)
+
+
+def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: each map looked through all names of all modules for each context variable of a script; 3 ms for one."""
+    searches: list[object] = []
+    search = reducers.name_in_a_module
+    monkeypatch.setattr(reducers, "name_in_a_module", lambda value: searches.append(value) or search(value))
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=3)
+    local = threading.local()
+    for _ in range(2):
+        for value in (variable, local):
+            structure.dumps([value])
+    assert searches == [variable, local]
+    library_of_variables = types.ModuleType("library_of_variables")
+    library_of_variables.variable = variable  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "library_of_variables", library_of_variables)
+    assert b"library_of_variables" in structure.dumps([variable])[0]
 
 
 class Holder:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import graphlib
 import importlib
+import math
 import os
 import random
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +316,86 @@ def test_the_oracle_fails_on_what_depends_on_other_calls(pool2: mpgrad.Pool, cou
     for fn in [*functions, adds_what_came_before, adds_what_came_since_the_largest][: 5 if count == 1 else 6]:
         with pytest.raises(AssertionError, match=r"item \d+: the function gives something else when it is called again, or in"):
             assert_same_as_serial(fn, items, pool2)
+
+
+class Held:
+    """Its equality is identity."""
+
+    def __init__(self, tensor: torch.Tensor, *rest: Any) -> None:
+        self.tensor = tensor
+        self.rest = rest
+
+
+@dataclasses.dataclass
+class Compared:
+    tensor: torch.Tensor
+    rest: Any = None
+
+
+class Alternates(torch.autograd.Function):
+    """Its gradients count the calls of its backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Alternates.calls += 1
+        return grad * Alternates.calls
+
+
+@pytest.mark.parametrize("kind", [Held, Compared])
+def test_the_oracle_looks_into_objects(pool2: mpgrad.Pool, kind: Callable[..., Any]) -> None:
+    items = [torch.ones(1 + n, requires_grad=True) for n in range(2)]
+    caller, again = os.getpid(), "called again"
+    rests: list[Any] = [1, "tensor", {"rest", "b", 3}, math.nan, numpy.full(3, math.nan), numpy.full(5000, math.nan), kind(2.0)]
+    for rest in [*rests, lambda y: y + 1]:
+        assert_same_as_serial(lambda x, rest=rest: kind(x * 2, rest), items, pool2, order=2)
+    for fn, words in (
+        (lambda x: kind(counts(x)), again),
+        (lambda x: kind(x, counts(torch.ones(())).item()), again),
+        (lambda x: kind(x, numpy.full(5000, counts(torch.ones(())).item())), again),
+        (lambda x: kind(x * torch.rand(())), "draws random numbers, and these are all that differs"),
+        (lambda x: kind(x.detach() if os.getpid() == caller else x), "item 0: requires_grad is True, serially False"),
+        (lambda x: kind(x, os.getpid() == caller), "item 0: the pool gave .*, the serial loop"),
+        (lambda x: [kind(x, x) if os.getpid() == caller else kind(x, x * 1)], "item 0: the results differ in structure"),
+        (lambda x: kind(Alternates.apply(x)), "gradient of input 0: the pool and the serial loop differ"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            assert_same_as_serial(fn, items, pool2)
+
+
+def test_the_oracle_copies_items_that_are_objects(pool2: mpgrad.Pool) -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def written_to(item: Held) -> torch.Tensor:
+        item.tensor.add_(1)
+        item.rest[0][0] += 1
+        return item.tensor * weight * item.rest[0][0]
+
+    items = [Held(torch.ones(2), array) for array in (numpy.zeros(3), numpy.zeros(5000))]
+    assert_same_as_serial(written_to, items, pool2)
+    assert not any(item.rest[0].any() for item in items) and items[0].tensor.equal(torch.ones(2))
+    leaves = [Held(torch.ones(2, requires_grad=True)) for _ in range(2)]
+    assert_same_as_serial(lambda item: item.tensor.exp() * weight, leaves, pool2, order=2)
+    with pytest.raises(AssertionError, match="gradient of input 0: the pool and the serial loop differ"):
+        assert_same_as_serial(lambda item: Alternates.apply(item.tensor), leaves, pool2)
+
+
+def test_to_the_oracle_what_is_not_a_number_is_alike(pool2: mpgrad.Pool) -> None:
+    items = [torch.ones(3), torch.full((3,), math.nan)]
+    nans = [math.nan, numpy.float64("nan"), numpy.array([math.nan, 1.0]), numpy.full(5000, math.nan), complex(math.nan, 1)]
+    for nan in nans:
+        assert_same_as_serial(lambda x, nan=nan: (x.sum(), nan), items, pool2)
+    fresh = [lambda: float("nan"), lambda: numpy.array([numpy.nan, 1.0]) * 2, lambda: -numpy.full(2, numpy.nan)]
+    for make in fresh:
+        assert_same_as_serial(lambda x, make=make: (x.sum(), make()), items, pool2)
+    for changes in (lambda: counts(torch.ones(())).item(), lambda: numpy.array([numpy.nan, counts(torch.ones(())).item()])):
+        with pytest.raises(AssertionError, match="called again"):
+            assert_same_as_serial(lambda x, changes=changes: (x.sum(), changes()), items, pool2)
 
 
 def test_the_oracle_says_that_random_numbers_are_others(pool2: mpgrad.Pool) -> None:

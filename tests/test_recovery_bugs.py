@@ -544,3 +544,23 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     second.limit = 0
     worker.cancel(second)  # type: ignore[arg-type]
     assert set(worker.progress[Progress.CANCELLED :]) == {2, 3}
+
+
+def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
+    """It has to answer that it ran none of them, and may die, or be given up, before it does."""
+    from mpgrad.scheduling.crew import Chunk, Worker
+    from mpgrad.scheduling.recovery import Recovery
+    from mpgrad.wire.messages import Progress
+
+    operation: Any = types.SimpleNamespace(limit=9)
+    worker = Worker(1, None)  # type: ignore[arg-type]
+    worker.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+    for number in (1, 2):
+        worker.under_way[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
+    worker.call_off_behind()
+    ((_, taken),) = worker.take_back_behind()
+    assert [call.index for call in taken] == [2] and 2 in worker.progress[Progress.CANCELLED :]
+    assert worker.is_at_wanted
+    del worker.under_way[1]
+    assert not worker.is_at_wanted
+    Recovery({}, None, 0, lambda: None).blame(worker, -9, worker.under_way[2], -1, -1)  # type: ignore[arg-type]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -114,6 +116,29 @@ class Reaches(torch.autograd.Function):
         return torch.as_strided_copy(x, (2,), (1,), 0)
 
 
+class ReachesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.asked = x.storage_offset() if x.numel() % 2 else 0
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.as_strided(x.shape, x.stride(), ctx.asked)
+
+
+def deep_copies(x: Tensor) -> Tensor:
+    copy.deepcopy(x)
+    return x.as_strided((2,), (1,), 0)
+
+
+def pickles(x: Tensor) -> Tensor:
+    pickle.dumps(x)
+    return x.as_strided((2,), (1,), 0)
+
+
 COUNTING: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.as_strided((2,), (1,), 0),
     lambda x: x[1:].as_strided(size=(2,), stride=(1,), storage_offset=0),
@@ -128,6 +153,9 @@ COUNTING: list[Callable[[Tensor], Tensor]] = [
     functools.partial(torch.as_strided, size=(2,), stride=(1,), storage_offset=0),
     functools.partial(Tensor.as_strided, size=(2,), stride=(1,), storage_offset=0),
     Reaches.apply,
+    deep_copies,  # PyTorch asks where it begins, the function does not
+    pickles,
+    lambda x: torch.func.vmap(lambda y: y.as_strided((2,), (1,), 0))(x[None]),
 ]
 
 
@@ -149,6 +177,27 @@ def test_an_argument_without_what_lies_before_it(pool2: mpgrad.Pool, run: Callab
             assert torch.equal(mine, other)
     with pytest.raises(RuntimeError, match="out of bounds for storage of size"):  # the next row stays in the caller too
         run(pool2, lambda x: x.as_strided((2, 30), (30, 1)), rows)
+
+
+def test_a_backward_without_what_lies_before_an_argument(pool2: mpgrad.Pool) -> None:
+    """There the call has ended: nobody knows of it but what it leaves."""
+    rows, captured = base(300, 30).requires_grad_(), base(300, 30).requires_grad_()
+
+    def gradients(results: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(sum(each.sum() for each in results), [rows, captured], allow_unused=True)
+
+    row = captured[290]
+    for options in ({}, {"chunksize": 1}):
+        for fn in (ReachesBackward.apply, lambda x: x * ReachesBackward.apply(row)):
+            results = pool2.map(fn, rows[280:], **options)
+            with pytest.raises(RuntimeError, match=REFUSED):
+                gradients(results)
+        odd = list(rows[280:, 1:])  # with these it has asked where they begin
+        found, serial = (
+            gradients(pool2.map(ReachesBackward.apply, odd, **options))[0],
+            gradients(map(ReachesBackward.apply, odd))[0],
+        )
+        assert found is not None and serial is not None and torch.equal(found, serial)
 
 
 def test_who_does_not_reach_is_not_asked(pool2: mpgrad.Pool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mpgrad.workers.graphs import Edge, Entrance, Graph, Search, edge_of, edges_at, leaves_behind
+from mpgrad.workers.surroundings import SURROUNDINGS
 
 from mpgrad.errors import UncarriedResultError
 from mpgrad.memory.accelerator import code_of
@@ -104,11 +105,13 @@ class Made:
         """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
         flags = [flags_in_graph(tensor, self._given, self._function.captures) for tensor in found]
         self.flags += flags
+        outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
+        if outputs:
+            SURROUNDINGS.mark()  # their backward may reach around what the call was given
         alone = not self._call.bundle
         if alone:
             self._given.clear()  # now only what was made of an input, if that is no leaf, still holds it
             self.inputs = edges_at(self._entrances)
-        outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
         if not outputs or self._inference:
             return []
         search = self._function.search

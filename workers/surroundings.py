@@ -2,27 +2,34 @@
 
 Past the end of what has come the storage ends here too, and PyTorch raises. It sees nothing wrong with a place before the first
 element, or in a gap: the memory there is another tensor's, or nobody's. So the functions that take such places as numbers are
-wrapped, in processes, which belong to us, and look for the argument's flags (see `packer.dense_core`).
+wrapped, in processes, which belong to us, and look for the argument's flags (see `packer.dense_core`). These are noted at its
+storage, for a backward that runs later finds nothing else; and not before somebody may ask, for most never do.
 
-Assumes: who asks where a tensor begins in its storage counts from there, which is right wherever that is.
+    a call ──► are_of ──► it reaches, or has a graph ──► mark ──► the flags at each storage ──► as_strided, anywhere: raises
+                                                     asked where it begins ──► LONE is taken off that storage
+Assumes: who asks where a tensor begins in its storage counts from there, which is right wherever that is. Not so PyTorch
+    itself, nor we, who ask in order to copy or pickle it.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
-from mpgrad.torch_state.private import is_functorch_wrapped, script_operations
+from mpgrad.torch_state.private import script_operations, unwrapped
 from mpgrad.wire.tensor_refs import LONE, SPREAD
 
 __all__ = ["SURROUNDINGS"]
 
 REACHING: list[tuple[Any, str]] = [(torch.Tensor, name) for name in ("as_strided", "as_strided_", "as_strided_scatter")]
 REACHING += [(torch, name) for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")]
+MARK = "_mpgrad_stayed_behind"  # in a storage's attributes, which PyTorch keeps as long as its memory
 
 
 class Given(Protocol):
@@ -31,18 +38,34 @@ class Given(Protocol):
         ...
 
 
+def of_nobody() -> None:
+    return None
+
+
 class Surroundings:
-    """Of the arguments and captures of the call that runs."""
+    """Of the arguments and captures of calls."""
 
     def __init__(self) -> None:
-        self.were_asked_for = False  # the function has asked where a tensor begins in its storage
-        self._given: Callable[[], Given | None] = lambda: None
+        self._is_watching = False
+        self._given: Callable[[], Given | None] = of_nobody
 
     def are_of(self, given: Given) -> None:
+        """It is the call that runs."""
         self._given = weakref.ref(given)  # it must not keep their memory beyond the call
+
+    def mark(self) -> None:
+        """Note at the storages what the call was given, while it has that."""
+        given = self._given() if self._is_watching else None
+        if given is None:
+            return
+        self._given = of_nobody  # once
+        for tensor, flags in given.arrived():
+            if flags & (LONE | SPREAD):
+                notes_of(tensor).setdefault(MARK, flags)  # a capture may have been asked where it begins
 
     def watch(self) -> None:
         """From here on, in a process that belongs to us."""
+        self._is_watching = True
         for owner, name in REACHING:
             replace(owner, name, self._guarded(name, getattr(owner, name)))
         replace(torch.Tensor, "storage_offset", self._heard(torch.Tensor.storage_offset))
@@ -62,26 +85,24 @@ class Surroundings:
 
     def _heard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def heard(*args: Any, **kwargs: Any) -> Any:
-            self.were_asked_for = True
+            if not torch.compiler.is_compiling() and root_of(sys._getframe(1)) not in ("torch", "mpgrad"):
+                self.mark()
+                if args and isinstance(args[0], torch.Tensor) and (noted := notes_of(args[0])).get(MARK):
+                    noted[MARK] &= ~LONE
             return function(*args, **kwargs)
 
         return heard
 
     def _check(self, name: str, tensor: torch.Tensor, offset: int | None) -> None:
         """Raises: RuntimeError, as PyTorch does for what lies outside of a storage."""
-        given = self._given()
-        if given is None:
-            return
-        flags = 0
-        for each, own in given.arrived():
-            if own & (LONE | SPREAD) and (is_functorch_wrapped(tensor) or have_one_storage(tensor, each)):
-                flags |= own
+        self.mark()
+        flags = notes_of(tensor).get(MARK, 0)
         if flags & SPREAD:
             raise RuntimeError(
                 f"{name} is not for a tensor that came without what lies between its elements (a view with wide gaps, or a "
                 f"conjugated one; shape: {tuple(tensor.shape)}); pass the tensor that it is a view of, or tensor.contiguous()"
             )
-        if flags & LONE and offset is not None and not self.were_asked_for:
+        if flags & LONE and offset is not None:
             raise RuntimeError(
                 f"{name} counts from the beginning of the tensor's storage (storage_offset: {offset}), but what lies there "
                 "before it did not come along to the worker; leave storage_offset out, or count from tensor.storage_offset()"
@@ -99,9 +120,15 @@ def replace(owner: Any, name: str, function: Any) -> None:
     setattr(owner, name, function)
 
 
-def have_one_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    plain = tensor.layout is torch.strided
-    return plain and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def root_of(frame: types.FrameType) -> str:
+    """The package whose code runs there."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of its storage; within a transform, of that of the tensor which it stands for."""
+    tensor = unwrapped(tensor)
+    return vars(tensor.untyped_storage()) if tensor.layout is torch.strided else {}
 
 
 SURROUNDINGS = Surroundings()

@@ -309,7 +309,6 @@ class Worker:
                 seed = seed_item(message.seed, call.item + stage.offset)
                 if station is not None:
                     station.seed(seed)
-            SURROUNDINGS.were_asked_for = False
             started = time.perf_counter()
             try:
                 value = function.target(*args, **kwargs)

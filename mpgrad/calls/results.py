@@ -24,6 +24,7 @@ from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
 from mpgrad.torch_state.private import not_compiled
+from mpgrad.tracebacks import without_own_frames
 
 __all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator", "Uncollected"]
 
@@ -130,6 +131,7 @@ class AsyncResult:
                 raise self._error.with_traceback(None)  # without the lines that asked before
             return self._value
 
+    @without_own_frames
     def wait(self, timeout: float | None = None) -> None:
         self._wait(timeout)
 
@@ -213,6 +215,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
             raise failed.error().with_traceback(None)
         return self._operation.take()
 
+    @without_own_frames
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As in `concurrent.futures`: what the call raised, or None."""
         failed = self._await_failure(timeout)

@@ -6,7 +6,7 @@ Imports `wire` and what is below it. Nothing here knows of calls, graphs or work
     modules      which modules are the user's own, and these put together again
     state        what a function uses of them, as one pickle; watch: whether it is still true
     classes      classes by value; those of the script are one class on both sides
-    reducers     kinds of objects that pickle refuses; compiled: what torch.compile made
+    reducers     kinds of objects that pickle refuses; caches, compiled: those of functools and torch.compile
     exceptions   a task's exception with its traceback
     uncarried    the path to what cannot be carried, and the remedy
 """

@@ -47,6 +47,9 @@ MARK = __name__.encode()  # in the pickle of what has a compiled function in it;
 MARKS = ("_torchdynamo_", "get_compiler_config", "aot_compile", "_is_torch_compile", "_isolate_recompiles_id")
 
 
+NOTHING: tuple[Namespace, Namespace] = {}, {}
+
+
 class Rooms(threading.local):
     """What a thread's compiled functions have in common, from operation to operation."""
 
@@ -89,15 +92,30 @@ class Placement:
 
     def place(self) -> None:
         if ROOMS.placed is not self:
+            self._take_over()
             for namespace, values in self._values.values():
                 namespace.update(values)
             for function, state in self._states.items():
                 function.__defaults__, function.__kwdefaults__, function.__dict__ = state
-            ROOMS.placed = self
+
+    def _take_over(self) -> None:
+        """Of the one before nothing stays: a name of its own could hide a builtin, and nobody would ever remove it."""
+        if ROOMS.placed is not None:
+            ROOMS.placed._withdraw(self)
+        ROOMS.placed = self
+
+    def _withdraw(self, successor: Placement | None = None) -> None:
+        """What the successor has too may stay, for it will be replaced."""
+        for namespace, values in self._values.values():
+            _, replaced = successor._values.get(id(namespace), NOTHING) if successor else NOTHING
+            for name in values.keys() - replaced.keys():
+                namespace.pop(name, None)
+        for function in self._states.keys() - (successor._states.keys() if successor else set()):
+            function.__defaults__, function.__kwdefaults__, function.__dict__ = None, None, {}
 
     def load(self, unpickle: Callable[[], Any]) -> Any:
         """Run `unpickle`, which gets functions from `make_function` and `set_state`."""
-        ROOMS.placed = self
+        self._take_over()
         try:
             return unpickle()
         finally:
@@ -108,14 +126,10 @@ class Placement:
                 ROOMS.running.place()
 
     def forget(self) -> None:
-        """Let go of the values."""
+        """Let go of the values. Where others are in place, whoever put them there has done so."""
         if ROOMS.placed is self:
             ROOMS.placed = None
-            for namespace, values in self._values.values():
-                for name in values:
-                    namespace.pop(name, None)
-            for function in self._states:
-                function.__defaults__, function.__kwdefaults__, function.__dict__ = None, None, {}
+            self._withdraw()
 
     def make_function(
         self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any

@@ -15,7 +15,6 @@ import builtins
 import contextlib
 import dis
 import functools
-import importlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -244,7 +243,7 @@ class Live:
     def resolve(self, mark: Mark) -> Any:
         if isinstance(mark, NamesHere):
             return self
-        module = importlib.import_module(mark if isinstance(mark, str) else mark.module)
+        module = imported(mark if isinstance(mark, str) else mark.module)
         if isinstance(mark, str):
             return module
         return getattr(module, mark.name) if isinstance(mark, LeftOf) else vars(module)
@@ -338,7 +337,7 @@ def stands_in(module: types.ModuleType, value: Any) -> bool:
 
 
 def named(module: str, path: str) -> Any:
-    return operator.attrgetter(path)(importlib.import_module(module))
+    return operator.attrgetter(path)(imported(module))
 
 
 class CarriedModule(types.ModuleType):
@@ -392,7 +391,7 @@ def run_initializer(initializer: Callable[..., Any], arguments: Sequence[Any]) -
     for name, level, _ in uses_in(inner.__code__).imports if isinstance(inner, types.FunctionType) else ():
         if not level:
             with contextlib.suppress(ImportError):  # the initializer will find out
-                importlib.import_module(name)
+                imported(name)
     places = {name: vars(module) for name, module in list(sys.modules.items()) if is_own(name)}
     if isinstance(inner, types.FunctionType):
         places.setdefault(inner.__module__, inner.__globals__)
@@ -430,6 +429,12 @@ def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
 
 
+def imported(name: str) -> types.ModuleType:
+    """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the module at a worker's fork."""
+    __import__(name)
+    return sys.modules[name]
+
+
 def own_import(name: str) -> types.ModuleType:
     """The module as this process imports it.
 
@@ -446,7 +451,7 @@ def own_import(name: str) -> types.ModuleType:
         return sys.modules[name]
     try:
         with outside_transforms(), torch.inference_mode(False), torch.enable_grad():  # a task may be running
-            return importlib.import_module(name)
+            return imported(name)
     except Exception as error:
         FAILED[name] = failed = ImportError(f"a worker cannot import {name}: {type(error).__name__}: {error}", name=name)
         raise failed from error

@@ -15,14 +15,15 @@ import contextvars
 import copy
 import dis
 import functools
+import gc
 import inspect
 import sys
 import threading
 import types
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -30,12 +31,24 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
+from mpgrad.pickling import caches
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.pickling.modules import attribute_here
 from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
 
-__all__ = ["cached_again", "complete", "itself", "reduce_module"]
+__all__ = [
+    "INHERITED",
+    "PROXIES",
+    "REGISTER",
+    "Referent",
+    "complete",
+    "itself",
+    "reduce_module",
+    "reduce_subclass",
+    "referent",
+    "weakly",
+]
 
 Reduced = tuple[Any, ...]
 
@@ -70,16 +83,11 @@ def names_in_classes(code: types.CodeType) -> frozenset[str]:
 LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
-def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
-    """A cached function with an empty cache: what was in it was computed from the caller's tensors."""
-    return functools.lru_cache(**parameters)(function)
-
-
 def reduce_cached(value: Any) -> Any:
     """By its name, where a worker can import it. (cloudpickle asks that of functions and classes only.)"""
     if importable_as(value) is not None:
         return value.__qualname__
-    return cached_again, (value.__wrapped__, value.cache_parameters())
+    return caches.reduce_by_value(value)
 
 
 # --- what guards something within a process
@@ -101,8 +109,8 @@ def event_again(is_set: bool) -> threading.Event:
 
 
 def reduce_semaphore(value: threading.Semaphore) -> Reduced:
-    # whoever holds one in the caller does not give it back here; how many there were at first is known of bounded ones only
-    count = max(1, getattr(value, "_initial_value", value._value))
+    # whoever holds one in the caller does not give it back here; of others it is not known how many there were at first
+    count = getattr(value, "_initial_value", value._value)
     return type(value), (count,)
 
 
@@ -111,7 +119,11 @@ def reduce_barrier(value: threading.Barrier) -> Reduced:
 
 
 def reduce_local(value: threading.local) -> Any:
-    return reduce_attribute(value) or (threading.local, ())
+    if (by_name := reduce_attribute(value)) is not None:
+        return by_name
+    _, args, names, *_ = *gc.get_referents(value), {}  # with which each thread has it made; then what threads keep in it
+    kwargs = names if all(isinstance(name, str) for name in names) else {}
+    return functools.partial(type(value), *args, **kwargs), ()
 
 
 def reduce_context_variable(value: contextvars.ContextVar[Any]) -> Any:
@@ -129,67 +141,136 @@ def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any
 
 def reduce_attribute(value: object) -> Reduced | None:
     """How what belongs to an imported module is found there, by the functions of that module too; None for the script's."""
+    known, modules = NOWHERE.get(id(value), (None, 0))
+    if known is not None and known() is value and modules == len(sys.modules):
+        return None
+    if (name := name_in_a_module(value)) is not None:
+        return attribute_here, name
+    if len(NOWHERE) == MOST_NOWHERE:
+        NOWHERE.clear()
+    NOWHERE[id(value)] = weakly(value), len(sys.modules)
+    return None
+
+
+def name_in_a_module(value: object) -> tuple[str, str] | None:
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
             for attribute, held in list(vars(module).items()):
                 if held is value:
-                    return attribute_here, (module.__name__, attribute)
+                    return module.__name__, attribute
     return None
+
+
+def weakly(value: Any) -> Callable[[], Any]:
+    """A reference to what may not be kept, if that can be."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of a context variable, say
+        return lambda: value
+
+
+MOST_NOWHERE = 64
+NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}  # by id, with so many modules; to search them all takes milliseconds
 
 
 # --- weak references
 
 
-class KeptReference(weakref.ref[Any]):
-    """A weak reference that came to a worker, where nobody else holds what it leads to."""
-
-    __slots__ = ("kept",)
-
-
-class KeptMethod(weakref.WeakMethod[Any]):
-    __slots__ = ("kept",)
+REFERENCES = weakref.ref, weakref.WeakMethod
+WEAK = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 
 
 def reference_again(kind: type[Any], target: Any) -> Any:
-    made = kind(target)  # no callback: it would be called when the target goes, which is with the reference
-    made.kept = target
-    return made
+    base: Any = weakref.WeakMethod if issubclass(kind, weakref.WeakMethod) else weakref.ref
+    return base.__new__(kind, target, functools.partial(let_go, target))
+
+
+def let_go(target: Any, reference: Any) -> None:
+    """As its callback, keeps what a weak reference leads to alive in a worker, where nobody else may hold it."""
 
 
 def reduce_reference(value: weakref.ref[Any]) -> Reduced:
-    target = value()
-    if target is None:
-        return dead_reference, ()
-    kind = KeptMethod if isinstance(value, weakref.WeakMethod) else KeptReference
-    return reference_again, (kind, target)
+    target, kind = value(), type(value)
+    own = kind.__mro__[: min(kind.__mro__.index(base) for base in REFERENCES if issubclass(kind, base))]
+    slots = [name for each in own for name, part in vars(each).items() if isinstance(part, types.MemberDescriptorType)]
+    state = getattr(value, "__dict__", None), {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    make: Reduced = (dead_reference, (kind,)) if target is None else (reference_again, (kind, target))
+    return (*make, state) if any(state) else make
 
 
-def dead_reference() -> weakref.ref[Any]:
-    return weakref.ref(Dead())
+def dead_reference(kind: type[Any]) -> Any:
+    base: Any = weakref.WeakMethod if issubclass(kind, weakref.WeakMethod) else weakref.ref
+    return base.__new__(kind, Dead().method if base is weakref.WeakMethod else Dead())
 
 
 class Dead:
     """Nobody holds one."""
 
-
-def reduce_proxy(value: Any) -> Reduced:
-    """As what it stands for, which looks the same."""
-    return itself, (value.__repr__.__self__,)
+    def method(self) -> None: ...
 
 
-def reduce_weak_mapping(value: Any) -> tuple[Any, Reduced, dict[str, Any], None, Iterator[tuple[Any, Any]]]:
-    """A WeakKeyDictionary or WeakValueDictionary; what it leads to hangs on it."""
-    pairs = list(value.items())
-    return type(value), (), {"kept": pairs}, None, iter(pairs)
+class Referent(NamedTuple):
+    """Stands for a weak proxy, which becomes what it stands for, which looks the same. Pickle takes a proxy for that, too."""
+
+    value: Any
+    is_alive: bool = True
+
+    def again(self) -> Any:
+        return self.value if self.is_alive else weakref.proxy(Dead())
 
 
-def reduce_weak_set(value: weakref.WeakSet[Any]) -> Reduced:
-    return weakref.WeakSet, (), list(value), None, None, fill_weak_set
+PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
 
 
-def fill_weak_set(made: Any, members: list[Any]) -> None:
-    made.update(members)
-    made.kept = members
+def referent(proxy: Any) -> Referent:
+    try:
+        return Referent(proxy.__repr__.__self__)
+    except ReferenceError:
+        return Referent(None, is_alive=False)
+
+
+def reduce_weak(value: Any) -> tuple[Any, ...]:
+    """A WeakKeyDictionary, WeakValueDictionary or WeakSet; what it leads to hangs on it."""
+    base = next(each for each in type(value).__mro__ if each in WEAK)
+    of_base = {*vars(base()), "kept"}
+    own = {name: each for name, each in vars(value).items() if name not in of_base}
+    contents = list(value if base is weakref.WeakSet else value.items())
+    return weak_again, (type(value), base), (own, contents), None, None, fill_weak
+
+
+def weak_again(kind: Any, base: Any) -> Any:
+    made = kind.__new__(kind)
+    base.__init__(made)  # that of a subclass may want arguments
+    return made
+
+
+def fill_weak(made: Any, state: tuple[dict[str, Any], list[Any]]) -> None:
+    vars(made).update(state[0])
+    made.update(state[1])
+    made.kept = state[1]
+
+
+class FinalizerElsewhere(weakref.finalize):  # type: ignore[type-arg]  # it is no generic class when it runs
+    """A worker's: tells whether the caller's is alive. What that is to do, it does itself."""
+
+    __slots__ = ("alive",)
+    alive: bool
+
+    def __init__(self, alive: bool) -> None:
+        self.alive = alive
+
+
+def reduce_finalizer(value: weakref.finalize[Any, Any]) -> Reduced:
+    return FinalizerElsewhere, (value.alive,)
+
+
+def reduce_subclass(value: object) -> Any:
+    """As its base, where scripts make subclasses that say nothing of it; None for anything else."""
+    kinds = type(value).__mro__
+    if INHERITED.isdisjoint(kinds):
+        return None
+    base = next(each for each in kinds if each in INHERITED or vars(each).keys() & {"__reduce__", "__reduce_ex__"})
+    return REDUCERS[base](value) if base in INHERITED else None
 
 
 # --- modules, scripts, and what else is PyTorch's
@@ -277,7 +358,13 @@ def reduce_operator(value: object) -> Reduced:
 
 
 def operator_again(path: str) -> object:
-    return functools.reduce(getattr, path.split("."), torch.ops)
+    try:
+        return functools.reduce(getattr, path.split("."), torch.ops)
+    except AttributeError as error:
+        raise AttributeError(f"this process has no operator {path} ({error}); {REGISTER}") from None
+
+
+REGISTER = "register operators in a module that workers import, or in each worker, with Pool(initializer=...)"
 
 
 def reduce_imported(value: types.ModuleType) -> Any:
@@ -315,14 +402,10 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     threading.Barrier: reduce_barrier,
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
-    weakref.ref: reduce_reference,
-    KeptReference: reduce_reference,
-    weakref.WeakMethod: reduce_reference,
-    KeptMethod: reduce_reference,
-    weakref.ProxyType: reduce_proxy,
-    weakref.CallableProxyType: reduce_proxy,
-    weakref.WeakKeyDictionary: reduce_weak_mapping,
-    weakref.WeakValueDictionary: reduce_weak_mapping,
-    weakref.WeakSet: reduce_weak_set,
+    **dict.fromkeys(REFERENCES, reduce_reference),
+    **dict.fromkeys(WEAK, reduce_weak),
+    weakref.finalize: reduce_finalizer,
+    FinalizerElsewhere: reduce_finalizer,
 }
+INHERITED = {*REFERENCES, *WEAK, threading.local}
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here

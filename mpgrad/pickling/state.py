@@ -26,13 +26,13 @@ import sys
 import threading
 import types
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
+from mpgrad.pickling import caches
 from mpgrad.pickling.classes import dynamic, made_like_own
 from mpgrad.pickling.compiled import MARK, Placement
 from mpgrad.pickling.modules import (
@@ -48,7 +48,7 @@ from mpgrad.pickling.modules import (
     own_imports,
     uses_in,
 )
-from mpgrad.pickling.reducers import cached_again
+from mpgrad.pickling.reducers import INHERITED, weakly
 from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.pickling.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
@@ -183,7 +183,7 @@ class States:
         load = getattr(module, "__spec__", None) or module  # another object when it is reloaded
         known = self._met.get(wanted)
         if known is None or known[0] is not load:
-            known = self._met[wanted] = load, reference_to(value), held_by(value)
+            known = self._met[wanted] = load, weakly(value), held_by(value)
         now = held_by(value)
         if known[1]() is value and not (len(now) == len(known[2]) and all(map(operator.is_, known[2], now))):
             raise TypeError(
@@ -279,7 +279,8 @@ class StatePickler(CallerPickler):
         if isinstance(value, type):
             return self._noted_class(value)
         if isinstance(value, functools._lru_cache_wrapper):
-            return cached_again, (value.__wrapped__, value.cache_parameters())
+            self.watch.content(caches.identities, value)
+            return caches.reduce_by_value(value)
         if isinstance(value, types.CellType):
             self.watch.content(contents_of_cell, value)
         elif isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
@@ -389,14 +390,6 @@ def held_by(value: Any) -> Sequence[Any]:
     return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
 
 
-def reference_to(value: Any) -> Callable[[], Any]:
-    """To what may not be kept, if that can be."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
-
-
 class BareClassError(Exception):
     """A class has an attribute that cannot be carried, such as a pool; once more, without."""
 
@@ -421,7 +414,8 @@ def reduces_as_usual(kind: type) -> bool:
         return False
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     own = getattr(kind, "__getstate__", usual)
-    return (own is usual or own is OF_MODULES) and kind not in CallerPickler.dispatch_table
+    known = kind in CallerPickler.dispatch_table or not INHERITED.isdisjoint(kind.__mro__)
+    return (own is usual or own is OF_MODULES) and not known
 
 
 def slots_of(kind: type) -> list[types.MemberDescriptorType]:
@@ -471,7 +465,7 @@ def brings_code(value: Any, depth: int = 3) -> bool:
     if kind in ELEMENTS:
         inside = value.values() if kind is dict else value
         return depth > 0 and any(brings_code(each, depth - 1) for each in itertools.islice(inside, MOST_LOOKED_AT))
-    return kind not in PLAIN and (is_own(kind.__module__) or isinstance(value, CODE))
+    return kind not in PLAIN and (is_own(kind.__module__) or issubclass(kind, CODE))
 
 
 def dumps_arguments(value: object, known: State | Everything | None) -> tuple[bytes, list[torch.Tensor], list[Any]]:

@@ -45,7 +45,7 @@ from mpgrad.pickling.modules import (
     uses_in,
     uses_of,
 )
-from mpgrad.pickling.reducers import complete, itself, reduce_module
+from mpgrad.pickling.reducers import PROXIES, Referent, complete, itself, reduce_module, reduce_subclass, referent
 from mpgrad.wire.tensor_packing import RIDE_BYTES
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
@@ -100,6 +100,8 @@ class TensorPickler(ClassPickler):
         return self.tensors + self.buffers[::-1]
 
     def persistent_id(self, value: object) -> Any:
+        if type(value) in PROXIES:
+            return referent(value)
         if not isinstance(value, torch.Tensor):
             return self._number_of_claim(value) if isinstance(value, Deferred) else None
         number = self._number.setdefault(id(value), len(self.tensors))
@@ -128,11 +130,20 @@ class TensorPickler(ClassPickler):
             return reduced
         if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:
             return reduced
+        if (reduced := reduce_subclass(value)) is not None:
+            return reduced
         return super().reducer_override(value)
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
         compiled = reduce_compiled(function)
-        return complete(function, super()._dynamic_function_reduce(function)) if compiled is None else compiled
+        if compiled is not None:
+            return compiled
+        try:
+            reduced = super()._dynamic_function_reduce(function)
+        except ReferenceError:  # cloudpickle asks each global of what type it is
+            uses_gone = f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is gone"
+            raise pickle.PicklingError(f"{uses_gone}; let go of the proxy, or keep the object") from None
+        return complete(function, reduced)
 
 
 class CallerPickler(TensorPickler):
@@ -143,12 +154,13 @@ class CallerPickler(TensorPickler):
         self.wanted: dict[Wanted, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
 
-    def persistent_id(self, value: object) -> Any:
-        if isinstance(value, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
+        if issubclass(kind, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
             if value.__name__ not in self._seen:  # it was not met in a function
                 self.wanted[Wanted(value.__name__, None)] = None
             return value.__name__
-        return value if type(value) in MARKS else super().persistent_id(value)
+        return value if kind in MARKS else super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
@@ -205,9 +217,11 @@ class TensorUnpickler(ClassUnpickler):
         self._claimed = claimed
         self._names = names
 
-    def persistent_load(self, mark: int | Mark) -> Any:
+    def persistent_load(self, mark: int | Mark | Referent) -> Any:
         if isinstance(mark, int):
             return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
+        if isinstance(mark, Referent):
+            return mark.again()
         return self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:

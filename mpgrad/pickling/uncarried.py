@@ -3,14 +3,17 @@
 pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is searched once more after the
 failure: of what an object is made of, one part fails by itself, and of that one part of it, down to what has no such part.
 
-Guarantees: costs nothing where nothing fails; where much has to be tried (`SECONDS`), the path ends early.
+Guarantees: costs nothing where nothing fails; where much has to be tried (`SECONDS`), or an object's own code fails when it is
+    asked, the path ends early. The error stays the first one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
+import reprlib
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from mpgrad.errors import UnsupportedTorchError, add_note
+from mpgrad.pickling import caches
 from mpgrad.pickling.modules import uses_in
+from mpgrad.pickling.reducers import PROXIES, REGISTER
 from mpgrad.pickling.structure import Deferred, TensorPickler
 
 __all__ = ["item_not_carried", "not_carried", "why_not"]
@@ -61,6 +66,8 @@ class Trial(TensorPickler):
     """Pickles to see whether that works; of futures nothing is asked."""
 
     def persistent_id(self, value: object) -> Any:
+        if type(value) in PROXIES:
+            return super().persistent_id(value)
         if isinstance(value, torch.Tensor) or (isinstance(value, Deferred) and self.claims is not None):
             return 0
         return super().persistent_id(value)
@@ -90,7 +97,9 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
     path, seen = "", {id(value)}
     while True:
         tried = () if remedy_for(value) else parts(value)
-        inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
+        inner = None
+        with contextlib.suppress(Exception):  # of the user's objects, and another one is about to be raised
+            inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
         if inner is None:
             return Found(path, value)
         seen.add(id(inner.value))
@@ -105,6 +114,11 @@ def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], de
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 60
+shown = SHORT.repr  # also of what fails to show itself
+
+
 def parts(value: object) -> Iterator[Part]:
     """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
     if isinstance(value, types.FunctionType):
@@ -115,16 +129,16 @@ def parts(value: object) -> Iterator[Part]:
     elif isinstance(value, functools.partial):
         yield Part(".func", value.func)
         yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
-        yield from (Part(f".keywords[{name!r}]", each) for name, each in value.keywords.items())
+        yield from (Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items())
     elif isinstance(value, Mapping):
-        yield from (Part(f"[{key!r}]", each) for key, each in list(value.items()))
-        yield from (Part(f" (the key {key!r})", key) for key in list(value))
+        yield from (Part(f"[{shown(key)}]", each) for key, each in list(value.items()))
+        yield from (Part(f" (the key {shown(key)})", key) for key in list(value))
         yield from parts_of_state(value)
     elif isinstance(value, (list, tuple)):
         yield from (Part(f"[{number}]", each) for number, each in enumerate(value))
         yield from parts_of_state(value)
     elif isinstance(value, (set, frozenset)):
-        yield from (Part(f" (its member {each!r})", each) for each in list(value))
+        yield from (Part(f" (its member {shown(each)})", each) for each in list(value))
     elif isinstance(value, type):
         yield from (Part(f".{name}", each) for name, each in list(vars(value).items()))
         yield from (Part(f" (its base {each.__name__})", each) for each in value.__bases__)
@@ -132,6 +146,12 @@ def parts(value: object) -> Iterator[Part]:
         yield Part("", value.__func__)
     elif isinstance(value, property):
         yield from (Part(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel"))
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield Part("", value.__wrapped__)
+        yield from (Part(f".{name}", each) for name, each in caches.attributes(value).items())
+        for entry in caches.entries_with_tensors(value):
+            yield Part(f" (what its cache has for {shown(entry.key)})", entry.result)
+            yield Part(f" (the key {shown(entry.key)} of its cache)", entry.key)
     elif (cached := getattr(value, "__wrapped__", None)) is not None:
         yield Part("", cached)
     else:
@@ -195,6 +215,7 @@ REMEDIES = {
     "a file (fcntl.flock) that each opens by its name",
     ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
     "was to be put into it, and pass what was to be taken out",
+    ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
     ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",
 }

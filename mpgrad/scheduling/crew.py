@@ -6,6 +6,7 @@ Guarantees: methods that others than the scheduler's thread call (`send_later`, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -261,17 +262,39 @@ class Worker:
         self.give_up(numbers)
 
     def look_at_given_up(self) -> None:
-        """What it is at has been given up, or has been answered."""
+        """What it is at has been given up, or has been answered; or what others wanted of it they want no more."""
         self.given_up.intersection_update(self.under_way)
         if next(iter(self.under_way), None) not in self.given_up:
             self.end_at = math.inf
         elif self.end_at == math.inf:
             self.end_at = time.monotonic() + MERCY
 
+    def call_off_behind(self) -> None:
+        """Have it leave out the calls of the chunks behind its first."""
+        if self.progress is not None:
+            for number in self._behind():
+                self._call_off(number, self.progress)
+
+    def take_back_behind(self) -> list[tuple[Operation, list[PackedCall]]]:
+        """Those calls, for others. It answers a chunk before it looks whether the next one is called off.
+
+        Assumes: its pipe was drained after they had been called off, and its first chunk has no answer.
+        """
+        taken = []
+        for chunk in self._behind().values() if self.progress is not None else ():
+            assert chunk.operation is not None
+            taken.append((chunk.operation, [call for _, call in chunk.calls]))
+            chunk.calls.clear()
+        return taken
+
+    def _behind(self) -> dict[int, Chunk]:
+        behind = itertools.islice(self.under_way.items(), 1, None)
+        return {number: chunk for number, chunk in behind if chunk.operation is not None}
+
     @property
     def is_at_wanted(self) -> bool:
-        chunk = self.current
-        return chunk is not None and chunk.wanted()[max(self.begun()[0], 0)]
+        chunk, position = self.current, max(self.begun()[0], 0)
+        return chunk is not None and any(chunk.wanted()[position : position + 1])  # there are none where all were taken back
 
     @property
     def has_others(self) -> bool:
@@ -517,6 +540,8 @@ class Worker:
             for function in functions:
                 self.sums.pop(function, None)
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+        if news and self.given_up:
+            self.look_at_given_up()  # it may have been spared for the sake of what nobody wants any more
         self.sent_at = time.monotonic()
         self.channel.send(news + messages, payload.parts)
 

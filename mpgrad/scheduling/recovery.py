@@ -51,7 +51,7 @@ class Recovery:
         place = max(position, 0)
         accused: PackedCall | SentGradients
         accused_index: int | None
-        if chunk.operation is not None:
+        if chunk.calls:
             _, accused = chunk.calls[place]
             accused_index = accused.item
             if accused.bundle:

@@ -13,19 +13,23 @@ Assumes: what a function does to modules, files and the process it may do here; 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, PickledFunction
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.compiled import MARK
-from mpgrad.pickling.modules import Live
+from mpgrad.pickling.modules import LIBRARIES, Live, is_own
 from mpgrad.scheduling.costs import Costs
 from mpgrad.torch_state.modes import TURNS, RandomState
 from mpgrad.torch_state.private import SharedHooks, saved_tensor_hooks
@@ -38,6 +42,8 @@ HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
+MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
+NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 
 
@@ -180,11 +186,15 @@ class LocalFunction:
         self._is_followed = torch.is_grad_enabled()
         code = function.pickled + (b"" if function.state is None else function.state.pickled)
         self._may_reach = b"as_strided" in code  # before a tensor in its storage, where copies have nothing
-        self._check_reach(function.captures)
+        self._leads_out = leads_to_libraries(code)
+        self._lookout = Lookout()
+        self._begins_within = any(map(torch.Tensor.storage_offset, function.captures))
+        if self._begins_within and self._may_reach:
+            raise UnusualError
         if MARK in code:  # it would be compiled once more, in this process
             raise UnusualError
         try:
-            self._target = self._loaded(function)
+            self._target: Callable[..., Any] = self._loaded(function)
         except Exception as error:
             raise UnusualError from error
 
@@ -229,24 +239,38 @@ class LocalFunction:
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
-            self._check_reach(args)
+            target = self._target_for(args)
             copies = [private(each, self._border, is_argument=True) for each in args]
-            value = self._target(*copies)
+            value = target(*copies)
             check_unwritten(args, copies)
         else:
             pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), state.Everything())
             if claims:
                 raise UnusualError
-            self._check_reach(tensors)
+            target = self._target_for(tensors, pickled)
             copies = [private(each, self._border, is_argument=True) for each in tensors]
             own_args, own_kwargs = structure.loads(pickled, copies, names=self._names)
-            value = self._target(*own_args, **own_kwargs)
+            value = target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
 
-    def _check_reach(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._may_reach and any(map(torch.Tensor.storage_offset, tensors)):
+    def _target_for(self, tensors: Sequence[torch.Tensor], along: bytes = b"") -> Callable[..., Any]:
+        """For a call that is given these; code may stand `along` with them in their pickle."""
+        if not (self._may_reach or self._leads_out or along):  # most: rows of a batch are not even asked where they begin
+            return self._target
+        if not (self._begins_within or any(map(torch.Tensor.storage_offset, tensors))):
+            return self._target
+        if self._may_reach:
             raise UnusualError
+        may_reach = self._leads_out or b"as_strided" in along or leads_to_libraries(along)
+        return self._under_lookout if may_reach else self._target
+
+    def _under_lookout(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lookout:
+            value = self._target(*args, **kwargs)
+        if self._lookout.has_seen:
+            raise UnusualError
+        return value
 
     def _result(self, value: Any) -> Any:
         """`value` as it would arrive: no memory in common with what the function keeps, containers made anew."""
@@ -268,6 +292,37 @@ class LocalFunction:
     def _check_captures(self) -> None:
         if self._border.was_tried or any(each._version or (each.is_leaf and each.grad is not None) for each in self._captures):
             raise UnusualError
+
+
+class Lookout(TorchFunctionMode):
+    """For calls that lead to code which is not in the function: who counts from the beginning of a storage is noticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen = False  # a function may catch what it is told
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").startswith("as_strided"):
+            self.has_seen = True
+            raise UnusualError
+        return function(*args, **(kwargs or {}))
+
+
+def leads_to_libraries(pickled: bytes) -> bool:
+    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
+    return len(pickled) > MOST_READ or names_library(pickled, len(sys.modules))
+
+
+@functools.lru_cache(maxsize=64)  # a function is mapped again and again
+def names_library(pickled: bytes, modules: int) -> bool:
+    return not libraries(modules).isdisjoint(NAMES.findall(pickled))
+
+
+@functools.lru_cache(maxsize=1)
+def libraries(modules: int) -> frozenset[bytes]:
+    """Of so many modules that are loaded."""
+    roots = {name.partition(".")[0] for name in list(sys.modules)} - LIBRARIES - sys.stdlib_module_names - {"__main__"}
+    return frozenset(root.encode() for root in roots if not is_own(root))
 
 
 class Border:

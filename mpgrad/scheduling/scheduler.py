@@ -257,8 +257,12 @@ class Scheduler(ABC):
         """As `cancel`, and a call that does not end soon is ended with its worker: whoever waited for it was interrupted."""
         self._post(lambda: self._call_off(operation))
 
+    def call_off_all(self) -> None:
+        """Likewise, all operations that were admitted up to now; who still asks for a result gets a `CancelledError`."""
+        self._post(self._call_off_all)
+
     def call_off_backward(self, task: int) -> None:
-        """Likewise, of all that was sent for the backward with this number."""
+        """Likewise, all that was sent for the backward with this number."""
         self._post(lambda: self._call_off_backward(task))
 
     def stop(self, operation: Operation) -> None:
@@ -753,6 +757,15 @@ class Scheduler(ABC):
         for worker in self._workers.values():
             worker.give_up([number for number, chunk in worker.under_way.items() if chunk.operation is operation])
 
+    def _call_off_all(self) -> None:
+        for operation in list(self._unfinished):
+            operation.sealed = True
+            operation.fail(CancelledError())
+            operation.limit = 0  # also of one that goes on after a failure
+            self._cancel_rest(operation)
+        for worker in self._workers.values():
+            worker.give_up([number for number, chunk in worker.under_way.items() if chunk.operation is not None])
+
     def _call_off_backward(self, task: int) -> None:
         """Whoever would do its parts, or do them again, sees that they have a reply."""
         interrupted = CancelledError("the backward was interrupted")
@@ -762,9 +775,12 @@ class Scheduler(ABC):
 
     def _end_given_up(self, worker: Worker) -> None:
         """It has had time enough to come to an end with what nobody wants any more."""
+        worker.call_off_behind()
         self.drain_pipe(worker)  # we may have been late, and it not
         if worker.gone is not None or worker.end_at > time.monotonic():
             return
+        for operation, calls in worker.take_back_behind():  # nobody knows when it would come to them
+            self._line.put_back(operation, calls)
         if not self.can_kill:
             worker.end_at = math.inf
         elif worker.is_at_wanted:
@@ -797,6 +813,8 @@ class Scheduler(ABC):
             return
         if worker.retiring:
             self._retire(worker)
+            return
+        if worker.given_up:  # it ends that soon, or is ended; nobody knows which
             return
         share = self._line.next_for(worker)
         if share is not None:

@@ -48,6 +48,7 @@ __all__ = [
     "descriptor_of",
     "disabling",
     "dual_level_is_active",
+    "dual_level_kept",
     "edge_that_keeps",
     "flattened",
     "grad_mode",
@@ -87,6 +88,7 @@ __all__ = [
     "tree_map_only",
     "unbatched",
     "unbatched_the_older_way",
+    "unwrapped",
     "vmap_levels",
     "vmap_the_older_way",
     "wait_for_devices",
@@ -391,6 +393,13 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What such a stand-in holds, beneath all transforms; it says nothing of batch dimensions."""
+    while is_functorch_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 # --- torch.func: tensors that stand for a batch, or for one that a transform follows
 
 
@@ -462,6 +471,17 @@ DUAL_LEVEL = SharedLevel()
 def within_dual_level() -> Iterator[None]:
     """Forward-mode differentiation is on in the body."""
     with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():  # a function's own `jvp` runs with it off
+        yield
+
+
+@contextlib.contextmanager
+def dual_level_kept() -> Iterator[None]:
+    """Around all that is made of dual tensors, with forward-mode differentiation off.
+
+    Tensors that a graph has saved have their tangents for as long as there is a level. If another thread closed it while this
+    one's backward takes them out, that would fail.
+    """
+    with forward_ad._set_fwd_grad_enabled(False), DUAL_LEVEL.entered():
         yield
 
 
@@ -699,7 +719,10 @@ def first_of_those_that_compile(what: str) -> Iterator[None]:
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
             fcntl.flock(file, fcntl.LOCK_UN)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # to close it would not do, where a child was forked meanwhile
 
 
 # --- modules that do not pickle
