@@ -408,7 +408,8 @@ OF_THE_COMPILER |= {"torch._inductor.runtime.cache_dir_utils"}
 BY_STRING = {("torch._C", "_DisableAutocast"), ("torch._C", "_FunctionBase"), ("torch._C", "_dispatch_keys")}
 BY_STRING |= {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_inst", "_lru_cache_wrapper", "_replace"}
-NOT_TORCH |= {"_SubParsersAction", "_fields", "_getframe", "_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
+NOT_TORCH |= {"_SubParsersAction", "_fields", "_getframe"}
+NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
 
