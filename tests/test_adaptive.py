@@ -25,6 +25,8 @@ from mpgrad.scheduling.run_in_caller import CALLS_AT_ONCE
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.messages import Results
 
+pytestmark = pytest.mark.quick
+
 Tensor = torch.Tensor
 ADAPTIVE = True
 weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)

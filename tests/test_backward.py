@@ -14,6 +14,8 @@ from conftest import staffed
 import mpgrad
 from mpgrad.autograd.remote_graph import RemoteGraph
 
+pytestmark = pytest.mark.quick
+
 
 def leaves(count: int = 5) -> list[torch.Tensor]:
     torch.manual_seed(3)

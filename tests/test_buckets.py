@@ -19,6 +19,8 @@ from mpgrad.memory.arena import Arena
 from mpgrad.wire.tensor_packing import Packer, Payload, Together
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
 
+pytestmark = pytest.mark.quick
+
 Tensor = torch.Tensor
 
 NAN = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)  # with a message; minus zero

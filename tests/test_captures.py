@@ -11,6 +11,8 @@ import torch
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
+pytestmark = pytest.mark.quick
+
 GLOBAL = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 MODULE = torch.nn.Linear(3, 3, dtype=torch.float64)
 HOLDER = {"inner": [GLOBAL]}

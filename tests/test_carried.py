@@ -21,7 +21,10 @@ from mpgrad.pickling import structure
 from mpgrad.testing import assert_same_as_serial
 
 F = torch.nn.functional
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning"),
+]
 
 COO = functools.partial(torch.sparse_coo_tensor, check_invariants=True)  # torch warns where that is left open
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]

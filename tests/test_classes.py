@@ -12,6 +12,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.quick
+
 Tensor = torch.Tensor
 
 ADAPTIVE = True

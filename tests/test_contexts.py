@@ -24,6 +24,8 @@ from torch.autograd.function import Function, once_differentiable
 import mpgrad
 from mpgrad import EmulatedAutogradContext, map_with_parallel_backward, run_isolated_backward, run_isolated_forward
 
+pytestmark = pytest.mark.quick
+
 PATIENCE = 10.0  # seconds after which a rendezvous that nobody joins fails
 
 

@@ -16,6 +16,8 @@ from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.function_cache import Ran
 from mpgrad.stats import PoolStats
 
+pytestmark = pytest.mark.quick
+
 CALLS = 500
 CHUNK = 50
 

@@ -19,6 +19,8 @@ from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, shares_of,
 from mpgrad.tasks.jacobian_arguments import Arguments
 from mpgrad.tasks.jacobian_parts import Jacobian, basis, batches
 
+pytestmark = pytest.mark.quick
+
 MODES = ["auto", "batched", "forward", "reverse"]
 Compute = Callable[..., Any]
 

@@ -244,6 +244,7 @@ def test_the_version_is_known_without_importing_torch() -> None:
 # --- the page
 
 
+@pytest.mark.quick
 def test_the_page_marks_what_is_amiss() -> None:
     fine = Finding("software", "torch", "2.13.0", detail="for CPUs only")
     odd = Finding("limits", "open files", 32, problem="few", remedy="raise it")
@@ -345,6 +346,7 @@ def test_what_others_take_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not machine.judged_load(6.0, 8, 2, "").problem  # a quota leaves room for them
 
 
+@pytest.mark.quick
 def test_variables_that_set_threads() -> None:
     assert machine.judged_variables({}, 2).value == "none set"
     assert not machine.judged_variables({"OMP_NUM_THREADS": "2,1"}, 2).problem
@@ -390,6 +392,7 @@ def test_the_folder_of_named_shared_memory(tmp_path: Path, monkeypatch: pytest.M
     assert "--shm-size" in machine.judged_folder(tmp_path, portable=True).remedy
 
 
+@pytest.mark.quick
 def test_limits() -> None:
     assert not machine.judged_files(1024, 4096, 10, 2).problem
     assert machine.judged_files(128, 4096, 10, 64).remedy.startswith("ulimit -n 4096")
@@ -410,6 +413,7 @@ def test_the_lowest_torch_is_that_of_the_package() -> None:
     assert steps.wanted_torch(None) == "torch"  # a clone that is not installed
 
 
+@pytest.mark.quick
 def test_packages() -> None:
     assert machine.package("no-such-package", needed=True).fatal
     assert not machine.package("no-such-package", needed=False).problem

@@ -87,6 +87,7 @@ def set_variable(name: str, value: str) -> None:
 
 
 @both
+@pytest.mark.quick
 def test_submit_and_map(kind: Any) -> None:
     with kind(2) as executor:
         assert isinstance(executor, concurrent.futures.Executor)
@@ -136,6 +137,7 @@ def test_a_timeout_of_map(kind: Any) -> None:
 
 
 @both
+@pytest.mark.quick
 def test_shutdown(kind: Any, tmp_path: Path) -> None:
     executor = kind(1)
     future = executor.submit(nap, 0.2)

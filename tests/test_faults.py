@@ -20,6 +20,8 @@ import torch
 import mpgrad
 from mpgrad.memory import arena
 
+pytestmark = pytest.mark.quick
+
 
 class OwnError(Exception):
     """Defined where the worker cannot import it by accident, with arguments that its message does not show."""

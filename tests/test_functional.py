@@ -15,6 +15,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import mpgrad
 from mpgrad.torch_state import private
 
+pytestmark = pytest.mark.quick
+
 Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
 
 

@@ -13,6 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import mpgrad
 
+pytestmark = pytest.mark.quick
+
 Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from mpgrad.memory.accelerator import DeviceSlab, Lane
 
+pytestmark = pytest.mark.quick
+
 SEEDS = range(150)
 CELLS = 4096
 

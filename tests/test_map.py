@@ -13,6 +13,8 @@ import torch
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
+pytestmark = pytest.mark.quick
+
 Pair = namedtuple("Pair", "left right")
 
 

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 import mpgrad
+
+pytestmark = pytest.mark.quick
 
 
 def test_no_grad(pool: mpgrad.Pool) -> None:

@@ -15,6 +15,8 @@ import torch
 import mpgrad
 from mpgrad.pickling import modules, state
 
+pytestmark = pytest.mark.quick
+
 ADAPTIVE = True
 OPTIONS: dict[str, dict[str, Any]] = {
     "here and sent": {},

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import mpgrad
 import mpgrad.nn as mnn
 
+pytestmark = pytest.mark.quick
+
 
 class Pair(NamedTuple):
     a: Any

@@ -11,6 +11,8 @@ import mpgrad
 from mpgrad import per_item_grad
 from mpgrad.scheduling.costs import Costs
 
+pytestmark = pytest.mark.quick
+
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()

@@ -98,10 +98,12 @@ def named(cell: str) -> list[str]:
     return cell.replace("`", "").split()
 
 
+@pytest.mark.quick
 def test_the_arrows_are_those_of_the_drawing() -> None:
     assert arrows(ROOT) == {name: imports for name, (_, imports) in rooms().items()}
 
 
+@pytest.mark.quick
 def test_the_arrows_form_no_circle() -> None:
     modules = sources(ROOT)
     order = graphlib.TopologicalSorter({name: known_in(modules, imports_of(file)) for name, file in modules.items()})
@@ -116,6 +118,7 @@ def known_in(modules: dict[str, Path], imported: Iterator[str]) -> set[str]:
     return named & modules.keys() - {"mpgrad"}
 
 
+@pytest.mark.quick
 def test_who_runs_in_a_worker_imports_nothing_of_the_callers() -> None:
     sides = rooms()
     for name, (side, imports) in sides.items():

@@ -12,6 +12,8 @@ import torch
 import mpgrad
 from mpgrad.tasks.reduction import MOST_BLOCKS, blocks_of
 
+pytestmark = pytest.mark.quick
+
 
 def tensors(count: int, seed: int = 4) -> list[torch.Tensor]:
     torch.manual_seed(seed)

@@ -18,6 +18,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.quick
+
 
 def leaf() -> torch.Tensor:
     return torch.arange(3.0, dtype=torch.float64).requires_grad_()

@@ -17,6 +17,8 @@ import torch
 import mpgrad
 from mpgrad.torch_state.modes import draw_seed
 
+pytestmark = pytest.mark.quick
+
 Tensor = torch.Tensor
 ADAPTIVE = True
 

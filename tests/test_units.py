@@ -33,6 +33,8 @@ from mpgrad.wire import tensor_packing, tensor_refs
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import NewSlab, Returned
 
+pytestmark = pytest.mark.quick
+
 # --- arena
 
 

@@ -16,6 +16,8 @@ from mpgrad.torch_state.private import tree_leaves
 from mpgrad.wire.tensor_packing import GAPPED, RIDE_BYTES, ROOM_BYTES, dense_core
 from mpgrad.wire.tensor_refs import LONE, SPREAD, WITHIN
 
+pytestmark = pytest.mark.quick
+
 Tensor = torch.Tensor
 REFUSED = r"counts from the beginning of the tensor's storage \(storage_offset: \d+\), but what lies there before"
 GAPS_REFUSED = "came without what lies between its elements"
