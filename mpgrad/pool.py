@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from mpgrad.autograd.capture_gate import Captures
-from mpgrad.calls.device_choice import Device, requested, worker_devices
+from mpgrad.calls.device_choice import Device, requested
 from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation, Submitted
 from mpgrad.calls.packing import (
@@ -41,9 +41,9 @@ from mpgrad.calls.packing import (
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
-from mpgrad.engines.dispatcher import Dispatcher
-from mpgrad.engines.inline import InlineScheduler
-from mpgrad.engines.launch import ThreadLauncher, process_launcher
+from mpgrad.engines.start import start_engine
+from mpgrad.engines.stations import worker_devices
+from mpgrad.engines.traits import traits_of
 from mpgrad.memory.limits import bytes_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried
@@ -67,7 +67,6 @@ from mpgrad.wire.tensor_refs import with_more_behind
 
 __all__ = ["Pool", "PoolWorker"]
 
-ENGINES = ("process", "thread", "inline", "stream")
 GRAPHS = ("keep", "recompute", "eager")
 ON_ERROR = ("raise", "return")
 INLINE = ("auto", "never")
@@ -160,8 +159,7 @@ class Pool:
         behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
-        if engine not in ENGINES:
-            raise ValueError(f"engine must be one of {', '.join(ENGINES)} (engine: {engine!r})")
+        self._traits = traits_of(engine)
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
         if graphs not in GRAPHS:
@@ -178,10 +176,10 @@ class Pool:
             initializer=pickled_initializer(initializer, tuple(initargs)),
             threads=positive("threads_per_worker", threads_per_worker),
             calls=None if maxtasksperchild is None else calls_of_a_worker(maxtasksperchild),
-            retries=at_least("retries", retries, 0) if engine == "process" else 0,
+            retries=at_least("retries", retries, 0) if self._traits.is_process else 0,
             graph_bytes=0 if graphs == "recompute" else graph_bytes,
             devices=self._devices,
-            in_process=engine == "stream",
+            in_process=not self._traits.is_process,
             eager=graphs == "eager",
         )
         self._eager = settings.eager
@@ -190,9 +188,9 @@ class Pool:
         self._deterministic = deterministic
         self._processes = settings.workers
         self._uncollected = Uncollected()
-        self._scheduler = start_scheduler(engine, settings, context)
+        self._scheduler = start_engine(engine, settings, context)
         is_plain = initializer is None and self._timeout is None and self._devices is None
-        self._may_stay = inline == "auto" and engine == "process" and is_plain
+        self._may_stay = inline == "auto" and self._traits.is_process and is_plain
         counts_calls = settings.calls is not None or settings.graph_bytes is not None
         self._may_bundle = not (deterministic or counts_calls or self._timeout or self._devices)
         self._costs = Costs(self._scheduler.ran)
@@ -406,7 +404,7 @@ class Pool:
             ValueError: less than one; the engine is "inline"; or the pool has devices, which say how many workers there are.
             PoolClosedError: after `close` or `terminate`.
         """
-        if self._engine == "inline":
+        if not self._traits.may_resize:
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
         if self._devices is not None:
             raise ValueError(f"a pool with devices has one worker for each of them; make another pool (processes: {processes})")
@@ -653,7 +651,7 @@ class Pool:
     def _seconds(self, timeout: float | None) -> float | None:
         if timeout is None:
             return None
-        if self._engine != "process":
+        if not self._traits.is_process:
             raise ValueError(f"a timeout needs workers that can be killed: engine 'process' (engine: {self._engine!r})")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"timeout must be a number of seconds, or None (timeout: {timeout!r})")
@@ -662,7 +660,7 @@ class Pool:
         return float(timeout)
 
     def _draw_seed(self) -> int | None:
-        return draw_seed() if self._engine not in ("thread", "stream") else None
+        return draw_seed() if self._traits.own_generators else None
 
     def _add_all(
         self,
@@ -946,12 +944,6 @@ def terminate_all() -> None:
 
 
 atexit.register(terminate_all)
-
-
-def start_scheduler(engine: str, settings: Settings, context: BaseContext | str | None) -> Scheduler:
-    if engine == "inline":
-        return InlineScheduler(settings)
-    return Dispatcher(settings, ThreadLauncher() if engine in ("thread", "stream") else process_launcher(context))
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:

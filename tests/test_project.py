@@ -29,6 +29,7 @@ import mpgrad.functions.contexts
 import mpgrad.functions.parallel
 import mpgrad.pool
 import mpgrad.testing
+from mpgrad.engines.traits import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
 ROOT = Path(__file__).parent.parent
@@ -125,6 +126,13 @@ def test_who_runs_in_a_worker_imports_nothing_of_the_callers() -> None:
         others = {sides[each][0] for each in imports}
         assert "worker" not in others, name
         assert side == "caller" or "caller" not in others, name
+
+
+def test_only_engines_compare_the_names_of_engines() -> None:
+    for name, file in sources(ROOT).items():
+        compared = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Compare)]
+        constants = {each.value for node in compared for each in ast.walk(node) if isinstance(each, ast.Constant)}
+        assert package_of(name) == "engines" or not constants & ENGINES.keys(), name
 
 
 def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:

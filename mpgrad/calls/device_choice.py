@@ -1,4 +1,4 @@
-"""Where the workers of a pool are, and which of them a call may run on.
+"""On which of a pool's workers a call may run, by where they stand.
 
 A serial loop runs where its tensors lie. So does a call, unless `device=` says otherwise; where it ran never shows, because
 all that lies on the worker's device goes back to the device that the call came from.
@@ -15,44 +15,9 @@ import torch
 from mpgrad.memory.accelerator import INSTALLED, code_of, name_of
 from mpgrad.wire.tensor_refs import DEVICE
 
-__all__ = ["Request", "missing_device", "next_for", "requested", "worker_devices"]
+__all__ = ["Device", "Request", "code_named", "device_count", "missing_device", "next_for", "requested"]
 
 Device = str | torch.device
-ENGINES_WITH_DEVICES = ("process", "stream")
-
-
-def worker_devices(
-    devices: Device | Sequence[Device] | None, processes: int | None, engine: str, context: object
-) -> tuple[int, ...] | None:
-    """The code of each worker's device (see `devices.code_of`), for `Pool(devices=...)`; None where that is None.
-
-    Raises:
-        ValueError, TypeError: a device that does not exist, or that this engine or number of processes does not go with.
-    """
-    if devices is None:
-        if engine == "stream":
-            raise ValueError('engine "stream" runs on a GPU; say on which (devices="cuda:0", processes=4)')
-        return None
-    if engine not in ENGINES_WITH_DEVICES:
-        raise ValueError(f"devices are for engines {', '.join(ENGINES_WITH_DEVICES)} (engine: {engine!r})")
-    kind = INSTALLED.accelerator.type
-    if isinstance(devices, str) and devices == kind:
-        codes = [code + 1 for code in range(device_count(devices))]
-    elif isinstance(devices, (str, torch.device)):
-        codes = [code_named(devices, "devices")] * (1 if processes is None else processes)
-    elif isinstance(devices, Sequence):
-        codes = [code_named(device, "devices") for device in devices]
-    else:
-        raise TypeError(f"devices must be a device, or a list of one for each worker (devices: {devices!r})")
-    if not codes:
-        raise ValueError(f"devices must name at least one (devices: {devices!r})")
-    if processes is not None and processes != len(codes):
-        raise ValueError(f"devices say how many workers there are ({len(codes)}); leave processes out (processes: {processes})")
-    if engine == "stream" and 0 in codes:
-        raise ValueError(f'engine "stream" runs on GPUs only; use "thread" on the CPU (devices: {devices!r})')
-    if any(codes) and getattr(context, "_name", context) == "fork":
-        raise ValueError('a forked process cannot use the GPUs of its parent (context: "fork"); leave context out, or "spawn"')
-    return tuple(codes)
 
 
 def device_count(asked: object) -> int:
