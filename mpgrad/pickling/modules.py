@@ -39,6 +39,7 @@ __all__ = [
     "ABOUT_ITSELF",
     "LIVE",
     "LOOKED_THROUGH_BY",
+    "NAMES_HERE",
     "GlobalsOf",
     "LeftOf",
     "Live",
@@ -210,8 +211,11 @@ class GlobalsOf(NamedTuple):
     module: str
 
 
-class NamesHere(NamedTuple):
-    """Stands in a pickle for the modules that it is loaded with."""
+class NamesHere:
+    """Stands in a pickle, as NAMES_HERE, for the modules that it is loaded with."""
+
+
+NAMES_HERE = ""
 
 
 class LeftOf(NamedTuple):
@@ -222,7 +226,7 @@ class LeftOf(NamedTuple):
     type_name: str
 
 
-Mark = str | GlobalsOf | LeftOf | NamesHere  # a string: a module
+Mark = str | GlobalsOf | LeftOf  # a string: a module
 
 
 # --- and where they arrive
@@ -241,8 +245,6 @@ class Live:
         self.placement = placement  # where there are functions that the compiler made
 
     def resolve(self, mark: Mark) -> Any:
-        if isinstance(mark, NamesHere):
-            return self
         module = imported(mark if isinstance(mark, str) else mark.module)
         if isinstance(mark, str):
             return module
@@ -296,8 +298,6 @@ class Namespaces(Live):
         return self.modules[name]
 
     def resolve(self, mark: Mark) -> Any:
-        if isinstance(mark, NamesHere):
-            return self
         if isinstance(mark, LeftOf):
             return left_here(mark)
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))

@@ -29,6 +29,7 @@ from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     LIVE,
     LOOKED_THROUGH_BY,
+    NAMES_HERE,
     GlobalsOf,
     LeftOf,
     Live,
@@ -100,7 +101,10 @@ class TensorPickler(ClassPickler):
         return self.tensors + self.buffers[::-1]
 
     def persistent_id(self, value: object) -> Any:
-        if type(value) in PROXIES:
+        kind = type(value)
+        if kind in NEVER_TAKEN_OUT:
+            return None
+        if kind in PROXIES:
             return referent(value)
         if not isinstance(value, torch.Tensor):
             return self._number_of_claim(value) if isinstance(value, Deferred) else None
@@ -156,6 +160,10 @@ class CallerPickler(TensorPickler):
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
+        if kind in NEVER_TAKEN_OUT:
+            return None
+        if kind is NamesHere:
+            return NAMES_HERE
         if issubclass(kind, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
             if value.__name__ not in self._seen:  # it was not met in a function
                 self.wanted[Wanted(value.__name__, None)] = None
@@ -163,6 +171,8 @@ class CallerPickler(TensorPickler):
         return value if kind in MARKS else super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
+        if value is make_function or value is set_function:
+            return NotImplemented  # by name: all functions need these
         if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
             wanted = name_of(value)
             if wanted is not None:
@@ -197,7 +207,10 @@ class CallerPickler(TensorPickler):
 
 
 FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one
-MARKS = GlobalsOf, LeftOf, NamesHere
+MARKS = GlobalsOf, LeftOf
+# asked of everything in a pickle, most of which is such
+NEVER_TAKEN_OUT = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type})
+NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType}
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -222,7 +235,7 @@ class TensorUnpickler(ClassUnpickler):
             return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
         if isinstance(mark, Referent):
             return mark.again()
-        return self._names.resolve(mark)
+        return self._names if mark == NAMES_HERE else self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == SETS_CLASS and self._names.placement is not None:
