@@ -1,8 +1,6 @@
 """What runs in a worker. Installed as `mpgrad.workers`; the parent never imports it, it only names entry points.
 
 Nothing here may touch the parent's objects: a worker knows its end of the pipe, its own arena and what it has borrowed.
-`contexts` and `parallel` know no worker either: they run calls of a Function in threads of whoever asks, and the package
-root fetches them when somebody does.
 """
 
 if __name__ != "mpgrad.workers":

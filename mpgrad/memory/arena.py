@@ -56,7 +56,7 @@ def slab_of(address: int) -> int:
 class Slab:
     """A piece of shared memory, mapped into this process. Whoever holds a `memory` slice keeps the mapping."""
 
-    elsewhere = False  # than in the CPU's memory: see `devices.DeviceSlab`
+    elsewhere = False  # than in the CPU's memory: see `accelerator.DeviceSlab`
 
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
@@ -115,9 +115,9 @@ class Slot:
     def __init__(self, arena: Arena, slab: Any, offset: int, capacity: int, nbytes: int) -> None:
         self._arena = arena
         self._capacity = capacity
-        self.slab: Any = slab  # a `Slab`, or a `devices.DeviceSlab`
+        self.slab: Any = slab  # a `Slab`, or a `accelerator.DeviceSlab`
         self.address = slab.number << OFFSET_BITS | offset
-        self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `devices.Region`
+        self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `accelerator.Region`
 
     def __del__(self) -> None:
         self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
@@ -274,7 +274,7 @@ class Lenders:
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
-        self.slabs: dict[int, Any] = {}  # `Slab`s, and `devices.DeviceSlab`s
+        self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
         self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
         self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
         # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once

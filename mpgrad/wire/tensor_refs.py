@@ -1,4 +1,4 @@
-"""Tensors in messages, as references, and how whoever receives one looks at them. `packer` makes them.
+"""Tensors in messages, as references, and how whoever receives one looks at them. `tensor_packing` makes them.
 
 Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is that: what to view, and
 where. A sparse tensor is one reference too: to a run of memory in which its indices and values lie like tensors in a message.
@@ -241,7 +241,7 @@ SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and 
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
 WITHIN = 64  # begins within the memory that travels: before it comes what its storage holds there
 LONE = 128  # what its storage holds before it stays behind
-DEVICE = 256  # times the code of the device on which the receiver is to have it (see `devices.code_of`), wherever it lies now
+DEVICE = 256  # times the code of the device on which the receiver is to have it (see `memory.accelerator.code_of`), wherever it lies now
 
 
 def flags_of(tensor: torch.Tensor) -> int:
