@@ -13,6 +13,8 @@ import threading
 import traceback
 import typing
 import weakref
+import xml.dom.minidom
+import xml.sax.saxutils
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -473,6 +475,20 @@ def times(factor: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @times(2.0)
 def decorated(x: Tensor) -> Tensor:
     return x * weight
+
+
+@case
+def module_below_another(x: Tensor) -> Tensor:
+    """Its code says `xml` and attributes."""
+    return x * len(xml.sax.saxutils.escape("<"))
+
+
+@case
+def module_that_an_inner_function_uses(x: Tensor) -> Tensor:
+    def inner() -> int:
+        return len(xml.dom.minidom.parseString("<a/>").childNodes)
+
+    return x * inner()
 
 
 def main() -> None:

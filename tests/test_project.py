@@ -33,6 +33,8 @@ from mpgrad.engines.traits import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
 ROOT = Path(__file__).parent.parent
+
+
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

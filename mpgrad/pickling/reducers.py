@@ -22,11 +22,12 @@ import threading
 import types
 import weakref
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
@@ -34,7 +35,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpgrad.pickling import caches
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here
+from mpgrad.pickling.modules import attribute_here, contents_of, uses_in
 from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
 
 __all__ = [
@@ -42,7 +43,7 @@ __all__ = [
     "PROXIES",
     "REGISTER",
     "Referent",
-    "complete",
+    "function_state",
     "itself",
     "reduce_module",
     "reduce_subclass",
@@ -60,13 +61,41 @@ def itself(value: Any) -> Any:
 # --- functions
 
 
-def complete(function: types.FunctionType, reduced: Reduced) -> Reduced:
-    """cloudpickle's way of a function, with the globals that classes in it use; it looks into functions only."""
-    make, arguments, (attributes, slots), *rest = reduced
-    known = function.__globals__
-    for name in names_in_classes(function.__code__) & known.keys():
-        slots["__globals__"].setdefault(name, known[name])
-    return make, arguments, (without_marks(attributes), slots), *rest
+def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What cloudpickle sets at a function that it has made again: its attributes, and the rest.
+
+    cloudpickle's own looks through all modules of the process for those that the function may need, which takes as long as a
+    whole operation; and for names not into the bodies of classes.
+    """
+    code, known = function.__code__, function.__globals__
+    given = {name: known[name] for name in (*code_globals(code), *names_in_classes(code)) if name in known}
+    values = (*given.values(), *(contents for cell in function.__closure__ or () for contents in contents_of(cell)))
+    rest = {
+        "__name__": function.__name__,
+        "__qualname__": function.__qualname__,
+        "__annotations__": function.__annotations__,
+        "__kwdefaults__": function.__kwdefaults__,
+        "__defaults__": function.__defaults__,
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
+        "__closure__": function.__closure__,
+        "_cloudpickle_submodules": submodules_used(code, values),
+        "__globals__": given,
+    }
+    return without_marks(vars(function)), rest
+
+
+def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
+    """What is below the packages among `values` and has names that `code` uses: they are to be imported with the function."""
+    names = uses_in(code).names
+    packages = [value for value in values if isinstance(value, types.ModuleType) and value.__dict__.get("__package__")]
+    found: list[types.ModuleType] = []
+    while packages:
+        inside = packages.pop().__name__ + "."
+        below = [module for name in names if (module := sys.modules.get(inside + name)) is not None]
+        packages += below
+        found += below
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

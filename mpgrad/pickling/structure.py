@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from cloudpickle.cloudpickle import _function_setstate as function_setstate
+from cloudpickle.cloudpickle import _make_function as make_dynamic
 from torch.nn import Module
 
 from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
@@ -46,7 +48,7 @@ from mpgrad.pickling.modules import (
     uses_in,
     uses_of,
 )
-from mpgrad.pickling.reducers import PROXIES, Referent, complete, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
 from mpgrad.wire.tensor_packing import RIDE_BYTES
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
@@ -143,11 +145,11 @@ class TensorPickler(ClassPickler):
         if compiled is not None:
             return compiled
         try:
-            reduced = super()._dynamic_function_reduce(function)
-        except ReferenceError:  # cloudpickle asks each global of what type it is
+            state = function_state(function)
+        except ReferenceError:  # cloudpickle each global is asked whether it is a module
             uses_gone = f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is gone"
             raise pickle.PicklingError(f"{uses_gone}; let go of the proxy, or keep the object") from None
-        return complete(function, reduced)
+        return make_dynamic, self._function_getnewargs(function), state, None, None, function_setstate
 
 
 class CallerPickler(TensorPickler):

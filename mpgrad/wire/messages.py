@@ -131,7 +131,7 @@ class Start(NamedTuple):
     path: list[str]
     argv: list[str]
     directory: str | None
-    device: bytes = b""  # the pickle of a `devices.Post`, in a pool with devices
+    device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
 
 
 class ModulesState(NamedTuple):

@@ -241,7 +241,7 @@ SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and 
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
 WITHIN = 64  # begins within the memory that travels: before it comes what its storage holds there
 LONE = 128  # what its storage holds before it stays behind
-DEVICE = 256  # times the code of the device on which the receiver is to have it (see `memory.accelerator.code_of`), wherever it lies now
+DEVICE = 256  # times the code (`accelerator.code_of`) of the device on which the receiver is to have it, wherever it lies now
 
 
 def flags_of(tensor: torch.Tensor) -> int:
