@@ -107,7 +107,7 @@ class Executor(concurrent.futures.Executor):
             try:
                 future = self._pool.submit(fn, *args, **kwargs)
             except Exception as error:
-                self._pool._scheduler.check_open()
+                self._pool._scheduler.life.check_open()
                 future = self._pool.failed_call(without_frames(error))
             self._futures.add(future)
         return future
@@ -146,7 +146,7 @@ class Executor(concurrent.futures.Executor):
         try:
             results = self._pool.results_of(fn, items, chunksize, buffersize)
         except Exception as error:
-            self._pool._scheduler.check_open()
+            self._pool._scheduler.life.check_open()
             return raised_later(without_frames(error))
         self._maps.add(results.operation)
         return in_time(results, deadline)
@@ -236,7 +236,7 @@ def finish_all() -> None:
     """As the interpreter ends: what was submitted is done first, as in concurrent.futures."""
     INTERPRETER_ENDS.set()
     for scheduler in list(UNFINISHED):
-        if scheduler.is_ours:  # a forked child has those of its parent too
+        if scheduler.life.is_ours:  # a forked child has those of its parent too
             scheduler.leave()
             scheduler.await_all()
 

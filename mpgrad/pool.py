@@ -41,9 +41,7 @@ from mpgrad.calls.packing import (
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
-from mpgrad.engines.start import start_engine
-from mpgrad.engines.stations import worker_devices
-from mpgrad.engines.traits import traits_of
+from mpgrad.engines.kinds import traits_of
 from mpgrad.memory.limits import bytes_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried
@@ -52,7 +50,10 @@ from mpgrad.progress import Progress, progress_bar
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.queue import fed, guided_size
 from mpgrad.scheduling.run_in_caller import AdaptiveMap, is_at_rest, may_run_here
-from mpgrad.scheduling.scheduler import Scheduler, Settings
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.start import start_scheduler
+from mpgrad.scheduling.stations import worker_devices
 from mpgrad.stats import PoolStats
 from mpgrad.suggestions import suggests
 from mpgrad.tasks.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
@@ -188,7 +189,7 @@ class Pool:
         self._deterministic = deterministic
         self._processes = settings.workers
         self._uncollected = Uncollected()
-        self._scheduler = start_engine(engine, settings, context)
+        self._scheduler = start_scheduler(engine, settings, context)
         is_plain = initializer is None and self._timeout is None and self._devices is None
         self._may_stay = inline == "auto" and self._traits.is_process and is_plain
         counts_calls = settings.calls is not None or settings.graph_bytes is not None
@@ -424,7 +425,7 @@ class Pool:
         return self._scheduler.stats(self._costs.calls_here)
 
     def __enter__(self) -> Pool:
-        self._scheduler.check_open()
+        self._scheduler.life.check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -435,7 +436,7 @@ class Pool:
         raise TypeError("a pool cannot be pickled, nor captured by a function that it runs; make one in the task instead")
 
     def __repr__(self) -> str:
-        return f"<mpgrad.Pool processes={self._processes} engine={self._engine!r} {self._scheduler.state}>"
+        return f"<mpgrad.Pool processes={self._processes} engine={self._engine!r} {self._scheduler.life.state}>"
 
     # --- beyond it
 
@@ -617,12 +618,12 @@ class Pool:
             raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)} (on_error: {on_error!r})")
         seconds = self._timeout if timeout is None else self._seconds(timeout)
         scheduler = self._scheduler
-        scheduler.check_open()
+        scheduler.life.check_open()
         with outside_transforms():
             request = requested(device, self._devices)
             pickled = pickled or pickled_function(function, scheduler.packer.kind, like)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
-            home = OperationHome(scheduler, shared, self._deterministic, seconds)
+            home = OperationHome(scheduler.gradients, shared, self._deterministic, seconds)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
         return kind(
@@ -861,7 +862,7 @@ class Pool:
     ) -> list[Any]:
         requested(device, self._devices)  # refuses what cannot be
         check_untraced()
-        self._scheduler.check_open()
+        self._scheduler.life.check_open()
         function = callable_of(function)
         like, calls = first_of(calls, at_rest=True)
         pickled, drawn = pickled_function(function, first=like), self._draw_seed()

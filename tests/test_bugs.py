@@ -175,7 +175,7 @@ def test_inputs_of_calls_that_were_left_out_are_given_back(pool2: mpgrad.Pool) -
         with pytest.raises(LookupError):
             pool2.map(fails, [torch.ones(10_000) for _ in range(20)], 10)
         pool2.map(abs, range(8), 1)
-        slots.append(sum(len(worker._lent) for worker in pool2._scheduler._workers.values()))
+        slots.append(sum(len(worker.loans) for worker in pool2._scheduler.workers.values()))
     assert max(slots[10:]) <= 40
 
 
@@ -193,7 +193,7 @@ def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
     for _ in range(10):
         assert len(list(pool.imap(abs, range(17)))) == 17
         assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
-    assert pool._scheduler.wait_until(lambda: not pool._scheduler._unfinished, timeout=5)
+    assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, timeout=5)
 
 
 def slow_source_of(count: int) -> Iterator[int]:
@@ -212,7 +212,7 @@ def test_recursive_functions_give_their_captures_back(fresh_pool: mpgrad.Pool) -
     for _ in range(60):
         assert fresh_pool.map(recursive, [2]) == [1.0]
         gc.collect()
-    lent = sum(len(worker._lent) for worker in fresh_pool._scheduler._workers.values())
+    lent = sum(len(worker.loans) for worker in fresh_pool._scheduler.workers.values())
     assert lent < 40  # 64 MiB before a worker collects, 4 MiB a map, two workers
 
 
@@ -287,7 +287,7 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     next(results)
     del results
     gc.collect()
-    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler._unfinished, timeout=5)
+    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=5)
 
 
 # --- found by a hostile reading with random programs, before derivatives of higher order were released
@@ -458,11 +458,11 @@ def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
     in_a_hook()
     torch.ones(1, requires_grad=True).sum().backward()  # the engine lets go of the last error
     deadline = time.monotonic() + 10
-    workers = fresh_pool._scheduler._workers.values()
+    workers = fresh_pool._scheduler.workers.values()
     while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
         gc.collect()
         fresh_pool.map(abs, range(8), chunksize=1)
-    assert [worker.graphs for worker in workers] == [0, 0]
+    assert [len(worker.graphs) for worker in workers] == [0, 0]
     assert not any(ref() for ref in kept)
 
 

@@ -144,10 +144,10 @@ def test_data_written_behind_autograds_back_is_seen(pool2: mpgrad.Pool) -> None:
 def test_each_capture_is_placed_once_a_map(pool2: mpgrad.Pool) -> None:
     weight = torch.randn(1000, 1000, requires_grad=True)
     scheduler = pool2._scheduler
-    copied, slots = scheduler.packer.bytes_copied, scheduler.arena.slots_made
+    copied, slots = scheduler.packer.bytes_copied, scheduler.memory.arena.slots_made
     results = pool2.map(lambda k: (weight * k).sum(), range(64))
     assert scheduler.packer.bytes_copied - copied < 1.01 * weight.nbytes
-    assert scheduler.arena.slots_made - slots == 1
+    assert scheduler.memory.arena.slots_made - slots == 1
     sum(results).backward()
     torch.testing.assert_close(weight.grad, torch.full_like(weight, sum(range(64))))
 
@@ -157,17 +157,17 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
     results = pool2.map(lambda k: weight * k, range(50), 5)
     returned: list[int] = []
     scheduler = pool2._scheduler
-    receive = scheduler.receive
+    receive = scheduler.receiver._receive
 
     def count(worker: object, frame: object) -> None:
         returned.extend(1 for message in frame.messages if type(message).__name__ == "Collected")
         receive(worker, frame)
 
-    scheduler.receive = count
+    scheduler.receiver._receive = count
     try:
         sum(r.sum() for r in results).backward()
     finally:
-        scheduler.receive = receive
+        scheduler.receiver._receive = receive
     assert 1 <= len(returned) <= 2
 
 

@@ -262,9 +262,9 @@ def test_large_arrays_travel_through_shared_memory(pool2: mpgrad.Pool) -> None:
     pickled, tensors = structure.dumps({"before": torch.ones(2), "array": large, "after": torch.zeros(3), "small": np.ones(3)})
     assert len(pickled) < 500 and [tensor.nbytes for tensor in tensors] == [8, 12, large.nbytes]
     scheduler = pool2._scheduler
-    slots, copied = scheduler.arena.slots_made, scheduler.packer.bytes_copied
+    slots, copied = scheduler.memory.arena.slots_made, scheduler.packer.bytes_copied
     results = pool2.map(lambda array: array * 2, [large, large + 1])
-    assert scheduler.arena.slots_made - slots == 2
+    assert scheduler.memory.arena.slots_made - slots == 2
     assert scheduler.packer.bytes_copied - copied == 2 * large.nbytes
     assert all(np.array_equal(result, (large + k) * 2) for k, result in enumerate(results))
     copied = scheduler.packer.bytes_copied

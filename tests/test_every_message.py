@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.receiving import Receiver
 from mpgrad.wire.frames import Channel, Frame
 
 pytestmark = pytest.mark.slow
@@ -119,7 +121,7 @@ def run_with(killer: Killer, fatal: Sequence[int]) -> list[Tensor]:
 
 def replaced(pool: mpgrad.Pool) -> int:
     """How many workers have died so far and been noticed."""
-    return max(pool._scheduler._workers) - pool._processes
+    return max(pool._scheduler.workers) - pool._processes
 
 
 @pytest.fixture(scope="module")
@@ -162,19 +164,17 @@ def test_two_kills(undisturbed: list[Tensor], tmp_path: Path) -> None:
 class Shooter:
     """Kills the worker of the n-th frame that the parent sends or reads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
         self.count = self.fatal = self.killed = 0
-        from mpgrad.engines.dispatcher import Dispatcher
+        original = getattr(owner, method)
 
-        original = getattr(Dispatcher, method)
-
-        def counted(dispatcher: Any, worker: Any, *arguments: Any) -> None:
-            original(dispatcher, worker, *arguments)
+        def counted(part: Any, worker: Any, *arguments: Any) -> None:
+            original(part, worker, *arguments)
             self.count += 1
             if self.count == self.fatal and worker.pid > 0 and worker.gone is None:
                 os.kill(worker.pid, signal.SIGKILL)
 
-        monkeypatch.setattr(Dispatcher, method, counted)
+        monkeypatch.setattr(owner, method, counted)
 
     def run(self, fatal: int, **options: Any) -> list[Tensor]:
         with mpgrad.Pool(2, **options) as pool:
@@ -186,22 +186,22 @@ class Shooter:
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("owner", "method", "options"),
     [
-        ("_transmit", {}),
-        ("receive", {}),
-        ("receive", {"deterministic": True}),
-        ("_transmit", {"graphs": "recompute"}),
-        ("_transmit", {"graphs": "eager"}),
-        ("receive", {"graphs": "eager"}),
-        ("receive", {"graph_memory": 4000}),
+        (Deliveries, "transmit", {}),
+        (Receiver, "_receive", {}),
+        (Receiver, "_receive", {"deterministic": True}),
+        (Deliveries, "transmit", {"graphs": "recompute"}),
+        (Deliveries, "transmit", {"graphs": "eager"}),
+        (Receiver, "_receive", {"graphs": "eager"}),
+        (Receiver, "_receive", {"graph_memory": 4000}),
     ],
     ids=str,
 )
 def test_a_kill_at_every_frame_of_the_parent(
-    undisturbed: list[Tensor], monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
+    undisturbed: list[Tensor], monkeypatch: pytest.MonkeyPatch, owner: type, method: str, options: dict[str, Any]
 ) -> None:
-    shooter = Shooter(monkeypatch, method)
+    shooter = Shooter(monkeypatch, owner, method)
     exactly = "deterministic" in options  # without it, the sums of the captures' gradients depend on who adds up what
     assert_same(shooter.run(-1, **options), undisturbed, "no kill", exactly)
     frames = shooter.count

@@ -278,7 +278,7 @@ def test_a_worker_that_dies_in_forward(fresh_pool: mpgrad.Pool, how: str, text: 
     assert time.monotonic() - begin < 5
     assert (caught.value.item, caught.value.phase) == (3, "forward")
     works(fresh_pool)
-    assert len(fresh_pool._scheduler._workers) == 2
+    assert len(fresh_pool._scheduler.workers) == 2
 
 
 @pytest.mark.parametrize(("how", "text"), DEATHS)

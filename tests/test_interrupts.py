@@ -24,6 +24,7 @@ import torch
 from conftest import PATIENCE, staffed
 
 import mpgrad
+from mpgrad.collector import collector_held
 from mpgrad.tracebacks import own_folders
 
 Tensor = torch.Tensor
@@ -153,7 +154,7 @@ def assert_at_full_strength(pool: mpgrad.Pool, folder: Path) -> None:
 def let_it_hear(pool: mpgrad.Pool) -> None:
     """What was called off before is, when this returns."""
     heard = threading.Event()
-    pool._scheduler._post(heard.set)
+    pool._scheduler.post(heard.set)
     heard.wait()
 
 
@@ -671,7 +672,7 @@ def test_a_second_interrupt_while_the_first_one_calls_off(
     fresh_pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, phase: str
 ) -> None:
     scheduler = fresh_pool._scheduler
-    post = scheduler._post
+    post = scheduler.post
 
     def interrupted_again(order: Callable[[], None]) -> None:
         monkeypatch.undo()
@@ -683,7 +684,7 @@ def test_a_second_interrupt_while_the_first_one_calls_off(
     x = torch.ones(2, requires_grad=True)
     result = fresh_pool.apply(functools.partial(stuck_in_backward, tmp_path, busy), (x,))
     with interrupted(lambda: count(tmp_path, "begun") > 0):
-        monkeypatch.setattr(scheduler, "_post", interrupted_again)
+        monkeypatch.setattr(scheduler, "post", interrupted_again)
         if phase == "forward":
             fresh_pool.map(functools.partial(begin, tmp_path, busy), range(2), 1)
         else:
@@ -710,6 +711,20 @@ class Interrupter:
 
 
 PACKAGE = os.path.dirname(mpgrad.__file__)
+
+
+def test_an_interrupt_leaves_the_collector_on() -> None:
+    for at in range(1, 100):
+        interrupter = Interrupter(at)
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(interrupter)
+            with collector_held():
+                pass
+        sys.setprofile(None)
+        assert gc.isenabled(), at
+        if interrupter.left > 0:
+            break
+    assert 5 < at < 99
 
 
 @pytest.mark.parametrize("engine", ["process", "inline"])

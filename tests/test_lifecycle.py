@@ -19,7 +19,7 @@ import torch
 from conftest import alive, gone, linux_only, shared_memory_files, staffed
 
 import mpgrad
-import mpgrad.engines.dispatcher
+import mpgrad.scheduling.dispatcher
 from mpgrad.system import PORTABLE
 
 SCRIPT = """
@@ -103,7 +103,7 @@ class InterruptedThreading:
 
 def test_an_interrupt_while_the_workers_of_a_context_start(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of the pool that nobody has."""
-    monkeypatch.setattr(mpgrad.engines.dispatcher, "threading", InterruptedThreading())
+    monkeypatch.setattr(mpgrad.scheduling.dispatcher, "threading", InterruptedThreading())
     with pytest.raises(KeyboardInterrupt):
         mpgrad.Pool(1, context="spawn")
 
@@ -271,7 +271,7 @@ def test_a_replaced_worker_stays_while_it_keeps_graphs(nursery: mpgrad.Pool) -> 
         del results
         gc.collect()
         pool.map(abs, range(3))
-        assert pool._scheduler.wait_until(lambda: len(pool._scheduler._workers) == 1, timeout=5)
+        assert pool._scheduler.wait_until(lambda: len(pool._scheduler.workers) == 1, timeout=5)
 
 
 def test_an_idle_pool_uses_no_cpu(fresh_pool: mpgrad.Pool) -> None:

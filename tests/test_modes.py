@@ -19,11 +19,11 @@ pytestmark = pytest.mark.quick
 
 def test_no_grad(pool: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
-    before = sum(worker.graphs for worker in pool._scheduler._workers.values())  # of tests before, being released
+    before = sum(len(worker.graphs) for worker in pool._scheduler.workers.values())  # of tests before, being released
     with torch.no_grad():
         ((enabled, needs_grad, y),) = pool.map(lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x])
     assert not enabled and needs_grad and not y.requires_grad
-    assert sum(worker.graphs for worker in pool._scheduler._workers.values()) <= before
+    assert sum(len(worker.graphs) for worker in pool._scheduler.workers.values()) <= before
 
 
 def test_grad_enabled_inside_no_grad(pool: mpgrad.Pool) -> None:

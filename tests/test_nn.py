@@ -288,7 +288,7 @@ def test_parameters_are_sent_once(fresh_pool: mpgrad.Pool) -> None:
     """All replicas together take the shared memory of one."""
     net = nn.Linear(1000, 1000)  # 4 MB
     devices = workers(fresh_pool, 4)
-    slots = fresh_pool._scheduler.arena
+    slots = fresh_pool._scheduler.memory.arena
     made: list[int] = []
     allocate = slots.allocate
     slots.allocate = lambda nbytes: made.append(nbytes) or allocate(nbytes)  # type: ignore[method-assign, func-returns-value]

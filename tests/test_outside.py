@@ -333,7 +333,7 @@ def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
     del results
     gc.collect()
     fresh_pool.map(abs, range(4), 1)
-    assert fresh_pool._scheduler.wait_until(lambda: not any(w.graphs for w in fresh_pool._scheduler._workers.values()), 5)
+    assert fresh_pool._scheduler.wait_until(lambda: not any(w.graphs for w in fresh_pool._scheduler.workers.values()), 5)
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["values", "graphs"])
@@ -431,7 +431,7 @@ def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Poo
 
     def source() -> Iterator[int]:
         yield os.getpid()
-        begun.append(pool2._scheduler.wait_until(lambda: bool(pool2._scheduler._unfinished), 0.5))
+        begun.append(pool2._scheduler.wait_until(lambda: bool(pool2._scheduler.admissions.unfinished), 0.5))
         yield 1
 
     assert len(list(pool2.imap(abs, source()))) == 2
@@ -449,11 +449,11 @@ def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path:
         unwanted = pool.imap(note, range(8))
         while not (tmp_path / "begun 0").exists():
             time.sleep(1e-3)
-        (worker,) = pool._scheduler._workers.values()
-        given = sum(len(chunk.calls) for chunk in worker.under_way.values())
+        (worker,) = pool._scheduler.workers.values()
+        given = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         del unwanted
         gc.collect()
-        assert pool._scheduler.wait_until(lambda: not pool._scheduler._unfinished, 20)
+        assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, 20)
         (tmp_path / "go").touch()
         works(pool)
         begun = {path.name for path in tmp_path.glob("begun ?")}

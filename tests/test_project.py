@@ -29,7 +29,7 @@ import mpgrad.functions.contexts
 import mpgrad.functions.parallel
 import mpgrad.pool
 import mpgrad.testing
-from mpgrad.engines.traits import ENGINES
+from mpgrad.engines.kinds import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
 ROOT = Path(__file__).parent.parent

@@ -180,9 +180,9 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     xs = items(8)
     results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
     scheduler: Any = fresh_pool._scheduler
-    request = scheduler.request_captures
+    request = scheduler.gradients.request_captures
     replies = []
-    send = scheduler.send_gradients
+    send = scheduler.gradients.send_gradients
 
     def noted(*arguments: Any, **options: Any) -> Any:
         replies.append(send(*arguments, **options))
@@ -194,8 +194,8 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
             kill_all(fresh_pool)
         return request(*arguments)
 
-    monkeypatch.setattr(scheduler, "send_gradients", noted)
-    monkeypatch.setattr(scheduler, "request_captures", after_a_massacre)
+    monkeypatch.setattr(scheduler.gradients, "send_gradients", noted)
+    monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_massacre)
     sum(y.sum() for y in results).backward()
     assert fresh_pool.stats().deaths == 2
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
@@ -216,7 +216,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
     with mpgrad.Pool(2, inline="never") as pool:
         scheduler: Any = pool._scheduler
-        place = scheduler._place_grads
+        place = scheduler.gradients._place
         rehomed = []
 
         def after_a_death(parts: Any, worker: Any) -> Any:
@@ -228,7 +228,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
         steps = penalized(functools.partial(pool.map, chunksize=1), items())
         next(steps)
-        monkeypatch.setattr(scheduler, "_place_grads", after_a_death)
+        monkeypatch.setattr(scheduler.gradients, "_place", after_a_death)
         found = next(steps)
         assert rehomed == [True]
     _, expected = penalized(map, items())
@@ -242,7 +242,7 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
     with mpgrad.Pool(2, timeout=1) as pool:
         results = pool.map(lambda x: x * weight, items(8), 1)
         scheduler: Any = pool._scheduler
-        request = scheduler.request_captures
+        request = scheduler.gradients.request_captures
         victims = workers_of(pool)
 
         def after_a_stop(*arguments: Any) -> Any:
@@ -250,7 +250,7 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
                 os.kill(victims.pop(), signal.SIGSTOP)
             return request(*arguments)
 
-        monkeypatch.setattr(scheduler, "request_captures", after_a_stop)
+        monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_stop)
         sum(y.sum() for y in results).backward()
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14)
 

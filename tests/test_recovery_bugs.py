@@ -213,7 +213,7 @@ def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptor
             time.sleep(1e-3)
         no_descriptors()
         os.symlink("/", go)  # takes no descriptor
-        while pool._scheduler._understaffed_since is None:
+        while pool._scheduler.staff._understaffed_since is None:
             time.sleep(1e-3)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert result.get(PATIENCE) == [1, 2]
@@ -337,7 +337,7 @@ def test_gradients_for_graphs_that_are_missing(nursery: mpgrad.Pool) -> None:
             assert torch.equal(x.grad, torch.full_like(x, 3 + 2 * 3 * 6.0))
             del x, y, g
         deadline = time.monotonic() + PATIENCE
-        while pool._scheduler.arena.bytes_in_use:
+        while pool._scheduler.memory.arena.bytes_in_use:
             assert time.monotonic() < deadline, pool.stats()
             pool.map(abs, [1])
 
@@ -378,8 +378,8 @@ def test_graphs_that_were_released_as_they_were_dropped(nursery: mpgrad.Pool) ->
             later.get()
             del later
         deadline = time.monotonic() + PATIENCE
-        (worker,) = pool._scheduler._workers.values()
-        while worker.kept or worker.missing:
+        (worker,) = pool._scheduler.workers.values()
+        while worker.graphs:
             assert time.monotonic() < deadline, pool.stats()
             pool.map(abs, [1])
         assert pool.stats().workers[0].graphs == 0
@@ -526,41 +526,44 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
 
 def test_a_chunk_stays_called_off_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
-    from mpgrad.scheduling.crew import Chunk, Worker
+    from mpgrad.scheduling.chunks import Chunk
+    from mpgrad.scheduling.under_way import UnderWay
     from mpgrad.wire.messages import Progress
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
 
     first, second = (types.SimpleNamespace(chunksize=None, limit=9) for _ in range(2))
-    worker = Worker(1, None)  # type: ignore[arg-type]
-    worker.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
-    worker.under_way = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
-    worker.progress[Progress.CHUNK] = 1  # which it runs
-    ((_, taken),) = worker.call_off()
+    under_way = UnderWay()
+    under_way.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+    under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
+    under_way.progress[Progress.CHUNK] = 1  # which it runs
+    ((_, taken),) = under_way.call_off()
     assert len(taken) == 4
-    del worker.under_way[1]  # it is answered, and the worker has yet to look at the next
-    worker.under_way[3] = chunk(second, range(1))
+    del under_way.chunks[1]  # it is answered, and the worker has yet to look at the next
+    under_way.chunks[3] = chunk(second, range(1))
     second.limit = 0
-    worker.cancel(second)  # type: ignore[arg-type]
-    assert set(worker.progress[Progress.CANCELLED :]) == {2, 3}
+    under_way.cancel(second)  # type: ignore[arg-type]
+    assert set(under_way.progress[Progress.CANCELLED :]) == {2, 3}
 
 
 def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     """It has to answer that it ran none of them, and may die, or be given up, before it does."""
-    from mpgrad.scheduling.crew import Chunk, Worker
+    from mpgrad.scheduling.chunks import Chunk
+    from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery
+    from mpgrad.scheduling.worker_handle import WorkerHandle
     from mpgrad.wire.messages import Progress
 
     operation: Any = types.SimpleNamespace(limit=9)
-    worker = Worker(1, None)  # type: ignore[arg-type]
-    worker.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+    worker = WorkerHandle(1, None)  # type: ignore[arg-type]
+    worker.under_way.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
     for number in (1, 2):
-        worker.under_way[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
-    worker.call_off_behind()
-    ((_, taken),) = worker.take_back_behind()
-    assert [call.index for call in taken] == [2] and 2 in worker.progress[Progress.CANCELLED :]
-    assert worker.is_at_wanted
-    del worker.under_way[1]
-    assert not worker.is_at_wanted
-    Recovery({}, None, 0, lambda: None).blame(worker, -9, worker.under_way[2], -1, -1)  # type: ignore[arg-type]
+        worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
+    worker.under_way.call_off_behind()
+    ((_, taken),) = worker.under_way.take_back_behind()
+    assert [call.index for call in taken] == [2] and 2 in worker.under_way.progress[Progress.CANCELLED :]
+    assert worker.under_way.is_at_wanted
+    del worker.under_way.chunks[1]
+    assert not worker.under_way.is_at_wanted
+    Recovery({}, None, 0, Lifecycle(), lambda operation: None).blame(worker, -9, worker.under_way.chunks[2], -1, -1)  # type: ignore[arg-type]

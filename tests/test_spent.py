@@ -158,7 +158,7 @@ PARTIAL = "apart", "one of two", "with a common part"
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_backward_finds_what_it_finds_serially(any_pool: mpgrad.Pool, case: str) -> None:
     fn, pick = CASES[case]
-    settings = any_pool._scheduler._settings
+    settings = any_pool._scheduler.settings
     # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one has freed, and the backward
     # of a loss has been run already
     works = (settings.graph_bytes == 0 and case in PARTIAL) or (settings.eager and case == "a loss")

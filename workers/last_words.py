@@ -12,13 +12,13 @@ import faulthandler
 import os
 import signal
 
-from mpgrad.wire.frames import Pipe
+from mpgrad.wire.link import Link
 from mpgrad.wire.messages import FAREWELL, LastWords
 
 __all__ = ["promise_last_words"]
 
 
-def promise_last_words(link: Pipe) -> None:
+def promise_last_words(link: Link) -> None:
     """Have this process leave its stack to the parent."""
     try:
         theirs, ours = os.pipe()

@@ -29,7 +29,8 @@ from mpgrad.pickling import classes
 from mpgrad.pickling.modules import run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
-from mpgrad.wire.frames import Channel, Pipe
+from mpgrad.wire.frames import Channel
+from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
 
 __all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
@@ -38,24 +39,29 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
-    """Answer frames until `Stop` or the end of the pipe."""
-    channel = Channel(end, blocking=True)
+    """`serve_link`, with a socket of which the caller's side has the other end."""
+    serve_link(Channel(end, blocking=True), number, in_process)
+
+
+def serve_link(link: Link, number: int, in_process: bool) -> None:
+    """Answer frames until `Stop` or the end of the link."""
     outlet = None
     setting = contextlib.ExitStack()
     try:
-        first = channel.receive()
+        first = link.receive()
         assert first is not None
         start = first.messages[0]
         assert isinstance(start, Start)
         if in_process:
             settle(start, number)
-            outlet = Outlet(channel, start.log_level)
-            promise_last_words(channel)
-        worker = begin(number, channel, start, setting)
+            outlet = Outlet(link, start.log_level)
+            if link.shares_memory:
+                promise_last_words(link)
+        worker = begin(number, link, start, setting)
         if outlet is not None and worker is not None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
-        while worker is not None and (frame := channel.receive()) is not None:
+        while worker is not None and (frame := link.receive()) is not None:
             if type(frame.messages[-1]) is Stop:
                 return
             worker.handle(frame)
@@ -66,10 +72,10 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
         setting.close()
         if outlet is not None:
             outlet.close()
-        channel.close()
+        link.close()
 
 
-def begin(number: int, link: Pipe, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
+def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
     """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
     device: Station | None = None
     try:

@@ -19,7 +19,8 @@ import threading
 from collections import deque
 from typing import TextIO
 
-from mpgrad.wire.frames import Pipe, drained
+from mpgrad.wire.frames import drained
+from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Logged, Message, Printed
 
 __all__ = ["Outlet"]
@@ -28,7 +29,7 @@ __all__ = ["Outlet"]
 class Outlet:
     """Gathers what is printed and logged in this process, and sends it."""
 
-    def __init__(self, link: Pipe, log_level: int) -> None:
+    def __init__(self, link: Link, log_level: int) -> None:
         self._link = link
         self._pid = os.getpid()
         self._thread = threading.current_thread()

@@ -46,7 +46,8 @@ from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.torch_state.modes import seed_item, under
 from mpgrad.torch_state.private import plus
 from mpgrad.torch_state.vmap_levels import Level
-from mpgrad.wire.frames import Frame, Pipe, drained, send_slabs
+from mpgrad.wire.frames import Frame, drained
+from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     Backward,
     BackwardCall,
@@ -101,7 +102,7 @@ WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers
 
 
 class Worker:
-    def __init__(self, number: int, link: Pipe, graph_bytes: int | None, station: Station | None = None) -> None:
+    def __init__(self, number: int, link: Link, graph_bytes: int | None, station: Station | None = None) -> None:
         self._link = link
         self._station = station  # in a pool with devices
         self.before_answer: Callable[[], None] = lambda: None
@@ -582,7 +583,9 @@ class Worker:
 
     def _take_back(self, message: Returned, payload: memoryview) -> None:
         for address, _ in message.slots:  # a result is lent once, so once is all
-            del self._lent[address]
+            slot = self._lent.pop(address)
+            if not self._link.shares_memory:
+                self._link.drop(slot, 1)
 
     def _attach(self, message: NewSlab, payload: memoryview) -> None:
         if message.handle is not None and self._station is not None:
@@ -600,6 +603,8 @@ class Worker:
 
     def _lend_slot(self, slot: Slot) -> None:
         self._lent[slot.address] = slot
+        if not self._link.shares_memory:
+            self._link.carry(slot)
 
     def _detach(self, message: SlabsGone, payload: memoryview) -> None:
         for number in message.numbers:
@@ -613,7 +618,7 @@ class Worker:
         self.before_answer()
         self._arena.tidy()
         lane = self._station.lane if self._station is not None else None
-        send_slabs(self._link, drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
+        self._link.introduce(drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
         messages: list[Message] = []
         if returns := self._returns():
             messages.append(Returned(returns))

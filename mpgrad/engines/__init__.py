@@ -1,9 +1,11 @@
 """What runs workers: processes, threads, streams, or the caller itself. Caller only.
 
-Imports `scheduling` and what is below it. Names the entry points of `workers`, and imports none of it but for `inline`.
+Imports `wire` and what is below it. Names the entry points of `workers`, and imports none of it but for `inline`. Knows nothing
+of calls: a new engine is written against `protocol` and added to `kinds`.
 
-    traits       the engines by name, and in what they differ; start: one of them; stations: on which devices
-    dispatcher   processes, threads and streams: one thread that waits for their pipes
+    protocol     what an engine is: it starts workers and says when they have answered
+    kinds        the engines by name, and in what they differ
+    sockets      processes and threads: a socket pair to each
     inline       everything in the caller's thread
-    launch       how a worker comes to be, and ends
+    launch       how a process or thread comes to be, and ends
 """

@@ -9,72 +9,84 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mpgrad.scheduling.crew import Worker
-from mpgrad.scheduling.scheduler import Scheduler, Settings
+from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.torch_state.modes import kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
-from mpgrad.wire.frames import Frame, Pipe
+from mpgrad.wire.frames import Frame, Traffic, in_frames
 from mpgrad.wire.messages import Message, Start, Stop
 
-__all__ = ["InlineScheduler"]
+__all__ = ["InlineEngine"]
 
 
 class Loopback:
-    """One direction of a pipe within a thread: frames wait in `frames` until they are taken."""
+    """One end of a link within a thread: what is sent waits at the other end until it is taken."""
 
-    def __init__(self) -> None:
-        self.frames: deque[Frame] = deque()
-        self.opposite: Loopback = self
+    shares_memory = True
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.other: Loopback = self
+        self.frames: deque[Frame] = deque()  # that have come
         self._descriptors: deque[int] = deque()
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        self._descriptors.extend(os.dup(descriptor) for descriptor in descriptors)
-        self.frames.append(Frame(messages, memoryview(bytearray().join(payload))))
+        self.other._descriptors.extend(os.dup(descriptor) for descriptor in descriptors)
+        self.other.frames.append(Frame(messages, memoryview(bytearray().join(payload))))
+
+    def introduce(self, slabs: Sequence[Any]) -> None:
+        for messages, descriptors in in_frames(slabs):
+            self.send(messages, (), descriptors)
+
+    def carry(self, holder: Slot | Borrowed) -> None:
+        """Both ends look at the same memory."""
+
+    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+        """Likewise."""
+
+    def receive(self) -> Frame | None:
+        return self.frames.popleft() if self.frames else None
 
     def take_descriptor(self) -> int:
-        return self.opposite._descriptors.popleft()
+        return self._descriptors.popleft()
+
+    def has_more(self) -> bool:
+        return bool(self.frames)
+
+    def kill(self, by: int = signal.SIGKILL) -> None:
+        """There is no process to kill."""
+
+    def close(self) -> None:
+        self.frames.clear()
+
+    def end(self) -> int | None:
+        self.close()
+        self.other.close()
+        return None
 
 
-class InlineScheduler(Scheduler):
-    """A scheduler that runs in whichever thread asks for something, and runs the calls there too."""
+class InlineEngine:
+    can_kill = False
+    copies_caller = False
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings._replace(workers=1, calls=None))
-        self._turn = threading.RLock()
-        self._to_worker, self._to_parent = Loopback(), Loopback()
-        self._to_worker.opposite, self._to_parent.opposite = self._to_parent, self._to_worker
-        self._remote: Any = None  # the workers' side is named, not imported: it is loaded where it runs
-        self.hire()
-        self.wake()
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._ours = Loopback(1)
+        self._workers = Loopback(1)
+        self._ours.other, self._workers.other = self._workers, self._ours
+        self._worker: Any = None  # the workers' side is named, not imported: it is loaded where it runs
 
-    def wake(self) -> None:
-        with self._turn:
-            try:
-                while self._ended is None and self._step():
-                    pass
-            except BaseException as error:
-                interrupted = f"an inline pool was interrupted in the middle of its own work ({type(error).__name__})"
-                self._break(RuntimeError(f"{interrupted}; make a new one, or use processes, which an interrupt does not break"))
-                raise
-            if self._stopping and self._ended is None:
-                self.end()
+    def start(self, number: int) -> Loopback:
+        return self._ours
 
-    def _step(self) -> bool:
-        """Work, have the worker work, take its answers; whether there was anything to do."""
-        self.work()
-        if self._to_worker.frames:
-            self._run(self._to_worker.frames.popleft())
-        elif self._to_parent.frames:
-            (worker,) = self._workers.values()
-            self.receive(worker, self._to_parent.frames.popleft())
-        elif not self._inbox:
-            return False
-        return not self._stopping
+    def wait(self, seconds: float | None) -> list[Loopback]:
+        """Have the worker do, in this thread, what it has been sent."""
+        while self._workers.frames:
+            self._run(self._workers.frames.popleft())
+        return [self._ours] if self._ours.frames else []
 
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
@@ -82,49 +94,12 @@ class InlineScheduler(Scheduler):
         with kept_random_state(), outside_transforms(), without_saved_tensor_hooks():
             if isinstance(first, Start):
                 main = importlib.import_module("mpgrad.workers.main")
-                self._remote = main.begin(1, self._to_parent, first)
+                self._worker = main.begin(1, self._workers, first)
             elif type(frame.messages[-1]) is not Stop:
-                self._remote.handle(frame)
+                self._worker.handle(frame)
 
-    def _feed(self) -> None:
-        (worker,) = self._workers.values()
-        if worker.ready and not self._to_worker.frames:  # a task may use the pool again: no limit of chunks under way
-            self._give(worker)
+    def wake(self) -> None:
+        """Nobody sleeps."""
 
-    def nudge(self) -> None:
-        """News rides with the next message."""
-
-    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
-        self.check_process()
-        self.wake()
-        return satisfied()
-
-    def join(self) -> None:
-        self.check_process()
-
-    def leave(self) -> None:
-        """There is no process to end."""
-        self.close()
-
-    def open_channel(self, number: int) -> Pipe:
-        return self._to_worker
-
-    def close_channel(self, worker: Worker) -> int | None:
-        self._remote = None
-        return None
-
-    @property
-    def can_kill(self) -> bool:
-        return False
-
-    def drain_pipe(self, worker: Worker) -> None:
-        """It answers in our own thread."""
-
-    def kill(self, worker: Worker, by: int = signal.SIGKILL) -> None:
-        """There is no process to kill."""
-
-    def watch(self, worker: Worker) -> None:
-        """A queue in memory takes everything."""
-
-    def tell_waiters(self) -> None:
-        """Whoever waits is this thread, and looks for itself."""
+    def close(self) -> None:
+        self._worker = None

@@ -116,7 +116,7 @@ class Slot:
         self._arena = arena
         self._capacity = capacity
         self.slab: Any = slab  # a `Slab`, or a `accelerator.DeviceSlab`
-        self.address = slab.number << OFFSET_BITS | offset
+        self.address: int = slab.number << OFFSET_BITS | offset
         self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `accelerator.Region`
 
     def __del__(self) -> None:

@@ -1,14 +1,18 @@
 """Who does what, when: chunks to workers, backwards, deaths, limits. Caller only, in the pool's own thread.
 
-Imports `calls` and what is below it. Engines drive it; nothing here waits for a worker.
+Imports `calls`, `engines` and what is below them. Nothing here waits for a worker, but for `dispatcher`, between two turns.
 
-    scheduler        the policy
-    crew             each worker: what it was sent, lent and told
-    queue            the calls that wait, and how many make a chunk
-    function_cache   which functions a worker has, and what their calls cost
+    start            a scheduler for an engine; settings: what every worker starts with; stations: on which devices
+    scheduler        puts the parts together; driver: in whose thread. dispatcher: its own; in_caller: the caller's
+    lifecycle        open, closed, leaving, draining, stopping
+    admissions       operations from the start to their end; waiting_calls: calls whose arguments are other calls' results
+    queue            the calls that wait, and how many make a chunk; function_cache: what they cost
+    gradient_sender  backwards, from autograd's threads
+    deliveries       what leaves for workers; chunk_writer: as messages; chunks: what they consist of
+    worker_handle    each worker: under_way (chunks, and how far it is), graph_ledger, loans
+    receiving        what comes from workers; answers: as outcomes
+    staffing         workers come and go; recovery: what is lost with one
+    calling_off      what nobody wants any more, or takes too long; deadlines
     run_in_caller    cheap calls that are not sent; costs decides
-    waiting_calls    calls whose arguments are other calls' results
-    answers          messages of workers as outcomes
-    recovery         calls and gradients of workers that died; deadlines: those that take too long
-    crossing         how tensors cross to devices
+    caller_memory    what is shared with workers; crossing: how tensors cross to devices
 """

@@ -16,8 +16,9 @@ from mpgrad.calls.operations import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.arena import Borrowed, Lenders, Slot, slab_of
-from mpgrad.scheduling.crew import Chunk, Differentiation, Worker
+from mpgrad.scheduling.chunks import Chunk, Differentiation
 from mpgrad.scheduling.crossing import kept
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Collected, Eager, Failure, Gradients, Missing, Results
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
 
@@ -29,7 +30,7 @@ class Answers:
         self._lenders = lenders
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
 
-    def results(self, worker: Worker, chunk: Chunk, message: Results, payload: memoryview) -> None:
+    def results(self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview) -> None:
         operation = chunk.operation
         assert operation is not None
         operation.mutated = operation.mutated or message.mutated
@@ -48,7 +49,7 @@ class Answers:
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
                 if operation.eager == Eager.SUMS and operation.home.reach is not None:
-                    worker.note_sum(operation.function.number, None, ())
+                    worker.sums.note(operation.function.number, None, ())
                     summed = operation.function.summed
                     summed[worker] = summed.get(worker, 0) + 1
             elif outcome.has_graph:
@@ -68,42 +69,42 @@ class Answers:
             operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker))
         note_graphs(worker, message)
 
-    def gradients(self, worker: Worker, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
+    def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
         first = chunk.gradients[0].reply
         first.warned = [*first.warned, *message.warned]
         note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.gradients[position].reply.reached = reached
         for sent in chunk.gradients[len(message.outcomes) :]:  # called off, and not begun
-            worker.note_rest(sent)
+            worker.graphs.note_rest(sent)
         for sent, found in zip(chunk.gradients, message.outcomes, strict=False):
             graph, number = sent.what.graph, sent.what.number
             if isinstance(found, Missing):
-                worker.missing.add(graph.call)
+                worker.graphs.note_missing(graph.call)
                 sent.set_apart()  # whoever collects the sum may have been ahead of us
                 if not sent.reply.arrived:  # it has where it was called off
                     worker.backlog.append(sent)
                 continue
             if isinstance(found, Failure):
-                worker.note_rest(sent)
+                worker.graphs.note_rest(sent)
             if number is not None and not isinstance(found, Failure) and any_connected(found):
                 sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
             self._arrive(sent.reply, found, payload, worker)
 
-    def collected(self, worker: Worker, chunk: Chunk, message: Collected, payload: memoryview) -> None:
+    def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
         assert chunk.captures is not None
-        worker.forget_sum(chunk.captures.function, chunk.captures.task, chunk.captures.levels)
+        worker.sums.forget(chunk.captures.function, chunk.captures.task, chunk.captures.levels)
         chunk.captures.reply.calls = message.calls
         self._arrive(chunk.captures.reply, message.grads, payload, worker)
 
     def _graph_kept(
-        self, worker: Worker, home: Home, number: int, index: int | range, recipe: PackedCall | Differentiation
+        self, worker: WorkerHandle, home: Home, number: int, index: int | range, recipe: PackedCall | Differentiation
     ) -> RemoteGraph:
-        worker.kept.add(number)
+        worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
 
     def _arrive(
-        self, reply: GradientReply, found: Sequence[TensorRef | None] | Failure, payload: memoryview, worker: Worker
+        self, reply: GradientReply, found: Sequence[TensorRef | None] | Failure, payload: memoryview, worker: WorkerHandle
     ) -> None:
         try:
             memories = {} if isinstance(found, Failure) else self._borrow(found)
@@ -131,14 +132,14 @@ class Answers:
         return found
 
 
-def note_graphs(worker: Worker, message: Results | Gradients) -> None:
-    worker.missing.update(worker.kept.intersection(message.dropped))  # others have been released meanwhile
-    worker.graph_bytes = message.graph_bytes
+def note_graphs(worker: WorkerHandle, message: Results | Gradients) -> None:
+    worker.graphs.note_dropped(message.dropped)
+    worker.graphs.nbytes = message.graph_bytes
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:
     return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
 
 
-def failed_again(failure: Failure, subject: str, worker: Worker) -> Failed:
+def failed_again(failure: Failure, subject: str, worker: WorkerHandle) -> Failed:
     return Failed(functools.partial(raised_from, failure, subject, worker.number))

@@ -18,7 +18,7 @@ import torch
 from mpgrad.calls.output import report
 from mpgrad.memory.accelerator import INSTALLED, Lane, Post, Region, name_of
 from mpgrad.memory.arena import Arena, Lenders, Slot
-from mpgrad.scheduling.crew import Worker
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
 
 __all__ = ["Crossing"]
@@ -73,7 +73,7 @@ class Crossing:
             return None
         return slot, Try(slot.address, MARK_BYTES, mark)
 
-    def tried(self, worker: Worker, message: Tried, lenders: Lenders, others: Sequence[Worker]) -> list[Message]:
+    def tried(self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]) -> list[Message]:
         """What `worker` says of our slot; if it could read that, try its own. Returns what there is to tell it."""
         refusal, back = message.refusal, message.back
         if back is not None:
@@ -102,7 +102,7 @@ class Crossing:
 
     # --- memory of workers
 
-    def attach(self, worker: Worker, message: NewSlab, lenders: Lenders) -> None:
+    def attach(self, worker: WorkerHandle, message: NewSlab, lenders: Lenders) -> None:
         """A slab that `worker` has made.
 
         Raises:

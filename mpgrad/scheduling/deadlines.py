@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.crew import Worker
+from mpgrad.scheduling.worker_handle import WorkerHandle
 
 __all__ = ["Deadlines", "overdue_at"]
 
@@ -46,11 +46,11 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
 
-def overdue_at(worker: Worker) -> float:
+def overdue_at(worker: WorkerHandle) -> float:
     """When the call that it is at will have taken too long; where it has, when the worker must have ended."""
     if worker.doomed is not None and worker.gone is None:
         return worker.doomed.moment
-    chunk = worker.current
+    chunk = worker.under_way.first
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf
-    return worker.begun()[1] + chunk.timeout
+    return worker.under_way.begun()[1] + chunk.timeout

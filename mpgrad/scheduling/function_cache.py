@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.scheduling.crew import SentGradients, Worker
+from mpgrad.scheduling.chunks import SentGradients
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
 __all__ = ["Codes", "Ran"]
@@ -70,7 +71,7 @@ class Measured:
 
 
 class Codes:
-    def __init__(self, workers: Mapping[int, Worker]) -> None:
+    def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
         self._workers = workers
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
@@ -86,8 +87,8 @@ class Codes:
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self._measured.pop(oldest, None)
             for worker in self._workers.values():
-                if oldest in worker.codes:
-                    worker.codes.discard(oldest)
+                if oldest in worker.writer.codes:
+                    worker.writer.codes.discard(oldest)
                     worker.forgotten_codes.append(oldest)
 
     def ran(self, pickled: bytes) -> Ran | None:

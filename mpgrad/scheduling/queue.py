@@ -17,8 +17,9 @@ from concurrent.futures import CancelledError
 from mpgrad.calls.device_choice import next_for
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.scheduling.crew import MOST_CALLS, MOST_PAYLOAD, Worker
+from mpgrad.scheduling.chunk_writer import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
 
 __all__ = ["CHUNKS_UNDER_WAY", "Line", "fed", "guided_size"]
@@ -60,7 +61,7 @@ class Line:
             operation.queue.extendleft(reversed(wanted))
             self.join(operation, first=True)
 
-    def next_for(self, worker: Worker) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
+    def next_for(self, worker: WorkerHandle) -> tuple[Operation, list[tuple[int, PackedCall]]] | None:
         """A chunk for the worker, of calls with their numbers; None where there is nothing that it should be given now."""
         room = self._room(worker)
         place = 0
@@ -79,7 +80,7 @@ class Line:
                 del self._operations[place]
         return None
 
-    def take_back(self, workers: Collection[Worker]) -> list[Worker]:
+    def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:
         """Where some have run dry, what another one has been given and has not begun; returns those, who may have it.
 
         Costs are not known beforehand.
@@ -91,14 +92,14 @@ class Line:
         richest = max(loads, key=loads.__getitem__)
         if loads[richest] < SHORTEST_CHUNK:
             return []
-        for operation, calls in richest.call_off():
+        for operation, calls in richest.under_way.call_off():
             self.put_back(operation, calls)
         return dry
 
-    def _unbegun_seconds(self, worker: Worker) -> float:
+    def _unbegun_seconds(self, worker: WorkerHandle) -> float:
         return sum(
             self._codes.seconds(operation.function, unknown=0.0) * sum(call.items for _, call in calls[len(calls) - count :])
-            for operation, calls, count in worker.unbegun()
+            for operation, calls, count in worker.under_way.unbegun()
         )
 
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
@@ -124,11 +125,11 @@ class Line:
         seconds = self._codes.seconds(operation.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
-    def _room(self, worker: Worker) -> float:
+    def _room(self, worker: WorkerHandle) -> float:
         """How many calls the worker may still be given before it is replaced."""
         if self._calls_per_worker is None:
             return math.inf
-        under_way = sum(len(chunk.calls) for chunk in worker.under_way.values())
+        under_way = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         return self._calls_per_worker - worker.calls_done - under_way
 
     def _sort(self, operation: Operation) -> None:
@@ -148,7 +149,7 @@ class Line:
         order = sorted(range(len(calls)), key=ranks.__getitem__, reverse=True)  # as they came, where sizes are equal
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
-    def _take_calls(self, worker: Worker, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+    def _take_calls(self, worker: WorkerHandle, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:

@@ -16,11 +16,14 @@ import signal
 from collections.abc import Callable, Mapping
 
 from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.memory.limits import kills_for_memory
-from mpgrad.scheduling.crew import CaptureRequest, Chunk, Differentiation, SentGradients, Worker
+from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, SentGradients
 from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.lifecycle import Lifecycle
+from mpgrad.scheduling.worker_handle import WorkerHandle
 
 __all__ = ["Recovery"]
 
@@ -32,16 +35,23 @@ OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer w
 
 class Recovery:
     def __init__(
-        self, workers: Mapping[int, Worker], codes: Codes, retries: int, ended: Callable[[], BaseException | None]
+        self,
+        workers: Mapping[int, WorkerHandle],
+        codes: Codes,
+        retries: int,
+        life: Lifecycle,
+        readmit: Callable[[Operation], None],
     ) -> None:
+        """`readmit`: the operation has calls for workers again."""
         self._workers = workers
         self._codes = codes
         self._retries = retries
-        self._ended = ended  # why nothing is done again any more
+        self._life = life
+        self._readmit = readmit
         self._kills_for_memory = kills_for_memory()
         self.reruns = 0  # calls and backwards that were given to another worker
 
-    def blame(self, worker: Worker, code: int | None, chunk: Chunk, position: int, offset: int) -> None:
+    def blame(self, worker: WorkerHandle, code: int | None, chunk: Chunk, position: int, offset: int) -> None:
         """The call that was running, or else was next, may be what killed the worker: past the retries it is given up.
 
         `offset` is that of the item, where the call was running and is a bundle.
@@ -79,7 +89,7 @@ class Recovery:
             del chunk.gradients[given_up]
 
     def _death(
-        self, worker: Worker, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
+        self, worker: WorkerHandle, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
     ) -> BaseException:
         tried = accused.deaths + accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
@@ -91,15 +101,27 @@ class Recovery:
             details.append(OUT_OF_MEMORY)
         return WorkerDiedError(index, phase, worker.number, code, "; ".join(details), worker.stack)
 
-    def revive(self, item: SentGradients | CaptureRequest, gone: Worker) -> None:
+    def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
+        """What was under way with a worker that is gone: calls go back to their queues, the rest waits to be revived."""
+        for chunk in reversed(chunks):  # so that the first calls are first in the queue again
+            if chunk.operation is not None:
+                wanted = [call for _, call in chunk.calls if call.index < chunk.operation.limit]
+                self.reruns += len(wanted)
+                chunk.operation.queue.extendleft(reversed(wanted))
+                self._readmit(chunk.operation)
+            worker.backlog.extendleft(reversed(chunk.gradients))
+            if chunk.captures is not None:
+                worker.backlog.appendleft(chunk.captures)
+
+    def revive(self, item: SentGradients | CaptureRequest, gone: WorkerHandle) -> None:
         """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
 
         Assumes: there is another worker, or all has ended.
         """
-        reason = self._ended()
+        reason = self._life.broken or self._life.ended  # why nothing is done again any more
         if item.reply.arrived:  # it was called off
             if isinstance(item, SentGradients):
-                gone.spent.discard(item.what.graph.call)  # nobody knows how far it came: another backward starts anew
+                gone.graphs.note_unknown(item.what.graph.call)
         elif reason is not None:
             item.reply.fail(reason)
         elif isinstance(item, CaptureRequest):
@@ -112,10 +134,10 @@ class Recovery:
             item.set_apart()
             self._rehome(item.what.graph).backlog.append(item)
 
-    def _rehome(self, graph: RemoteGraph) -> Worker:
+    def _rehome(self, graph: RemoteGraph) -> WorkerHandle:
         """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
         gone = graph.worker
-        assert isinstance(gone, Worker)
+        assert isinstance(gone, WorkerHandle)
         if gone.gone is None:
             return gone
         recipe = graph.recipe
@@ -127,11 +149,8 @@ class Recovery:
             there = [each for each in self._workers.values() if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there
             worker = min(active or self._workers.values(), key=lambda each: each.load)
-        if graph.call in gone.spent:
-            worker.spent.add(graph.call)
+        worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
-        worker.kept.add(graph.call)
-        worker.missing.add(graph.call)
         return worker
 
 

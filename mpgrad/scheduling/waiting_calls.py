@@ -16,14 +16,15 @@ from typing import Protocol
 from mpgrad.autograd.remote_graph import Promise
 from mpgrad.calls.operations import Delivered, Failed, Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.scheduling.crew import SentGradients, Worker
+from mpgrad.scheduling.chunks import SentGradients
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.tensor_packing import Packer, Placed, Together, placed_again, staged_again
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD
 
 __all__ = ["Dependents"]
 
 
-class Desk(Protocol):
+class Waited(Protocol):
     """What becomes of those that have waited."""
 
     def call_is_ready(self, operation: Operation, call: PackedCall, giver: object) -> None:
@@ -38,8 +39,8 @@ class Desk(Protocol):
 
 
 class Dependents:
-    def __init__(self, desk: Desk, post: Callable[[Callable[[], None]], None], packer: Packer) -> None:
-        self._desk = desk
+    def __init__(self, ended: Waited, post: Callable[[Callable[[], None]], None], packer: Packer) -> None:
+        self._ended = ended
         self._post = post
         self._packer = packer
 
@@ -54,7 +55,7 @@ class Dependents:
             if isinstance(claim.outcome, Failed):
                 claim.source.on_passed_on()
                 operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.item}"))
-                self._desk.call_has_failed(operation)
+                self._ended.call_has_failed(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]
         for claim, outcome in zip(call.claims, outcomes, strict=True):
@@ -65,9 +66,9 @@ class Dependents:
                 operation.request.look_again(call)
             except ValueError as error:
                 operation.deliver(call.index, error)
-                self._desk.call_has_failed(operation)
+                self._ended.call_has_failed(operation)
                 return
-        self._desk.call_is_ready(operation, call, outcomes[-1].worker)
+        self._ended.call_is_ready(operation, call, outcomes[-1].worker)
 
     def look_at_backward(self, sent: SentGradients) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""
@@ -81,17 +82,17 @@ class Dependents:
                 return
             if promise.reply.has_failed:
                 sent.reply.fail_as(promise.reply)
-                self._desk.backward_has_failed()
+                self._ended.backward_has_failed()
                 return
         for promise in promises:
             sent.reply.warned = [*sent.reply.warned, *promise.reply.take_warnings()]
         worker = sent.what.graph.worker
-        assert isinstance(worker, Worker)
+        assert isinstance(worker, WorkerHandle)
         staged_by = self._packer if worker.device == 0 else None
         rest = iter(what.grads)
         kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in what.parts]
         sent.what = what._replace(grads=list(itertools.chain(*kept)), parts=list(map(len, kept)))
-        self._desk.backward_is_ready(sent)
+        self._ended.backward_is_ready(sent)
 
 
 def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:

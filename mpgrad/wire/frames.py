@@ -20,13 +20,15 @@ import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.system import PORTABLE
 from mpgrad.wire.messages import Message, NewSlab
+from mpgrad.wire.mirror import Mirror
 
-__all__ = ["Channel", "Frame", "Pipe", "Traffic", "drained", "send_slabs"]
+__all__ = ["Channel", "Frame", "Traffic", "drained", "in_frames"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
@@ -69,19 +71,16 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-class Pipe(Protocol):
-    """What the scheduler needs of its end."""
-
-    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None: ...
-
-    def take_descriptor(self) -> int | None: ...
-
-
 class Channel:
-    """One end of a socket pair. `send` and `receive` belong to one thread each."""
+    """One end of a socket pair, a `wire.link.Link`. `send` and `receive` belong to one thread each."""
 
-    def __init__(self, end: socket.socket, blocking: bool, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, end: socket.socket, blocking: bool, traffic: Traffic | None = None, mirror: Mirror | None = None
+    ) -> None:
+        """`mirror`: nothing but bytes passes between the two ends."""
         self._socket = end
+        self._mirror = mirror
+        self.shares_memory = mirror is None
         self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
         OPEN.add(end)
@@ -106,6 +105,8 @@ class Channel:
             ConnectionError: the other end is gone.
             OSError: what has to wait needs descriptors of its own, and there are none.
         """
+        if self._mirror is not None:
+            messages, payload = self._mirror.enclose(messages, payload)
         pickled = pickle.dumps(messages, protocol=5)
         padding = bytes(-len(pickled) % ALIGNMENT)
         size = sum(map(len, payload))
@@ -126,6 +127,18 @@ class Channel:
         if data:
             # the receiver may get to it after the sender has closed its own: duplicates are kept until they are on their way
             self._outgoing.append((data, duplicates(descriptors)))
+
+    def introduce(self, slabs: Sequence[Any]) -> None:
+        for messages, descriptors in in_frames(slabs):
+            self.send(messages, (), descriptors if self.shares_memory else ())
+
+    def carry(self, holder: Slot | Borrowed) -> None:
+        if self._mirror is not None:
+            self._mirror.carry(holder)
+
+    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+        if self._mirror is not None:
+            self._mirror.drop(holder, times)
 
     @property
     def has_outgoing(self) -> bool:
@@ -234,7 +247,11 @@ class Channel:
         self._body = None
         if descriptors:
             self._descriptors.extend(self._received.popleft() or [None] * descriptors)
-        return Frame(pickle.loads(content[:pickled]), content[pickled:])
+        messages, payload = pickle.loads(content[:pickled]), content[pickled:]
+        if self._mirror is not None:
+            messages, payload, mirrors = self._mirror.open(messages, payload)
+            self._descriptors.extend(mirrors)
+        return Frame(messages, payload)
 
     def take_descriptor(self) -> int | None:
         """The descriptor that belongs to the `NewSlab` message just read; None where there was none free to receive it."""
@@ -253,16 +270,15 @@ class Channel:
         self._socket.close()
 
 
-def send_slabs(pipe: Pipe, slabs: Sequence[Any]) -> None:
-    """Hand over shared memory, in frames of as many descriptors as one may carry."""
+def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]:
+    """The messages that say of slabs, in frames of as many descriptors as one may carry."""
     elsewhere = [each for each in slabs if each.elsewhere]
     if elsewhere:
-        pipe.send([NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1) for each in elsewhere])
+        yield [NewSlab(each.number, each.nbytes, each.handle, each.lane.index + 1) for each in elsewhere], []
         slabs = [each for each in slabs if not each.elsewhere]
     for start in range(0, len(slabs), MAX_DESCRIPTORS):
         some = slabs[start : start + MAX_DESCRIPTORS]
-        messages: list[Message] = [NewSlab(slab.number, slab.nbytes) for slab in some]
-        pipe.send(messages, (), [slab.descriptor for slab in some])
+        yield [NewSlab(slab.number, slab.nbytes) for slab in some], [slab.descriptor for slab in some]
 
 
 def drained(queue: deque[Any]) -> list[Any]:

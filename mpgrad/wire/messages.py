@@ -20,6 +20,7 @@ __all__ = [
     "FAREWELL",
     "Backward",
     "BackwardCall",
+    "Carried",
     "Collect",
     "Collected",
     "Define",
@@ -84,6 +85,12 @@ class NewSlab(NamedTuple):
     nbytes: int
     handle: Handle | None = None
     code: int = 0  # of the device
+
+
+class Carried(NamedTuple):
+    """First in its frame, where memory is not shared: slots whose bytes stand behind the payload, one after another."""
+
+    slots: list[tuple[int, int]]  # address and size
 
 
 class SlabsGone(NamedTuple):
@@ -385,6 +392,7 @@ class Collected(NamedTuple):
 
 Message = (
     NewSlab
+    | Carried
     | SlabsGone
     | Returned
     | Define

@@ -68,7 +68,7 @@ def crossing(request: pytest.FixtureRequest) -> str:
 
 
 def is_direct(pool: mpgrad.Pool) -> bool:
-    crossing: Any = pool._scheduler._crossing
+    crossing: Any = pool._scheduler.memory.crossing
     while not (crossing._is_direct or crossing._is_refused):  # one worker may have answered all calls, and the other none
         for device in {worker.device for worker in pool.stats().workers} - {"cpu"}:
             pool.map(abs, [1] * 8, device=device)  # who answers has told before how the trial went

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpgrad.calls.device_choice import Device, code_named, device_count
-from mpgrad.engines.traits import ENGINES, traits_of
+from mpgrad.engines.kinds import ENGINES, traits_of
 from mpgrad.memory.accelerator import INSTALLED
 
 __all__ = ["worker_devices"]
@@ -27,7 +27,7 @@ def worker_devices(
             raise ValueError(f'engine "{engine}" runs on a GPU; say on which (devices="cuda:0", processes=4)')
         return None
     if not traits.on_devices:
-        others = ", ".join(name for name, each in ENGINES.items() if each.on_devices)
+        others = ", ".join(name for name, each in ENGINES.items() if each.traits.on_devices)
         raise ValueError(f"devices are for engines {others} (engine: {engine!r})")
     kind = INSTALLED.accelerator.type
     if isinstance(devices, str) and devices == kind:

@@ -1,0 +1,74 @@
+"""What an engine is: it starts workers and says when they have answered. Caller's side.
+
+                         scheduler ── start, wait, wake, close ──► Engine
+    scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop
+An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To write one: say its
+`Traits`, start workers that run `mpgrad.workers.main.serve` with their end of a link, and add it to `kinds.ENGINES`. Where
+the two sides share no memory, the links mirror it (see `wire.mirror`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from mpgrad.wire.frames import Traffic
+from mpgrad.wire.link import Link
+
+__all__ = ["Engine", "Traits", "WorkerLink"]
+
+
+class Traits(NamedTuple):
+    """In what engines differ for who uses them."""
+
+    is_process: bool  # a worker is a process of its own: it can be killed, and what it had given to another one
+    own_generators: bool  # a worker draws random numbers of its own, so that an item can have a seed
+    may_resize: bool
+    on_cpu: bool
+    on_devices: bool
+    in_caller: bool = False  # calls run in the thread that asks for them
+
+
+class WorkerLink(Link, Protocol):
+    """The caller's end of the link to one worker. One thread uses it."""
+
+    number: int  # of the worker
+
+    def has_more(self) -> bool:
+        """Whether there is something to `receive` at this moment, or the end."""
+        ...
+
+    def kill(self, by: int = signal.SIGKILL) -> None:
+        """End the worker by a signal, also in the middle of a call; where it cannot be, nothing happens."""
+        ...
+
+    def end(self) -> int | None:
+        """The worker has died or was told to stop: give up the link, and wait a little for the exit code, if there is one."""
+        ...
+
+
+class Engine(Protocol):
+    """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
+
+    traffic: Traffic
+    can_kill: bool
+    copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
+
+    def start(self, number: int) -> WorkerLink:
+        """Start worker `number`; returns at once. What it is to be is said by the first message.
+
+        Raises:
+            OSError: the system refuses; it may be tried again.
+        """
+        ...
+
+    def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
+        """Sleep until workers have answered or ended, whose links it returns, or somebody calls `wake`; at most so long."""
+        ...
+
+    def wake(self) -> None:
+        """End a `wait`, this one or the next. Any thread, with any lock held; it neither waits nor raises."""
+        ...
+
+    def close(self) -> None: ...

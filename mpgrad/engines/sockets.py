@@ -1,0 +1,129 @@
+"""The engine of processes and threads: a socket pair to each worker, and one selector for all of them. Caller's side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Sequence
+
+from mpgrad.engines.launch import Launcher
+from mpgrad.wire.frames import Channel, Traffic
+from mpgrad.wire.messages import Message
+from mpgrad.wire.mirror import Mirror
+
+__all__ = ["SocketEngine"]
+
+EXIT_PATIENCE = 2.0  # seconds for a worker to end, and for its exit code to arrive
+
+
+class SocketLink(Channel):
+    """The caller's end of a socket pair."""
+
+    def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
+        super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)
+        self.number = number
+        self._engine = engine
+
+    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        try:
+            super().send(messages, payload, descriptors)
+        finally:
+            self._engine.watch(self)
+
+    def has_more(self) -> bool:
+        return self._engine.has_more(self)
+
+    def kill(self, by: int = signal.SIGKILL) -> None:
+        self._engine.launcher.kill(self.number, by)
+
+    def end(self) -> int | None:
+        self._engine.unwatch(self)
+        self.close()
+        launcher = self._engine.launcher
+        code = launcher.exit_code(self.number, EXIT_PATIENCE)
+        if code is None:
+            launcher.kill(self.number)
+        return code
+
+
+class SocketEngine:
+    """Guarantees: no polling: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe."""
+
+    def __init__(self, launcher: Launcher, mirrored: bool = False) -> None:
+        """`mirrored`: workers share no memory with us, so they have to hold the other end of their link to be so, too."""
+        self.launcher = launcher
+        self.mirrored = mirrored
+        self.can_kill = launcher.can_kill
+        self.copies_caller = launcher.copies_caller
+        self.traffic = Traffic()
+        self._watched: dict[int, int] = {}  # by worker: which events of its pipe
+        with contextlib.ExitStack() as undo:  # what was opened, should no descriptor be left for the rest
+            undo.callback(launcher.close)
+            self._wake_read, self._wake_write = os.pipe()
+            undo.callback(os.close, self._wake_read)
+            undo.callback(os.close, self._wake_write)
+            os.set_blocking(self._wake_read, False)
+            os.set_blocking(self._wake_write, False)
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._wake_read, selectors.EVENT_READ)
+            undo.pop_all()
+
+    def start(self, number: int) -> SocketLink:
+        ours, theirs = socket.socketpair()
+        try:
+            self.launcher.launch(number, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        link = SocketLink(number, ours, self)
+        self.watch(link)
+        return link
+
+    def wait(self, seconds: float | None) -> list[SocketLink]:
+        self.traffic.system_calls += 1
+        found = []
+        for key, mask in self._selector.select(seconds):
+            link: SocketLink | None = key.data
+            if link is None:
+                self.traffic.system_calls += 2  # this, and the write that woke us
+                os.read(self._wake_read, 4096)
+                continue
+            if mask & selectors.EVENT_WRITE:
+                with contextlib.suppress(ConnectionError):  # it died; what it had sent is read first
+                    link.flush()
+                self.watch(link)
+            if mask & selectors.EVENT_READ:
+                found.append(link)
+        return found
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # the pipe is full, so it is being woken, or closed, so it has ended
+            os.write(self._wake_write, b"!")
+
+    def close(self) -> None:
+        self.launcher.close()
+        self._selector.close()
+        read, write, self._wake_write = self._wake_read, self._wake_write, -1
+        os.close(read)
+        os.close(write)
+
+    # --- for its links
+
+    def watch(self, link: SocketLink) -> None:
+        """The pipe may hold data that it did not take yet."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_outgoing else 0)
+        watched, self._watched[link.number] = self._watched.get(link.number), events
+        if watched is None:
+            self._selector.register(link, events, link)
+        elif watched != events:
+            self._selector.modify(link, events, link)
+
+    def unwatch(self, link: SocketLink) -> None:
+        self._selector.unregister(link)
+        del self._watched[link.number]
+
+    def has_more(self, link: SocketLink) -> bool:
+        return any(key.data is link and mask & selectors.EVENT_READ for key, mask in self._selector.select(0))

@@ -1,0 +1,154 @@
+"""What nobody wants any more, and what takes too long: it is left out, or ended with its worker. Caller's side.
+
+    cancel      calls that have not begun will not; what is under way is dropped when it comes
+    call off    likewise, and a worker that is at such a part has `MERCY` seconds to come to its end
+    stop        likewise, and it is ended at once
+    overdue     it is asked to leave its stack and end, and has `FAREWELL_PATIENCE` seconds for it
+What else a worker had that was ended goes to others (see `staffing`). Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import CancelledError
+
+from mpgrad.calls.operations import Operation
+from mpgrad.scheduling.admissions import Admissions
+from mpgrad.scheduling.deadlines import Deadlines, overdue_at
+from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.driver import Driver
+from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.receiving import Receiver
+from mpgrad.scheduling.staffing import Staff
+from mpgrad.scheduling.under_way import MERCY
+from mpgrad.scheduling.worker_handle import Doom, WorkerHandle
+from mpgrad.wire.messages import FAREWELL
+
+__all__ = ["CallingOff"]
+
+FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to leave its stack and end
+
+
+class CallingOff:
+    def __init__(
+        self,
+        driver: Driver,
+        deliveries: Deliveries,
+        admissions: Admissions,
+        line: Line,
+        staff: Staff,
+        receiver: Receiver,
+        can_kill: bool,
+        recoverable: bool,
+    ) -> None:
+        self._driver = driver
+        self._workers = deliveries.workers
+        self._admissions = admissions
+        self._line = line
+        self._staff = staff
+        self._receiver = receiver
+        self._can_kill = can_kill  # workers, while they run a call
+        self._recoverable = recoverable  # what a worker kept can be made again by others
+        self.deadlines = Deadlines()
+
+    # --- operations and backwards
+
+    def cancel(self, operation: Operation) -> None:
+        operation.starts()  # a future that was cancelled tells who waits for it
+        operation.cancel()
+        for worker in self._workers.values():
+            worker.under_way.cancel(operation)
+        self._admissions.unfinished.pop(operation, None)
+        self._driver.tell_waiters()
+
+    def cancel_queued(self, operation: Operation) -> None:
+        """Calls that no worker has been given."""
+        while operation.queue or operation.waiting:
+            call = (operation.queue or operation.waiting).popleft()
+            operation.deliver(call.index, CancelledError())
+        self._admissions.cancel_rest(operation)
+
+    def stop(self, operation: Operation) -> None:
+        if operation.finished:
+            return
+        operation.fail(CancelledError())
+        self._admissions.cancel_rest(operation)
+        for worker in list(self._workers.values()):
+            if self._can_kill and worker.under_way.is_at(operation):
+                self._drain(worker)  # perhaps it has gone on since
+                if worker.gone is None and worker.under_way.is_at(operation):
+                    self._staff.kill(worker)
+
+    def call_off(self, operation: Operation) -> None:
+        if operation.is_claimed:
+            return
+        self.cancel(operation)
+        for worker in self._workers.values():
+            worker.under_way.give_up_operation(operation)
+
+    def call_off_all(self) -> None:
+        for operation in list(self._admissions.unfinished):
+            operation.sealed = True
+            operation.fail(CancelledError())
+            operation.limit = 0  # also of one that goes on after a failure
+            self._admissions.cancel_rest(operation)
+        for worker in self._workers.values():
+            worker.under_way.give_up_operation(None)
+
+    def call_off_backward(self, task: int) -> None:
+        """Whoever would do its parts, or do them again, sees that they have a reply."""
+        interrupted = CancelledError("the backward was interrupted")
+        for worker in [*self._workers.values(), *self._staff.stranded]:
+            worker.give_up_backward(task, interrupted)
+        self._driver.tell_waiters()
+
+    # --- by the clock
+
+    def keep_time(self, now: float) -> float:
+        """Do what is due; returns when something next is, on the clock of time.monotonic."""
+        for operation in self.deadlines.due(now):
+            self.stop(operation)
+        moments = [self.deadlines.next]
+        for worker in list(self._workers.values()):
+            if worker.doomed is None and overdue_at(worker) <= now:
+                self._drain(worker)  # we may have been late, and it not
+                if worker.gone is None and overdue_at(worker) <= now:
+                    worker.overdue = next(iter(worker.under_way.chunks.values())).timeout
+                    worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.under_way.begun())
+                    worker.link.kill(FAREWELL)  # the end of its pipe is read next, as of any that dies
+            elif worker.doomed is not None and worker.doomed.moment <= now:
+                worker.link.kill()
+                self._staff.lose(worker)
+                continue
+            if worker.under_way.end_at <= now:
+                self._end_given_up(worker)
+            moments += overdue_at(worker), worker.under_way.end_at
+        return min(moments)
+
+    def _end_given_up(self, worker: WorkerHandle) -> None:
+        """It has had time enough to come to an end with what nobody wants any more."""
+        under_way = worker.under_way
+        under_way.call_off_behind()
+        self._drain(worker)  # we may have been late, and it not
+        if worker.gone is not None or under_way.end_at > time.monotonic():
+            return
+        for operation, calls in under_way.take_back_behind():  # nobody knows when it would come to them
+            self._line.put_back(operation, calls)
+        if not self._can_kill:
+            under_way.end_at = math.inf
+        elif under_way.is_at_wanted:
+            under_way.end_at = time.monotonic() + MERCY  # others wait for this part, and perhaps not for the next
+        elif self._recoverable or not worker.has_others:
+            self._staff.kill(worker)
+        else:  # what others want of it could not be had again
+            under_way.end_at = math.inf
+            worker.retiring = True
+            self._staff.fill()
+
+    def _drain(self, worker: WorkerHandle) -> None:
+        """Receive what the worker has sent up to now."""
+        while worker.gone is None and worker.link.has_more():
+            self._receiver.serve(worker)
+            self._driver.tell_waiters()
+        self._driver.wake()  # what came may be followed by more work: look again before going to sleep

@@ -1,0 +1,159 @@
+"""Chunks as messages for one worker: what it knows is left out, what it lacks goes before. Caller's side.
+
+    calls ──► [Define,] Forward            backwards ──► [Define,] Backward([Rerun, [Rederive ...,]] BackwardCall ...)
+Assumes: called by the scheduling thread. What has been written is sent, in this order, or the worker is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import PackedCall, SharedFunction
+from mpgrad.pickling.state import Recent, State
+from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, SentGradients
+from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, SumLedger
+from mpgrad.scheduling.loans import Loans
+from mpgrad.wire.messages import (
+    Backward,
+    BackwardCall,
+    Collect,
+    Define,
+    Forward,
+    ForwardCall,
+    Message,
+    ModulesState,
+    Rederive,
+    Rerun,
+)
+from mpgrad.wire.tensor_packing import Payload, Placed, Together
+from mpgrad.wire.tensor_refs import TensorRef
+
+__all__ = ["MOST_CALLS", "MOST_PAYLOAD", "ChunkWriter", "Written"]
+
+MOST_CALLS = 256  # in one chunk
+MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
+
+Written = tuple[list[Message], Payload, Chunk]
+
+
+class ChunkWriter:
+    """Knows which functions, pickles and states of modules its worker has."""
+
+    def __init__(self, graphs: GraphLedger, sums: SumLedger, loans: Loans) -> None:
+        self._graphs = graphs
+        self._sums = sums
+        self._loans = loans
+        self.functions: set[int] = set()
+        self.codes: set[int] = set()
+        self._states: Recent[bool] = Recent()  # of the user's modules, by number
+
+    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
+        """A chunk of an operation."""
+        payload, messages = Payload(), list[Message]()
+        function, modes, seed, _ = operation.conditions
+        self._define(function, messages)
+        sent = [self._forward_call(call, packed, payload) for call, packed in calls]
+        messages.append(
+            Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.eager, function.ones, sent)
+        )
+        return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
+
+    def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest]) -> Written:
+        """A chunk of what waits: backwards under the same modes, or a request for capture gradients."""
+        first = backlog[0]
+        payload, messages = Payload(), list[Message]()
+        if isinstance(first, CaptureRequest):
+            backlog.popleft()
+            collect = Collect(number, first.function, first.task, first.levels)
+            return [collect], payload, Chunk(None, [], [], first, first.timeout)
+        sent: list[SentGradients] = []
+        calls: list[BackwardCall] = []
+        while backlog and len(sent) < MOST_CALLS and payload.nbytes < MOST_PAYLOAD:
+            item = backlog[0]
+            if isinstance(item, CaptureRequest) or item.what.modes != first.what.modes or item.timeout != first.timeout:
+                break
+            backlog.popleft()
+            sent.append(item)
+            order = item.what.order
+            if order.captures and not order.apart:
+                self._sums.note(item.what.graph.home.function, order.task, order.levels)
+            before = self._before(item.what.graph, payload, messages, item.again)
+            item.again = True  # should it be lost with the worker
+            call = self._backward_call(item.what, payload, before)
+            self._graphs.note_backward(item.what, call.last)
+            calls.append(call)
+        messages.append(Backward(number, first.what.modes, calls))
+        return messages, payload, Chunk(None, [], sent, None, first.timeout)
+
+    def _define(self, function: SharedFunction, messages: list[Message]) -> None:
+        if function.number in self.functions:
+            return
+        pickled = None if function.code in self.codes else function.pickled
+        state = None if function.state is None else self._told(function.state)
+        messages.append(Define(function.number, function.code, pickled, function.block, function.refs, function.gathers, state))
+        self.functions.add(function.number)
+        self.codes.add(function.code)
+        if function.slot is not None:
+            self._loans.lend(function.slot.address, function.slot)
+        for slot in function.slots:
+            self._loans.lend(slot.address, slot)
+
+    def _told(self, state: State) -> ModulesState:
+        is_known = self._states.get(state.number) is not None
+        self._states.put(state.number, True)
+        return ModulesState(state.number, None if is_known else state.pickled, len(state.tensors))
+
+    def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
+        tensors = self._pack(call.placed, payload)
+        return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
+
+    def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
+        order = what.order
+        grads = what.grads if isinstance(what.grads, Together) else [part for part in what.grads if isinstance(part, Placed)]
+        return BackwardCall(
+            what.graph.call,
+            order.task,
+            order.keep,
+            what.is_last,
+            order.wanted,
+            order.captures,
+            order.apart,
+            order.levels,
+            what.number,
+            self._pack(grads, payload),
+            what.parts,
+            before,
+        )
+
+    def _before(self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool) -> list[Rerun | Rederive]:
+        """What makes `graph` again, where it is missing there; or where it was freed, and that does not count."""
+        recipe = graph.recipe
+        state = None if recipe is None else self._graphs.begin_again(graph.call, again)
+        if state is None:
+            return []
+        if isinstance(recipe, Differentiation):
+            before = self._before(recipe.graph, payload, messages, again=True)
+            return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
+        assert isinstance(recipe, PackedCall)
+        function, modes, seed, _ = recipe.conditions
+        self._define(function, messages)
+        is_spent = state is GraphState.SPENT and not again
+        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent)]
+
+    def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
+        if isinstance(placed, Together):
+            if placed.holder is not None:
+                self._loans.lend(placed.holder.address, placed.holder)
+            return payload.add_all(placed)
+        for each in placed:
+            if each.holder is not None:
+                self._loans.lend(each.address, each.holder)
+        return payload.add_all(placed)
+
+    def forget(self, functions: Sequence[int]) -> None:
+        self.functions.difference_update(functions)
+        for function in functions:
+            self._sums.forget_function(function)

@@ -1,0 +1,96 @@
+"""What leaves for the workers: chunks of what waits, and the news that rides with them. Caller's side.
+
+    backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
+Assumes: called by the scheduling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from mpgrad.calls.output import report
+from mpgrad.memory.arena import slab_of
+from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.queue import CHUNKS_UNDER_WAY, Line
+from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.frames import drained
+from mpgrad.wire.messages import Message
+from mpgrad.wire.tensor_packing import Payload
+
+__all__ = ["Deliveries"]
+
+
+class Deliveries:
+    def __init__(self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory) -> None:
+        self.workers = workers
+        self._line = line
+        self._memory = memory
+        self._chunk_numbers = itertools.count(1)
+        self.retire: Callable[[WorkerHandle], None]  # what becomes of a worker that takes no new calls: the staff's to say
+
+    def feed(self) -> None:
+        """Give every worker a chunk before any gets its second.
+
+        A second one has to wait for the first, perhaps for long, while another worker starts or ends what it does. So it is
+        given where it is known to be short.
+        """
+        for depth in range(CHUNKS_UNDER_WAY):
+            for worker in list(self.workers.values()):
+                if worker.ready and len(worker.under_way.chunks) <= depth:
+                    self.give(worker)
+        for worker in self._line.take_back(self.workers.values()) * CHUNKS_UNDER_WAY:
+            self.give(worker)
+
+    def give(self, worker: WorkerHandle) -> None:
+        """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
+        if worker.backlog:
+            self.transmit(worker, *worker.backward(next(self._chunk_numbers)))
+            return
+        if worker.retiring:
+            self.retire(worker)
+            return
+        if worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which
+            return
+        share = self._line.next_for(worker)
+        if share is not None:
+            self.transmit(worker, *worker.forward(next(self._chunk_numbers), *share))
+
+    def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
+        self.collect_returns()
+        self.unmap(drained(self._memory.arena.dropped))
+        self._memory.arena.made.clear()  # each worker is told of a slab when it is first lent something there
+        try:
+            worker.transmit(messages, payload or Payload())
+        except ConnectionError:
+            pass  # it died; the end of its pipe is read next, and says so once
+        except OSError as error:  # no descriptor is free for what has to wait: what it was sent is not whole
+            report(logging.WARNING, "a worker is given up, because nothing can be sent to it (%s)", error)
+            worker.link.kill()
+
+    def collect_returns(self) -> None:
+        for address, times in self._memory.lenders.collect():
+            worker = self.workers.get(slab_of(address) >> 32)
+            if worker is not None:
+                worker.returns.append((address, times))
+
+    def has_news(self) -> bool:
+        """Whether there is something to tell the workers, apart from work."""
+        self.collect_returns()
+        return any(worker.has_news for worker in self.workers.values())
+
+    def tell_news(self, quiet_for: float) -> None:
+        """Tell workers, that have been sent nothing for so many seconds, what has waited for a message to ride with."""
+        now = time.monotonic()
+        for worker in self.workers.values():
+            if worker.has_news and worker.ready and now - worker.sent_at >= quiet_for:
+                self.transmit(worker, [])
+
+    def unmap(self, numbers: Sequence[int]) -> None:
+        """Slabs that their owner gave up, or that died with it."""
+        for number in numbers:
+            self._memory.lenders.detach(number)
+            for worker in self.workers.values():
+                worker.loans.unmap(number)

@@ -1,0 +1,158 @@
+"""The dispatcher: one thread that owns all links, feeds the workers, receives, and notices when one dies. Caller's side.
+
+multiprocessing.Pool uses three threads, blocking pipes and a lock around each; a killed worker leaves it waiting for ever.
+Here every decision is taken in one thread. KeyboardInterrupt is raised in the main thread, which therefore never interrupts
+half a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpgrad.calls.output import report
+from mpgrad.engines.protocol import Engine
+from mpgrad.errors import InternalError
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.scheduling.settings import Settings
+
+__all__ = ["Dispatcher"]
+
+GRACE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
+LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
+
+
+class Waiter(NamedTuple):
+    satisfied: Callable[[], bool]
+    lock: threading.Lock
+
+
+class Dispatcher(Scheduler):
+    """A scheduler in a thread of its own."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        super().__init__(settings, engine)
+        self._waiters: list[Waiter] = []
+        self._woken = False
+        self._sleeping = False
+        self._sleeping_soundly = False  # without the timer that sends the news
+        self._news_due = math.inf
+        self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
+        self._staffed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:  # no thread is left
+            engine.close()
+            raise
+        if engine.copies_caller:
+            try:
+                self._staffed.wait()
+            except BaseException:  # KeyboardInterrupt: nobody will have this pool
+                self.abandon()
+                raise
+
+    # --- any thread
+
+    def wake(self) -> None:
+        self._woken = True
+        if self._sleeping:  # only the dispatcher itself clears it: a caller could be interrupted, or too late
+            self.engine.wake()
+
+    def hand_over(self) -> None:
+        # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far too late for a worker that
+        # has run dry. Only one of the two can run anyway, so the caller sleeps until the dispatcher does.
+        if threading.current_thread() is self._thread:
+            return
+        turn = threading.Lock()
+        turn.acquire()
+        self._handed_over.append(turn)
+        self.wake()
+        if not self.life.has_ended:
+            turn.acquire(timeout=LONGEST_TURN)
+
+    def nudge(self) -> None:
+        if self._sleeping_soundly:
+            self.wake()
+
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+        self.life.check_process()
+        if satisfied():
+            return True
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of the pool cannot wait for the pool; hand the work to another thread")
+        waiter = Waiter(satisfied, threading.Lock())
+        waiter.lock.acquire()
+        self._waiters.append(waiter)
+        try:
+            self.wake()
+            if satisfied():
+                return True
+            waiter.lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            return satisfied()
+        finally:
+            with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
+                self._waiters.remove(waiter)
+
+    def join(self) -> None:
+        self.life.check_process()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # --- the dispatcher's thread
+
+    def _run(self) -> None:
+        try:
+            try:
+                self.staff.fill()
+            finally:
+                self._staffed.set()
+            while not self.life.is_stopping:
+                self._turn()
+        except BaseException as error:
+            report(logging.ERROR, "the dispatcher failed", with_traceback=True)
+            broken = InternalError(f"the dispatcher failed ({type(error).__name__}: {error}); please report it")
+            broken.__cause__ = error
+            self.life.break_off(broken)
+        finally:
+            self.end()
+
+    def _turn(self) -> None:
+        """Do what there is to do, then sleep until something happens."""
+        self._woken = False
+        self.work()
+        self._sleeping_soundly = True  # before looking for news: what comes after the look will wake us
+        has_news = self.deliveries.has_news()
+        self._sleeping_soundly = not has_news
+        self._sleeping = True
+        while self._handed_over:
+            self._handed_over.popleft().release()
+        patience = self.keep_time()
+        if has_news:
+            now = time.monotonic()
+            self._news_due = min(self._news_due, now + GRACE)
+            patience = min(math.inf if patience is None else patience, max(0.0, self._news_due - now))
+        else:
+            self._news_due = math.inf
+        links = self.engine.wait(0 if self._woken or self.life.is_stopping or self.inbox else patience)
+        self._sleeping = self._sleeping_soundly = False
+        if has_news and time.monotonic() >= self._news_due:  # though others may keep us busy
+            self._news_due = math.inf
+            self.deliveries.tell_news(quiet_for=GRACE)
+        for link in links:
+            if (worker := self.workers.get(link.number)) is not None:  # it may have been lost meanwhile
+                self.receiver.serve(worker)
+                self.tell_waiters()
+
+    def tell_waiters(self) -> None:
+        for waiter in list(self._waiters):
+            if waiter.satisfied():
+                with contextlib.suppress(ValueError):  # it gave up at this moment
+                    self._waiters.remove(waiter)
+                    waiter.lock.release()

@@ -1,0 +1,43 @@
+"""Whose thread the scheduling thread is: what the parts of a scheduler ask of whoever runs them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Driver"]
+
+
+class Driver(Protocol):
+    """A `Dispatcher` has a thread of its own, an `InlineScheduler` the caller's. All of it may be called by any thread."""
+
+    inbox: deque[Callable[[], None]]  # orders for the scheduling thread's next turn
+
+    def put(self, order: Callable[[], None]) -> None:
+        """Into the inbox; after the end it is done at once."""
+        ...
+
+    def post(self, order: Callable[[], None]) -> None:
+        """`put`, and `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Have the scheduling thread look at what there is to do."""
+        ...
+
+    def hand_over(self) -> None:
+        """`wake`, by a caller who has much work of its own: let the scheduling thread have its turn first."""
+        ...
+
+    def nudge(self) -> None:
+        """There is news for a worker, which can wait a little. Called from finalizers: it may not wait, lock or raise."""
+        ...
+
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait in the caller's thread until `satisfied()`, which is evaluated after each frame; whether it was."""
+        ...
+
+    def tell_waiters(self) -> None:
+        """Something was delivered. The scheduling thread only."""
+        ...

@@ -1,0 +1,117 @@
+"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side, any thread.
+
+a node's backward ──► send_gradients ──► the worker's backlog ──► [scheduling thread] ──► GradientReply
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpgrad.autograd.remote_graph import Grads, Order, Promise, RemoteGraph
+from mpgrad.autograd.running import call_off_if_interrupted
+from mpgrad.calls.homes import GradientReply
+from mpgrad.calls.packing import SharedFunction
+from mpgrad.scheduling.chunks import CaptureRequest, Differentiation, SentGradients
+from mpgrad.scheduling.driver import Driver
+from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.lifecycle import Lifecycle
+from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.torch_state.modes import Modes, current_modes
+from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.tensor_packing import Packer, Placed, Together
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD
+
+__all__ = ["GradientSender"]
+
+HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
+
+
+class GradientSender:
+    """What homes of operations ask of the scheduler (see `calls.homes.Carrier`)."""
+
+    def __init__(self, driver: Driver, life: Lifecycle, codes: Codes, packer: Packer, numbers: itertools.count[int]) -> None:
+        """`numbers` are given to graphs of gradients, as to calls."""
+        self._driver = driver
+        self._life = life
+        self._codes = codes
+        self._packer = packer
+        self._numbers = numbers
+        self._wait_until = driver.wait_until  # one bound method for all replies
+        self.wait_for_gradients: Callable[[SentGradients], None]  # that it needs and that are still to come
+        self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
+        self.give_up: Callable[[int], None]  # the backward with this number
+        self._held = 0
+        self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
+
+    @property
+    def last_backward(self) -> int:
+        return self._task_modes[0]
+
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
+        self._life.check_alive()
+        flat = [part for parts in grads for part in parts]
+        waits_for_others = any(isinstance(part, Promise) for part in flat)
+        worker = graph.worker  # read once: should it die now, another may get the graph, but not the sum
+        assert isinstance(worker, WorkerHandle)
+        placed = self._place(flat, worker)
+        number = next(self._numbers) if order.create else None
+        task, modes = self._task_modes  # read once: another thread's backward may put its own there
+        if task != order.task:
+            call_off_if_interrupted(order.task, self)
+            modes = current_modes()
+            self._task_modes = order.task, modes
+        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
+        sent = SentGradients(what, GradientReply(self._wait_until, what.items, worker, order.task), graph.home.timeout, again)
+        if waits_for_others:
+            self._driver.put(lambda: self.wait_for_gradients(sent))
+        else:
+            self.leave(worker, sent)
+        self._held += 1
+        if self._held >= HELD_GRADIENTS:
+            self._held = 0
+            self._driver.hand_over()
+        return sent.reply
+
+    def _place(self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle) -> Sequence[Placed | Promise] | Together:
+        packer, staged = self._packer, worker.device == 0
+        tensors = [part for part in parts if not isinstance(part, Promise)]
+        flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]
+        together = packer.together(tensors, flags) if len(tensors) == len(parts) else None
+        if together is not None:
+            return together
+        placed = (packer.place(tensor, own, None, staged) for tensor, own in zip(tensors, flags, strict=True))
+        return [part if isinstance(part, Promise) else next(placed) for part in parts]
+
+    def request_captures(
+        self, worker: WorkerHandle, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
+    ) -> GradientReply:
+        self._life.check_alive()
+        reply = GradientReply(self._wait_until, None, worker)
+        self.leave(worker, CaptureRequest(function, task, levels, timeout, reply))
+        self._driver.wake()
+        return reply
+
+    def leave(self, worker: Any, item: SentGradients | CaptureRequest) -> None:
+        """For the worker to take up; or for others, if it is gone, or goes in this moment."""
+        worker.backlog.append(item)
+        if worker.gone is not None:
+            self._driver.put(lambda: self.rescue(worker))
+
+    def release(self, graph: RemoteGraph) -> None:
+        worker = graph.worker
+        assert isinstance(worker, WorkerHandle)
+        if graph.call in worker.graphs:  # else its gradients came with its result
+            worker.releases.append(graph.call)
+            self._driver.nudge()
+
+    def call_off_backward(self, task: int) -> None:
+        """As `Scheduler.call_off`, all that was sent for the backward with this number."""
+        self._driver.post(lambda: self.give_up(task))
+
+    def note_other_gradient(self, function: SharedFunction) -> None:
+        """Than the one for which the backward of a loss was run ahead, and must be run again."""
+        self._codes.note_other_gradient(function)

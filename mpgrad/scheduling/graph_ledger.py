@@ -1,0 +1,138 @@
+"""Which graphs a worker keeps, and of what sums of captures' gradients it has a part, as the caller knows it.
+
+    forward, or a differentiable backward ──► HERE ──► a backward not to keep it ──► FREED ──┐
+                                               │                                             ├──► released: forgotten
+                 dropped there for want of room ▼        the last backward, of which          │
+                                            MISSING      nothing is left ──► SPENT ───────────┘
+    the next backward of one that is MISSING, SPENT, or FREED by mistake has it made again: HERE
+Assumes: called by the scheduling thread; any may ask how many there are.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from mpgrad.autograd.remote_graph import RemoteGraph, forget_oldest
+from mpgrad.scheduling.chunks import Differentiation, SentGradients
+from mpgrad.torch_state.vmap_levels import Level
+
+__all__ = ["GraphLedger", "GraphState", "SumLedger"]
+
+
+class GraphState(enum.Enum):
+    HERE = enum.auto()
+    FREED = enum.auto()  # by a backward that was not to keep it: another one is a mistake of the caller's
+    MISSING = enum.auto()  # to be made again when it is wanted
+    SPENT = enum.auto()  # likewise, because nothing was left of it
+
+
+HERE, FREED, MISSING, SPENT = GraphState
+TO_BE_MADE = {MISSING, SPENT}
+
+
+class GraphLedger:
+    """The states of one worker's graphs, by call. Each state was noted when the worker was told, not when it has acted."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, GraphState] = {}
+        self.nbytes = 0  # that they take there, where it is measured
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __contains__(self, call: int) -> bool:
+        return call in self.states
+
+    @property
+    def there(self) -> int:
+        """How many take memory in the worker."""
+        return sum(state not in TO_BE_MADE for state in list(self.states.values()))  # others may ask while it changes
+
+    def needs_worker(self, is_last: bool) -> bool:
+        """Whether there is a graph for whose sake the worker has to stay. `is_last`: no other could make those again."""
+        done_with = {SPENT} if is_last else TO_BE_MADE
+        return any(state not in done_with for state in self.states.values())
+
+    def keep(self, call: int) -> None:
+        self.states[call] = HERE
+
+    def move_here(self, call: int, before: GraphLedger) -> None:
+        """The graph of a worker that is gone, with its ledger `before`: to be made here when it is wanted."""
+        self.states[call] = SPENT if before.states.get(call) is SPENT else MISSING
+
+    def note_backward(self, what: Differentiation, is_last: bool) -> None:
+        """It is on its way to the worker."""
+        if is_last:
+            self.states[what.graph.call] = SPENT
+        elif not what.order.keep:
+            self._note_freed(what.graph)
+
+    def _note_freed(self, graph: RemoteGraph) -> None:
+        """A graph of gradients is freed together with the one that it derives from: they share nodes."""
+        if self.states.get(graph.call) is HERE:
+            self.states[graph.call] = FREED
+        if isinstance(graph.recipe, Differentiation):
+            self._note_freed(graph.recipe.graph)
+
+    def note_rest(self, sent: SentGradients) -> None:
+        """A backward that was to leave nothing of its graph failed or was not begun: what is left is there, all the same."""
+        if sent.what.is_last and self.states.get(sent.what.graph.call) in TO_BE_MADE:
+            self.states[sent.what.graph.call] = FREED
+
+    def note_missing(self, call: int) -> None:
+        if self.states.get(call) is not SPENT:
+            self.states[call] = MISSING
+
+    def note_dropped(self, calls: Iterable[int]) -> None:
+        for call in calls:
+            if call in self.states:  # others have been released meanwhile
+                self.note_missing(call)
+
+    def note_unknown(self, call: int) -> None:
+        """The last backward of a graph was called off, and nobody knows how far it came: another one starts anew."""
+        if self.states.get(call) is SPENT:
+            self.states[call] = MISSING
+
+    def begin_again(self, call: int, again: bool) -> GraphState | None:
+        """Before a backward: what was the state of a graph that has to be made before it, HERE from now on; else None.
+
+        `again`: the backward was sent before, so that it may have freed the graph itself.
+        """
+        state = self.states.get(call)
+        if state is HERE or (state is FREED and not again):
+            return None
+        self.states[call] = HERE
+        return MISSING if state is None else state
+
+    def forget(self, calls: Iterable[int]) -> None:
+        for call in calls:
+            self.states.pop(call, None)
+
+
+class SumLedger:
+    """The sums of captures' gradients that a worker holds: by function, then by backward (None: eager) and levels."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def are_before(self, task: int) -> bool:
+        """All of them are of earlier backwards than this."""
+        return all(each is not None and each < task for sums in self._sums.values() for each, _ in sums)
+
+    def note(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
+        sums = self._sums.setdefault(function, {})
+        sums[task, levels] = None
+        forget_oldest(sums)  # as the worker does
+
+    def forget(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
+        sums = self._sums.get(function, {})
+        sums.pop((task, levels), None)
+        if not sums:
+            self._sums.pop(function, None)
+
+    def forget_function(self, function: int) -> None:
+        self._sums.pop(function, None)

@@ -1,0 +1,107 @@
+"""How far a pool has come with its life, and what may still be asked of it. Caller's side, any thread."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import os
+
+from mpgrad.errors import PoolClosedError
+
+__all__ = ["INSIDE", "Lifecycle", "Phase"]
+
+INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
+
+
+class Forks:
+    """Counts how often this process is a forked child of another: cheaper to ask than the system for the pid."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.count += 1
+
+
+FORKS = Forks()
+
+
+class Phase(enum.IntEnum):
+    OPEN = enum.auto()
+    CLOSED = enum.auto()  # takes nothing new; what was admitted still runs, and graphs stay
+    LEAVING = enum.auto()  # ends each worker as soon as nothing runs, and no graph is kept there
+    DRAINING = enum.auto()  # ends all workers when nothing runs
+    STOPPING = enum.auto()  # ends them now
+
+
+class Lifecycle:
+    """It only goes on: phases may be left out, and nothing leads back."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._forks = FORKS.count
+        self._reached = [Phase.OPEN]  # several threads may append in the same moment
+        self.broken: BaseException | None = None  # why it cannot go on
+        self.ended: BaseException | None = None  # what is answered from now on: nothing runs any more
+        self.ends_gently = False  # workers are told to stop, rather than killed
+
+    @property
+    def phase(self) -> Phase:
+        return max(self._reached)
+
+    def enter(self, phase: Phase) -> None:
+        self._reached.append(phase)
+
+    def break_off(self, error: BaseException) -> None:
+        """All that is under way, and all that comes later, gets `error`."""
+        self.broken = error
+        self.enter(Phase.STOPPING)
+
+    def end(self) -> BaseException:
+        """Returns what is answered from now on."""
+        closed = f"the pool is closed, and its workers and their graphs are gone; ask for results, and call backward, {INSIDE}"
+        self.ended = self.broken or PoolClosedError(closed)
+        return self.ended
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.phase is Phase.STOPPING
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended is not None
+
+    @property
+    def state(self) -> str:
+        return "broken" if self.broken is not None else "closed" if self.phase > Phase.OPEN else "open"
+
+    @property
+    def is_ours(self) -> bool:
+        """This process has made it, not one of which it is a forked child."""
+        return FORKS.count == self._forks
+
+    def check_process(self) -> None:
+        if not self.is_ours:
+            raise RuntimeError(
+                f"this pool belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}; "
+                "make a new one there"
+            )
+
+    def check_open(self) -> None:
+        """Raises:
+        PoolClosedError: after `close` or `terminate`.
+        RuntimeError: in a forked child, or when the pool is broken.
+        """
+        self.check_process()
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
+        if self.phase > Phase.OPEN:
+            raise PoolClosedError(f"the pool is closed; make a new one, or call it {INSIDE}")
+
+    def check_alive(self) -> None:
+        """There are workers, or will be again, for graphs that they keep."""
+        self.check_process()
+        reason = self.broken or self.ended
+        if reason is not None:
+            raise copy.copy(reason)

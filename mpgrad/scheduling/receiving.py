@@ -1,0 +1,148 @@
+"""What comes from the workers, and what follows from it. Caller's side. Assumes: called by the scheduling thread."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+from mpgrad.calls.output import given_again
+from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.memory.arena import OFFSET_MASK, slab_of
+from mpgrad.scheduling.admissions import Admissions
+from mpgrad.scheduling.answers import Answers, failed_again
+from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.deliveries import Deliveries
+from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.lifecycle import Lifecycle
+from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.staffing import Staff
+from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.frames import Frame
+from mpgrad.wire.messages import (
+    Collected,
+    Gradients,
+    LastWords,
+    Logged,
+    NewSlab,
+    Printed,
+    Progress,
+    Ready,
+    Result,
+    Results,
+    Returned,
+    SlabsGone,
+    StartFailed,
+    Tried,
+)
+
+__all__ = ["Receiver"]
+
+
+class Receiver:
+    def __init__(
+        self,
+        settings: Settings,
+        life: Lifecycle,
+        memory: CallerMemory,
+        codes: Codes,
+        line: Line,
+        deliveries: Deliveries,
+        admissions: Admissions,
+        staff: Staff,
+    ) -> None:
+        self._settings = settings
+        self._life = life
+        self._memory = memory
+        self._codes = codes
+        self._line = line
+        self._deliveries = deliveries
+        self._admissions = admissions
+        self._staff = staff
+        self._answers = Answers(memory.lenders, settings.recoverable)
+
+    def serve(self, worker: WorkerHandle) -> None:
+        """Read what `worker` sent, or see that it has died."""
+        try:
+            while worker.gone is None and (frame := worker.link.receive()) is not None:
+                self._receive(worker, frame)
+        except (EOFError, ConnectionError):
+            self._staff.lose(worker)
+        except MemoryError as error:  # its answer cannot be read, nor what comes behind it
+            worker.unreadable = str(error) or "no memory for what a worker has answered; return less, or tensors"
+            worker.link.kill()
+            self._staff.lose(worker)
+
+    def _receive(self, worker: WorkerHandle, frame: Frame) -> None:
+        for message in frame.messages:
+            match message:
+                case Results():
+                    self._results(worker, message, frame.payload)
+                case Gradients():
+                    chunk = worker.under_way.take(message.chunk)
+                    self._codes.note_backwards(chunk.gradients, message.seconds)
+                    self._answers.gradients(worker, chunk, message, frame.payload)
+                case Collected():
+                    self._answers.collected(worker, worker.under_way.take(message.chunk), message, frame.payload)
+                case NewSlab() if message.handle is not None and self._memory.crossing is not None:
+                    self._memory.crossing.attach(worker, message, self._memory.lenders)
+                case NewSlab():
+                    self._memory.lenders.attach(message.number, worker.link.take_descriptor(), message.nbytes)
+                case SlabsGone():
+                    self._deliveries.unmap(message.numbers)
+                case Returned():
+                    for address, times in message.slots:
+                        self._take_back(worker, address, times)
+                case LastWords():
+                    worker.last_words = worker.link.take_descriptor()
+                case Ready():
+                    self._ready(worker, message)
+                case Printed() | Logged():
+                    given_again(message)
+                case Tried() if self._memory.crossing is not None:
+                    others = [each for each in self._deliveries.workers.values() if not each.retiring]
+                    if told := self._memory.crossing.tried(worker, message, self._memory.lenders, others):
+                        self._deliveries.transmit(worker, told)
+                case StartFailed():
+                    self._life.break_off(failed_again(message.failure, "", worker).error())
+                case _:
+                    raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
+
+    def _ready(self, worker: WorkerHandle, message: Ready) -> None:
+        if worker.link.shares_memory:  # else nothing is known of how far it has come
+            with contextlib.suppress(SharedMemoryError):  # likewise
+                memory = self._memory.lenders.slab(slab_of(message.progress)).memory
+                offset = message.progress & OFFSET_MASK
+                worker.under_way.progress = memory[offset : offset + 8 * Progress.COUNT].cast("q")
+        worker.pid = message.pid
+        worker.ready = True
+        self._staff.note_ready()
+
+    def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
+        worker.loans.take_back(address, times)
+        slab = slab_of(address)
+        owner = slab >> 32
+        if owner and owner not in self._deliveries.workers and not worker.loans.have_any_of(slab):
+            worker.loans.unmap(slab)  # of a worker that is gone; nobody else would say so
+
+    def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
+        chunk = worker.under_way.take(message.chunk)
+        operation = chunk.operation
+        assert operation is not None
+        done = len(message.outcomes)
+        if done:
+            items = sum([call.items for _, call in chunk.calls[:done]])
+            worker.calls_done += items
+            outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
+            with_graphs = sum([call.items for (_, call), each in outcomes if isinstance(each, Result) and each.has_graph])
+            share = done / (operation.delivered + done) if operation.largest_first else math.inf
+            self._codes.note_results(operation.function, message, items, with_graphs, share)
+        limit = operation.limit
+        self._answers.results(worker, chunk, message, payload)
+        self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all
+        if operation.limit != limit:
+            self._admissions.cancel_rest(operation)
+        if operation.finished:
+            self._admissions.unfinished.pop(operation, None)
+        if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
+            self._staff.retire(worker)

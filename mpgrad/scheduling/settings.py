@@ -1,0 +1,24 @@
+"""What every worker of a pool starts with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Settings"]
+
+
+class Settings(NamedTuple):
+    workers: int
+    initializer: bytes  # pickle of (function or None, arguments)
+    threads: int  # intra-op
+    calls: int | None  # after which a worker is replaced
+    retries: int  # of a call whose worker died; 0: what is lost is lost
+    graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
+    eager: bool  # backwards of losses are run right after their forwards
+    devices: tuple[int, ...] | None = None  # the code of each worker's device
+    in_process: bool = False  # workers on devices are threads of this process
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether calls are kept as long as their graphs, to be run again."""
+        return self.retries > 0 or self.graph_bytes is not None or self.eager

@@ -1,0 +1,16 @@
+"""A scheduler for an engine, by its name and what the pool was asked for. Caller's side."""
+
+from __future__ import annotations
+
+from mpgrad.engines.kinds import ENGINES, Context
+from mpgrad.scheduling.dispatcher import Dispatcher
+from mpgrad.scheduling.in_caller import InlineScheduler
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.scheduling.settings import Settings
+
+__all__ = ["start_scheduler"]
+
+
+def start_scheduler(engine: str, settings: Settings, context: Context) -> Scheduler:
+    traits, make = ENGINES[engine]
+    return (InlineScheduler if traits.in_caller else Dispatcher)(settings, make(context))

@@ -1,0 +1,172 @@
+"""A worker as the scheduler sees it: what it has been sent, lent and told. Caller's side; decisions are the scheduler's.
+
+Guarantees: what others than the scheduling thread touch (the backlog, the deques of news) they only append to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from typing import NamedTuple
+
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import PackedCall
+from mpgrad.engines.protocol import WorkerLink
+from mpgrad.scheduling.chunk_writer import ChunkWriter
+from mpgrad.scheduling.chunks import CaptureRequest, SentGradients
+from mpgrad.scheduling.graph_ledger import GraphLedger, SumLedger
+from mpgrad.scheduling.loans import Loans
+from mpgrad.scheduling.under_way import UnderWay
+from mpgrad.tracebacks import shown_stack
+from mpgrad.wire.frames import drained
+from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone
+from mpgrad.wire.tensor_packing import Payload
+
+__all__ = ["Doom", "WorkerHandle"]
+
+
+class Doom(NamedTuple):
+    """A worker has to end by the `moment`, because of the call that it was at."""
+
+    moment: float  # on the clock of time.monotonic
+    begun: tuple[int, float]  # see `UnderWay.begun`
+
+
+class WorkerHandle:
+    def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
+        self.number = number
+        self.link = link
+        self.device = device  # its code
+        self.direct = device == 0  # it and we can read each other's slots on its device
+        self.ready = False
+        self.retiring = False  # takes no new calls: it has done as many as one worker may
+        self.is_last = False  # when it has ended no other will make again what is missing
+        self.pid = -1
+        self.calls_done = 0
+
+        self.gone: BaseException | None = None  # what its graphs answer after its end
+        self.exit_code: int | None = None
+        self.overdue: float | None = None  # the timeout of the call for which it was killed
+        self.doomed: Doom | None = None  # it has been told to end, for that call
+        self.last_words: int | None = None  # our end of the pipe that it writes its stack into, should it crash
+        self.stack = ""  # what came of it
+        self.unreadable = ""  # why its answer could not be read, for which it was killed
+
+        self.graphs = GraphLedger()
+        self.sums = SumLedger()
+        self.loans = Loans(link)
+        self.writer = ChunkWriter(self.graphs, self.sums, self.loans)
+        self.backlog: deque[SentGradients | CaptureRequest] = deque()
+        self.under_way = UnderWay()
+
+        # news, to be sent along with the next message
+        self.sent_at = 0.0  # when that was last, on the clock of time.monotonic
+        self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
+        self.releases: deque[int] = deque()
+        self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
+        self.forgotten_codes: deque[int] = deque()
+
+    # --- what is left to do
+
+    @property
+    def load(self) -> int:
+        """How many calls it has been given or is about to be."""
+        return len(self.backlog) + sum(len(chunk.calls) + len(chunk.gradients) for chunk in self.under_way.chunks.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing under way, nothing waiting, nothing there that a backward could still need."""
+        return not self.sums and self.has_sums_before(0)
+
+    def has_sums_before(self, task: int) -> bool:
+        """It would be done, but for sums of earlier backwards."""
+        if self.under_way or self.backlog or self.releases or self.graphs.needs_worker(self.is_last):
+            return False
+        return self.sums.are_before(task)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is anything but what has been given up."""
+        graphs = self.graphs.states.keys() - set(self.releases)
+        return bool(graphs or self.backlog or self.sums) or any(any(chunk.wanted()) for chunk in self.under_way.chunks.values())
+
+    def give_up_backward(self, task: int, error: BaseException) -> None:
+        """All that was sent for the backward with this number; who waits for it gets the error."""
+        for item in list(self.backlog):
+            if item.task == task:
+                with contextlib.suppress(ValueError):  # after the end several threads may take from it
+                    self.backlog.remove(item)
+                item.reply.fail(error)
+        self.under_way.give_up_backward(task, error)
+
+    # --- what it is sent
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.returns or self.releases or self.forgotten_functions or self.forgotten_codes)
+
+    def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
+        """A chunk of an operation, which is under way from now on."""
+        messages, payload, chunk = self.writer.forward(number, operation, calls)
+        self.under_way.add(number, chunk)
+        return messages, payload
+
+    def backward(self, number: int) -> tuple[list[Message], Payload]:
+        """A chunk of what waits in the backlog, likewise."""
+        messages, payload, chunk = self.writer.backward(number, self.backlog)
+        self.under_way.add(number, chunk)
+        return messages, payload
+
+    def transmit(self, messages: list[Message], payload: Payload) -> None:
+        """Send `messages` and all news.
+
+        Raises:
+            ConnectionError: the worker is gone.
+            OSError: what has to wait needs descriptors of its own, and there are none.
+        """
+        if self.loans.gone_slabs:  # first: one that its owner's death took away may be lent again, for a result that lies there
+            self.link.send([SlabsGone(drained(self.loans.gone_slabs))])
+        self.link.introduce(self.loans.take_new_slabs())
+        news = self._take_news()
+        if news and self.under_way.given_up:
+            self.under_way.look_at_given_up()  # it may have been spared for the sake of what nobody wants any more
+        self.sent_at = time.monotonic()
+        self.link.send(news + messages, payload.parts)
+
+    def _take_news(self) -> list[Message]:
+        news: list[Message] = []
+        if self.returns:
+            news.append(Returned(drained(self.returns)))
+        if self.releases:
+            released = drained(self.releases)
+            self.graphs.forget(released)
+            news.append(Release(released))
+        if self.forgotten_functions or self.forgotten_codes:
+            forgotten = drained(self.forgotten_functions)
+            functions = [number for number, _ in forgotten]
+            self.writer.forget(functions)
+            news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
+        return news
+
+    # --- its end
+
+    def take_leave(self) -> None:
+        """It is gone; graphs may refer to it for long."""
+        self.loans.end()
+        self.under_way.end()
+        if self.last_words is not None:
+            self.stack = shown_stack(all_of(self.last_words))
+            os.close(self.last_words)
+            self.last_words = None
+
+
+def all_of(pipe: int) -> str:
+    """What has been written into it, by who is dead."""
+    os.set_blocking(pipe, False)  # a process that it forked may hold the other end
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while some := os.read(pipe, 1 << 16):
+            found += some
+    return found.decode(errors="replace")
