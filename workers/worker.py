@@ -51,6 +51,7 @@ from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     Backward,
     BackwardCall,
+    Begun,
     Collect,
     Collected,
     Define,
@@ -219,6 +220,9 @@ class Worker:
             self._progress[Progress.CHUNK] = Progress.BETWEEN  # whoever reads both finds them to go together, or this
         self._progress[Progress.POSITION] = position
         self._progress[Progress.CHUNK] = chunk
+        if not self._link.shares_memory:
+            self._introduce()  # what was lent meanwhile is carried with it
+            self._link.send([Begun(chunk, position)])
 
     def _note_item(self, offset: int) -> None:
         """Of a bundle: for who has to say which one a worker died of."""
@@ -613,12 +617,15 @@ class Worker:
     def _returns(self) -> list[tuple[int, int]]:
         return self._lenders.collect() + drained(self._unread)
 
+    def _introduce(self) -> None:
+        lane = self._station.lane if self._station is not None else None
+        self._link.introduce(drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
+
     def _send(self, answer: Message) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._arena.tidy()
-        lane = self._station.lane if self._station is not None else None
-        self._link.introduce(drained(self._arena.made) + (drained(lane.arena.made) if lane is not None else []))
+        self._introduce()
         messages: list[Message] = []
         if returns := self._returns():
             messages.append(Returned(returns))

@@ -20,6 +20,7 @@ from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
+    Begun,
     Collected,
     Gradients,
     LastWords,
@@ -97,6 +98,8 @@ class Receiver:
                     worker.last_words = worker.link.take_descriptor()
                 case Ready():
                     self._ready(worker, message)
+                case Begun():
+                    worker.under_way.note_begun(message.chunk, message.position)
                 case Printed() | Logged():
                     given_again(message)
                 case Tried() if self._memory.crossing is not None:
@@ -109,11 +112,12 @@ class Receiver:
                     raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
 
     def _ready(self, worker: WorkerHandle, message: Ready) -> None:
-        if worker.link.shares_memory:  # else nothing is known of how far it has come
-            with contextlib.suppress(SharedMemoryError):  # likewise
+        if worker.link.shares_memory:
+            with contextlib.suppress(SharedMemoryError):  # then nothing is known of how far it has come
                 memory = self._memory.lenders.slab(slab_of(message.progress)).memory
                 offset = message.progress & OFFSET_MASK
                 worker.under_way.progress = memory[offset : offset + 8 * Progress.COUNT].cast("q")
+                worker.under_way.can_call_off = True
         worker.pid = message.pid
         worker.ready = True
         self._staff.note_ready()

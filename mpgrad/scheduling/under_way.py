@@ -1,7 +1,7 @@
 """The chunks that a worker has been sent and has not answered, and how far it has come with them. Caller's side.
 
 A worker writes what it begins into memory that the caller reads (see `wire.messages.Progress`), and looks there, before each
-call, whether the caller has called the chunk off. Where that memory is not shared nobody knows, and nothing is called off.
+call, whether the caller has called the chunk off. Where that memory is not shared it says so (`Begun`), and cannot be told.
 
 Assumes: called by the scheduling thread.
 """
@@ -29,6 +29,7 @@ class UnderWay:
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
         self.progress: memoryview | None = None  # of int64, see `Progress`
+        self.can_call_off = False  # the worker sees what we write there
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
         self.end_at = math.inf  # when the worker is ended, should it be at such a part then, on the same clock
@@ -43,6 +44,15 @@ class UnderWay:
         if not self.chunks:
             self.since = time.monotonic()
         self.chunks[number] = chunk
+
+    def note_begun(self, chunk: int, position: int) -> None:
+        """As the worker would write it, by our clock."""
+        if self.progress is None:
+            self.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+        self.progress[Progress.STARTED] = time.monotonic_ns()
+        self.progress[Progress.OFFSET] = -1
+        self.progress[Progress.POSITION] = position
+        self.progress[Progress.CHUNK] = chunk
 
     def take(self, number: int) -> Chunk:
         """It is answered."""
@@ -100,7 +110,7 @@ class UnderWay:
         There is one for each that a process is sent at a time; in the caller's own there may be more of them.
         """
         progress = self.progress
-        if progress is None:
+        if progress is None or not self.can_call_off:
             return
         places = range(Progress.CANCELLED, Progress.COUNT)
         free = [place for place in places if progress[place] not in self.chunks]
@@ -114,7 +124,7 @@ class UnderWay:
         more already when we call it off, but not at two: it has run the first of them in between.
         """
         progress = self.progress
-        if progress is None:
+        if progress is None or not self.can_call_off:
             return []
         at, position = progress[Progress.CHUNK], progress[Progress.POSITION]
         if at == Progress.BETWEEN or at != progress[Progress.CHUNK]:  # it goes on in this moment
@@ -131,7 +141,7 @@ class UnderWay:
 
     def call_off(self) -> list[tuple[Operation, list[PackedCall]]]:
         """Take back what `unbegun` counts."""
-        if self.progress is None:
+        if not self.can_call_off:
             return []
         for number, chunk in self.chunks.items():
             if chunk.operation is not None:
@@ -154,7 +164,7 @@ class UnderWay:
         Assumes: its answers were read after they had been called off, and its first chunk has none.
         """
         taken = []
-        for chunk in self._behind().values() if self.progress is not None else ():
+        for chunk in self._behind().values() if self.can_call_off else ():
             assert chunk.operation is not None
             taken.append((chunk.operation, [call for _, call in chunk.calls]))
             chunk.calls.clear()

@@ -20,6 +20,7 @@ __all__ = [
     "FAREWELL",
     "Backward",
     "BackwardCall",
+    "Begun",
     "Carried",
     "Collect",
     "Collected",
@@ -73,6 +74,13 @@ class Progress:
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns
     OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
     CANCELLED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
+
+
+class Begun(NamedTuple):
+    """What `Progress` says of a call, from a worker that shares no memory with the caller."""
+
+    chunk: int
+    position: int
 
 
 # --- both ways: memory
@@ -405,6 +413,7 @@ Message = (
     | Stop
     | LastWords
     | Ready
+    | Begun
     | StartFailed
     | Results
     | Gradients
