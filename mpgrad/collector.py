@@ -37,8 +37,9 @@ class Holders:
             self.holds.add(hold)
             gc.disable()
 
-    def let_go(self) -> None:
+    def let_go(self, hold: object) -> None:
         with self._lock:
+            self.holds.discard(hold)
             if not self.holds and self._was_on:
                 gc.enable()
                 self._was_on = False
@@ -61,8 +62,11 @@ def collector_held() -> Iterator[None]:
         HOLDERS.add(hold)
         yield
     finally:
-        HOLDERS.holds.discard(hold)  # no call of Python's own, in which another interrupt could come before
-        HOLDERS.let_go()
+        try:
+            HOLDERS.let_go(hold)
+        except BaseException:  # KeyboardInterrupt, before it was done
+            HOLDERS.let_go(hold)
+            raise
 
 
 def let_collector_look() -> None:

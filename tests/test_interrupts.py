@@ -24,6 +24,7 @@ import torch
 from conftest import PATIENCE, staffed
 
 import mpgrad
+from mpgrad.collector import collector_held
 from mpgrad.tracebacks import own_folders
 
 Tensor = torch.Tensor
@@ -710,6 +711,20 @@ class Interrupter:
 
 
 PACKAGE = os.path.dirname(mpgrad.__file__)
+
+
+def test_an_interrupt_leaves_the_collector_on() -> None:
+    for at in range(1, 100):
+        interrupter = Interrupter(at)
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(interrupter)
+            with collector_held():
+                pass
+        sys.setprofile(None)
+        assert gc.isenabled(), at
+        if interrupter.left > 0:
+            break
+    assert 5 < at < 99
 
 
 @pytest.mark.parametrize("engine", ["process", "inline"])
