@@ -6,7 +6,7 @@ shared memory once, captured by the function that the workers run, and their gra
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do it.
+For CUDA devices the functions of `torch.nn.parallel` do it. Runs in the caller; workers unpickle `Shares`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import parallel
 
 from mpgrad.pool import Pool, PoolWorker
+from mpgrad.submission.options import CallOptions
+from mpgrad.submission.source import Source
 from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames
 
@@ -153,6 +155,8 @@ def scatter(inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] |
 
 
 class Scatter(NamedTuple):
+    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where to."""
+
     shares: int
     chunk_sizes: Sequence[int] | None
     dim: int
@@ -215,6 +219,7 @@ class Shares:
 
 
 def put(module: nn.Module, path: str, buffer: Tensor) -> None:
+    """Make `buffer` the one at this path of the module."""
     owner, _, name = path.rpartition(".")
     module.get_submodule(owner)._buffers[name] = buffer
 
@@ -260,7 +265,8 @@ def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwa
     """The output of each module, or of the only one for each of the inputs."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
     calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
-    found = pool._run(Shares(modules), calls, len(calls), 1, False, noun="replica")
+    source = Source(calls, len(calls), at_rest=False)
+    found = pool._submitter.run(Shares(modules), source, CallOptions(chunksize=1), noun="replica")
     _, written = found[0]
     with torch.no_grad():
         there = dict(modules[0].named_buffers(remove_duplicate=False))
@@ -406,6 +412,7 @@ class DataParallel(nn.Module):
 def scattered_arguments(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], count: int, dim: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The positional and the keyword arguments of each share."""
     cut = Scatter(count, None, dim, None)
     both = cut.checked_chunks([inputs, kwargs]) if inputs or kwargs else [[(), {}]]
     return [each for each, _ in both], [each for _, each in both]
@@ -426,6 +433,7 @@ def pool_of(devices: Sequence[Device]) -> Pool | None:
 
 
 def cuda_name(device: Device) -> torch.device:
+    """Raises ValueError for any other kind of device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
     if found.type != "cuda":
         raise ValueError(f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})")

@@ -119,7 +119,7 @@ def run_with(killer: Killer, fatal: Sequence[int]) -> list[Tensor]:
 
 def replaced(pool: mpgrad.Pool) -> int:
     """How many workers have died so far and been noticed."""
-    return max(pool._scheduler._workers) - pool._processes
+    return max(pool._scheduler._workers) - pool.processes
 
 
 @pytest.fixture(scope="module")
