@@ -2,8 +2,7 @@
 
 A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history. Here calls are run again
 elsewhere, and only one that kills its workers every time fails, with an exception that is a `BrokenProcessPool` too. Results
-keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more. Caller only; workers unpickle
-`Initializer`.
+keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more. Caller only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -33,6 +31,7 @@ from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, positive
 from mpgrad.submission.source import callable_of
 from mpgrad.suggestions import suggests
+from mpgrad.tasks.initializer import Initializer
 from mpgrad.tracebacks import hide_own_frames, without_own_frames
 
 __all__ = ["Executor"]
@@ -192,19 +191,6 @@ class Executor(concurrent.futures.Executor):
             raise RuntimeError("cannot schedule new futures after shutdown")
         if INTERPRETER_ENDS.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-
-class Initializer:
-    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor expect."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
-
-    def __call__(self, *initargs: Any) -> None:
-        try:
-            self._function(*initargs)
-        except BaseException as error:
-            raise BrokenProcessPool(f"the initializer failed in a worker ({type(error).__name__}: {error})") from error
 
 
 def without_frames(error: Exception) -> Exception:
