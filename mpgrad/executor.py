@@ -2,7 +2,7 @@
 
 A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history. Here calls are run again
 elsewhere, and only one that kills its workers every time fails, with an exception that is a `BrokenProcessPool` too. Results
-keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more.
+keep their gradients after a `shutdown`: a worker ends when no graph is kept there any more. Caller only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import concurrent.futures
 import functools
 import inspect
+import math
 import multiprocessing
 import threading
 import time
@@ -18,16 +19,19 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import Arguments
 from mpgrad.calls.results import DifferentiableFuture, ResultIterator
 from mpgrad.errors import RemoteTraceback
-from mpgrad.pool import Pool, callable_of, positive
+from mpgrad.pool import Pool
 from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.submission.options import CallOptions, positive
+from mpgrad.submission.source import callable_of
 from mpgrad.suggestions import suggests
+from mpgrad.tasks.initializer import Initializer
 from mpgrad.tracebacks import hide_own_frames, without_own_frames
 
 __all__ = ["Executor"]
@@ -108,7 +112,7 @@ class Executor(concurrent.futures.Executor):
                 future = self._pool.submit(fn, *args, **kwargs)
             except Exception as error:
                 self._pool._scheduler.life.check_open()
-                future = self._pool.failed_call(without_frames(error))
+                future = self._pool._submitter.failed_call(without_frames(error))
             self._futures.add(future)
         return future
 
@@ -141,10 +145,12 @@ class Executor(concurrent.futures.Executor):
         deadline = None if timeout is None else time.monotonic() + timeout
         arguments = zip(*iterables, strict=False)
         items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
+        window = math.inf if buffersize is None else buffersize
         with self._lock:
             self._check_open()
         try:
-            results = self._pool.results_of(fn, items, chunksize, buffersize)
+            calls: Iterator[Arguments] = ((each, {}) for each in items)
+            results = self._pool._submitter.iterate(fn, calls, CallOptions(chunksize), ordered=True, window=window)
         except Exception as error:
             self._pool._scheduler.life.check_open()
             return raised_later(without_frames(error))
@@ -187,19 +193,6 @@ class Executor(concurrent.futures.Executor):
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
 
-class Initializer:
-    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor expect."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
-
-    def __call__(self, *initargs: Any) -> None:
-        try:
-            self._function(*initargs)
-        except BaseException as error:
-            raise BrokenProcessPool(f"the initializer failed in a worker ({type(error).__name__}: {error})") from error
-
-
 def without_frames(error: Exception) -> Exception:
     """`error` with its traceback as text only: frames would keep the arguments for as long as the future."""
     error.__cause__ = RemoteTraceback("".join(traceback.format_exception(type(error), error, error.__traceback__)))
@@ -208,11 +201,13 @@ def without_frames(error: Exception) -> Exception:
 
 
 def raised_later(error: Exception) -> Iterator[Any]:
+    """An iterator that raises at the first `next`, as one does whose calls could not be sent."""
     yield from ()
     raise error
 
 
 def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
+    """The results, each before the deadline; who stops asking cancels what has not begun."""
     try:
         while True:
             try:

@@ -6,7 +6,7 @@ shared memory once, captured by the function that the workers run, and their gra
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do it.
+For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run `tasks/replicas.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.nn import parallel
 
 from mpgrad.pool import Pool, PoolWorker
+from mpgrad.submission.options import CallOptions
+from mpgrad.submission.source import Source
+from mpgrad.tasks.replicas import Replicas
 from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames
 
 __all__ = ["DataParallel", "ReduceAdd", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
 
 Device = PoolWorker | torch.device | str | int
-Buffers = dict[str, Tensor]
 
 
 class ReduceAdd:
@@ -153,6 +155,8 @@ def scatter(inputs: Any, devices: Sequence[Device], chunk_sizes: Sequence[int] |
 
 
 class Scatter(NamedTuple):
+    """How inputs are cut: into how many shares, of which sizes, along which dimension, and where to."""
+
     shares: int
     chunk_sizes: Sequence[int] | None
     dim: int
@@ -185,38 +189,6 @@ class Scatter(NamedTuple):
 
     def together(self, inputs: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
         return zip(*map(self.chunks, inputs), strict=False)
-
-
-class Shares:
-    """The modules of one `parallel_apply`, as a function of the number of one and its inputs."""
-
-    captures_share_memory = True  # replicas look at one copy of the parameters, to which no forward writes
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = list(modules)  # one for all, or one for each number
-
-    def __call__(self, number: int, inputs: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Buffers]:
-        """The output, and the buffers that replica 0 has written to or replaced."""
-        module = self.modules[number % len(self.modules)]
-        own = dict(module.named_buffers(remove_duplicate=False))
-        place = {id(buffer): name for name, buffer in own.items()}
-        copies = {known: own[name].clone() for known, name in place.items()}
-        for name, buffer in own.items():  # each call begins with those of the caller, and leaves them to the next as they were
-            put(module, name, copies[id(buffer)])
-        try:
-            output = module(*inputs, **kwargs)
-            written = copies.items() if number == 0 else ()
-            # those that it wrote to: what it registered or replaced is lost, as in PyTorch. Versions do not tell: batch
-            # normalization writes without counting
-            return output, {place[known]: copy.detach() for known, copy in written if not torch.equal(copy, own[place[known]])}
-        finally:
-            for name, buffer in own.items():
-                put(module, name, buffer)
-
-
-def put(module: nn.Module, path: str, buffer: Tensor) -> None:
-    owner, _, name = path.rpartition(".")
-    module.get_submodule(owner)._buffers[name] = buffer
 
 
 @without_own_frames
@@ -260,7 +232,8 @@ def applied(pool: Pool, modules: Sequence[nn.Module], inputs: Sequence[Any], kwa
     """The output of each module, or of the only one for each of the inputs."""
     arguments = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in inputs]
     calls: list[Any] = [((number, *pair), {}) for number, pair in enumerate(zip(arguments, kwargs, strict=True))]
-    found = pool._run(Shares(modules), calls, len(calls), 1, False, noun="replica")
+    source = Source(calls, len(calls), at_rest=False)
+    found = pool._submitter.run(Replicas(modules), source, CallOptions(chunksize=1), noun="replica")
     _, written = found[0]
     with torch.no_grad():
         there = dict(modules[0].named_buffers(remove_duplicate=False))
@@ -406,6 +379,7 @@ class DataParallel(nn.Module):
 def scattered_arguments(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], count: int, dim: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The positional and the keyword arguments of each share."""
     cut = Scatter(count, None, dim, None)
     both = cut.checked_chunks([inputs, kwargs]) if inputs or kwargs else [[(), {}]]
     return [each for each, _ in both], [each for _, each in both]
@@ -426,6 +400,7 @@ def pool_of(devices: Sequence[Device]) -> Pool | None:
 
 
 def cuda_name(device: Device) -> torch.device:
+    """Raises ValueError for any other kind of device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
     if found.type != "cuda":
         raise ValueError(f"a device must be a worker of a pool (pool.workers) or a CUDA device (device: {device!r})")

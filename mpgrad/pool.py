@@ -6,83 +6,41 @@ and captures it came from, and its backward runs in the worker that made it.
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
         sum(results).backward()            # so is this
+Caller only. Public methods, with what they take and raise; what they do is in `submission`. The module is longer than others
+because most of it is docstrings.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
-import itertools
-import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
-
-from mpgrad.autograd.capture_gate import Captures
-from mpgrad.calls.device_choice import Device, requested
-from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Operation, Submitted
-from mpgrad.calls.packing import (
-    Arguments,
-    PackedCall,
-    PickledFunction,
-    Shared,
-    SharedFunction,
-    pack_bundle,
-    pack_call,
-    pickled_function,
-)
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
-from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
-from mpgrad.cpus import usable_cpus
-from mpgrad.engines.kinds import traits_of
-from mpgrad.memory.limits import bytes_of
-from mpgrad.pickling import classes
-from mpgrad.pickling.uncarried import not_carried
+from mpgrad.calls.device_choice import Device
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.place import PLACE
-from mpgrad.progress import Progress, progress_bar
-from mpgrad.scheduling.costs import Costs
-from mpgrad.scheduling.queue import fed, guided_size
-from mpgrad.scheduling.run_in_caller import AdaptiveMap, is_at_rest, may_run_here
+from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.start import start_scheduler
-from mpgrad.scheduling.stations import worker_devices
 from mpgrad.stats import PoolStats
+from mpgrad.submission.folding import folded_into, mapped_and_folded
+from mpgrad.submission.options import CallOptions, PoolOptions, pickled_initializer, positive
+from mpgrad.submission.source import Source
+from mpgrad.submission.submitter import Submitter
 from mpgrad.suggestions import suggests
-from mpgrad.tasks.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.torch_state import behaviours
-from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, load_generators, under_hooks
-from mpgrad.torch_state.private import not_compiled, outside_transforms, tracer
+from mpgrad.torch_state.modes import load_generators
+from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
-from mpgrad.transforms import may_be_followed, run_followed
-from mpgrad.wire.messages import Eager
-from mpgrad.wire.tensor_packing import Packer
-from mpgrad.wire.tensor_refs import with_more_behind
 
 __all__ = ["Pool", "PoolWorker"]
 
-GRAPHS = ("keep", "recompute", "eager")
-ON_ERROR = ("raise", "return")
-INLINE = ("auto", "never")
-FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring
-LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
-FIRST_BATCH = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
-LARGEST_BATCH = 512  # items that are at most
-BATCH_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
-WINDOW_PER_WORKER = 16  # items that `imap` takes ahead of what was asked for
 
-SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
-BUNDLES_PER_WORKER = 4  # at least, where there are items enough
-MOST_BUNDLED = 48  # items: more win little, and a backward for one of them passes by all
-
-
+# longer than other classes: three lines in four are signatures and docstrings of the public interface
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
@@ -160,44 +118,28 @@ class Pool:
         behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
-        self._traits = traits_of(engine)
-        if initializer is not None and not callable(initializer):
-            raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
-        if graphs not in GRAPHS:
-            raise ValueError(f"graphs must be one of {', '.join(GRAPHS)} (graphs: {graphs!r})")
-        if inline not in INLINE:
-            raise ValueError(f"inline must be one of {', '.join(INLINE)} (inline: {inline!r})")
-        graph_bytes = None if graph_memory is None else bytes_of("graph_memory", graph_memory)
-        if processes is not None:
-            positive("processes", processes)
-        self._devices = worker_devices(devices, processes, engine, context)
-        workers = len(self._devices) if self._devices is not None else usable_cpus() if processes is None else processes
-        settings = Settings(
-            workers=workers,
-            initializer=pickled_initializer(initializer, tuple(initargs)),
-            threads=positive("threads_per_worker", threads_per_worker),
-            calls=None if maxtasksperchild is None else calls_of_a_worker(maxtasksperchild),
-            retries=at_least("retries", retries, 0) if self._traits.is_process else 0,
-            graph_bytes=0 if graphs == "recompute" else graph_bytes,
-            devices=self._devices,
-            in_process=not self._traits.is_process,
-            eager=graphs == "eager",
+        initargs = tuple(initargs)
+        self._options = options = PoolOptions(
+            processes=processes,
+            initializer=None if initializer is None else pickled_initializer(initializer, initargs),
+            maxtasksperchild=maxtasksperchild,
+            context=context,
+            threads_per_worker=threads_per_worker,
+            engine=engine,
+            deterministic=deterministic,
+            retries=retries,
+            timeout=timeout,
+            graphs=graphs,
+            graph_memory=graph_memory,
+            inline=inline,
+            devices=devices,
         )
-        self._eager = settings.eager
-        self._engine = engine
-        self._timeout = self._seconds(timeout)
-        self._deterministic = deterministic
-        self._processes = settings.workers
-        self._uncollected = Uncollected()
+        settings = options.settings()
         self._scheduler = start_scheduler(engine, settings, context)
-        is_plain = initializer is None and self._timeout is None and self._devices is None
-        self._may_stay = inline == "auto" and self._traits.is_process and is_plain
-        counts_calls = settings.calls is not None or settings.graph_bytes is not None
-        self._may_bundle = not (deterministic or counts_calls or self._timeout or self._devices)
-        self._costs = Costs(self._scheduler.ran)
+        self._submitter = Submitter(options, self._scheduler, settings.workers)
         OPEN.add(self._scheduler)
-        # not a method of the pool: a finalizer that refers to it would keep it alive
-        self._finalizer = weakref.finalize(self, self._scheduler.abandon)
+        # not of the pool: graphs that torch.func follows ask for further operations without it
+        self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
         self._finalizer.atexit = False  # that is for `terminate_all`
         load_generators()
 
@@ -250,8 +192,8 @@ class Pool:
             >>> weight.grad
             tensor(7.)
         """
-        calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._map(func, calls, iterable, chunksize, progress, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
+        return self._submitter.run(func, Source.of_items(iterable), options)
 
     @not_compiled
     def starmap(
@@ -266,8 +208,8 @@ class Pool:
         device: Device | None = None,
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
-        calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._map(func, calls, iterable, chunksize, progress, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
+        return self._submitter.run(func, Source.of_arguments(iterable), options)
 
     @not_compiled
     def apply(
@@ -279,7 +221,7 @@ class Pool:
         device: Device | None = None,
     ) -> Any:
         """``func(*args, **kwds)`` on a worker."""
-        return self._run(func, [(tuple(args), kwds or {})], 1, None, False, device=device, at_rest=True)[0]
+        return self._submitter.run(func, Source.of_one(args, kwds), CallOptions(device=device))[0]
 
     @not_compiled
     def map_async(
@@ -295,8 +237,8 @@ class Pool:
         device: Device | None = None,
     ) -> AsyncResult:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        calls: Iterable[Arguments] = (((item,), {}) for item in iterable)
-        return self._map_async(func, calls, iterable, chunksize, callback, error_callback, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device)
+        return self._submitter.run_async(func, Source.of_items(iterable), options, callback, error_callback)
 
     @not_compiled
     def starmap_async(
@@ -312,8 +254,8 @@ class Pool:
         device: Device | None = None,
     ) -> AsyncResult:
         """`starmap` that returns at once."""
-        calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._map_async(func, calls, iterable, chunksize, callback, error_callback, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device)
+        return self._submitter.run_async(func, Source.of_arguments(iterable), options, callback, error_callback)
 
     @not_compiled
     def apply_async(
@@ -327,9 +269,9 @@ class Pool:
         device: Device | None = None,
     ) -> AsyncResult:
         """`apply` that returns at once."""
-        calls = [(tuple(args), kwds or {})]
         fetch = operator.methodcaller("value", 0)
-        return self._run_async(self._begin(func, device=device, like=calls), calls, callback, error_callback, fetch)
+        options = CallOptions(device=device)
+        return self._submitter.run_async(func, Source.of_one(args, kwds), options, callback, error_callback, fetch)
 
     @not_compiled
     def imap(
@@ -343,10 +285,8 @@ class Pool:
         device: Device | None = None,
     ) -> ResultIterator:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        operation = self._begin(
-            func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True, device=device
-        )
-        return self._iterate(operation, (((item,), {}) for item in iterable), ordered=True)
+        options = CallOptions(chunksize, timeout, on_error, device)
+        return self._submitter.iterate(func, (((item,), {}) for item in iterable), options, ordered=True)
 
     @not_compiled
     def imap_unordered(
@@ -360,10 +300,8 @@ class Pool:
         device: Device | None = None,
     ) -> ResultIterator:
         """`imap` with the results in the order in which they come."""
-        operation = self._begin(
-            func, chunksize, stop_at_failure=False, timeout=timeout, on_error=on_error, one_by_one=True, device=device
-        )
-        return self._iterate(operation, (((item,), {}) for item in iterable), ordered=False)
+        options = CallOptions(chunksize, timeout, on_error, device)
+        return self._submitter.iterate(func, (((item,), {}) for item in iterable), options, ordered=False)
 
     def close(self) -> None:
         """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
@@ -386,12 +324,12 @@ class Pool:
     @property
     def processes(self) -> int:
         """The number of workers."""
-        return self._processes
+        return self._submitter.processes
 
     @property
     def workers(self) -> tuple[PoolWorker, ...]:
         """Names for the workers, to be used as devices in `mpgrad.nn`."""
-        return tuple(PoolWorker(self, number) for number in range(self._processes))
+        return tuple(PoolWorker(self, number) for number in range(self.processes))
 
     def leave(self) -> None:
         """Take no new calls. Workers end when all is done and no graph that they keep is needed any more. Does not wait."""
@@ -405,12 +343,11 @@ class Pool:
             ValueError: less than one; the engine is "inline"; or the pool has devices, which say how many workers there are.
             PoolClosedError: after `close` or `terminate`.
         """
-        if not self._traits.may_resize:
+        if not self._options.traits.may_resize:
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
-        if self._devices is not None:
+        if self._options.device_codes is not None:
             raise ValueError(f"a pool with devices has one worker for each of them; make another pool (processes: {processes})")
-        self._scheduler.resize(positive("processes", processes))
-        self._processes = processes
+        self._submitter.resize(positive("processes", processes))
 
     def stats(self) -> PoolStats:
         """Memory, graphs, calls and deaths: of each worker, and of the pool.
@@ -422,7 +359,7 @@ class Pool:
             ...     [(worker.calls, worker.graphs) for worker in pool.stats().workers]
             [(10, 0)]
         """
-        return self._scheduler.stats(self._costs.calls_here)
+        return self._scheduler.stats(self._submitter.costs.calls_here)
 
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()
@@ -436,7 +373,7 @@ class Pool:
         raise TypeError("a pool cannot be pickled, nor captured by a function that it runs; make one in the task instead")
 
     def __repr__(self) -> str:
-        return f"<mpgrad.Pool processes={self._processes} engine={self._engine!r} {self._scheduler.life.state}>"
+        return f"<mpgrad.Pool processes={self.processes} engine={self._options.engine!r} {self._scheduler.life.state}>"
 
     # --- beyond it
 
@@ -467,21 +404,8 @@ class Pool:
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: what the call raised.
         """
-        device = None if self._devices is None else kwargs.pop("device", None)
-        operation = self._begin(fn, kind=Submitted, one_by_one=True, device=device, like=[(args, kwargs)])
-        assert isinstance(operation, Submitted)
-        future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
-        self._add_all(operation, [(args, kwargs)], borrow=False)
-        return future
-
-    def failed_call(self, error: BaseException) -> DifferentiableFuture:
-        """The future of a call that could not be sent."""
-        operation = self._begin(abs, kind=Submitted, one_by_one=True, pickled=pickled_function(abs), drawn=0)
-        assert isinstance(operation, Submitted)
-        future = DifferentiableFuture(self._scheduler, operation, self._uncollected)
-        operation.added, operation.sealed = 1, True
-        operation.fail(error)
-        return future
+        device = None if self._options.device_codes is None else kwargs.pop("device", None)
+        return self._submitter.submit(fn, (args, kwargs), CallOptions(device=device))
 
     @not_compiled
     def synchronize(self) -> None:
@@ -491,7 +415,7 @@ class Pool:
             Exception: the first failure of a call whose future or result nobody has asked for; it is then forgotten.
         """
         self._scheduler.await_all()
-        self._uncollected.surface()
+        self._submitter.uncollected.surface()
 
     @not_compiled
     def reduce(
@@ -528,21 +452,9 @@ class Pool:
             >>> total, other, a.grad
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
         """
-        reduction = reduction_named(fn)
         several = isinstance(targets, list)
-        all_targets = targets if several else [targets]
-        items = list(items)
-        calls: list[Arguments]
-        if isinstance(reduction, FunctionReduction) and not associative:
-            fold: Callable[..., Any] = Fold(reduction)
-            calls = [((target, items), {}) for target in all_targets]
-        else:
-            fold = Finish(reduction)
-            blocks: list[Arguments] = [((block,), {}) for block in blocks_of(items)]
-            accumulators = self._run(Block(reduction), blocks, len(blocks), 1, progress, noun="block", at_rest=True)
-            calls = [(([target], accumulators), {}) for target in all_targets]
-        folded = self._run(fold, calls, len(calls), 1, progress, shared={}, noun="target")
-        return folded if several else folded[0]
+        found = folded_into(self._submitter, fn, list(items), targets if several else [targets], associative, progress)
+        return found if several else found[0]
 
     @not_compiled
     def map_reduce(
@@ -577,349 +489,7 @@ class Pool:
             >>> total.detach(), items[3].grad
             (tensor([14., 14.]), tensor([6., 6.]))
         """
-        reduction = reduction_named(reduce_fn)
-        blocks: list[Arguments] = [((block,), {}) for block in blocks_of(list(items))]
-        if not blocks and init is None:
-            raise TypeError("map_reduce of no items needs a first value (init: None)")
-        accumulators = self._run(
-            Block(reduction, callable_of(map_fn)), blocks, len(blocks), 1, progress, noun="block", at_rest=True
-        )
-        first = [] if init is None else [init]
-        return self._run(Finish(reduction), [((first, accumulators), {})], 1, 1, False, noun="target")[0]
-
-    # --- how they all run
-
-    def _begin(
-        self,
-        function: Callable[..., Any],
-        chunksize: int | None = None,
-        stop_at_failure: bool = True,
-        noun: str = "item",
-        modes: Modes | None = None,
-        timeout: float | None = None,
-        on_error: str = "raise",
-        kind: type[Operation] = Operation,
-        device: Device | None = None,
-        one_by_one: bool = False,
-        first: int = 0,
-        pickled: PickledFunction | None = None,
-        drawn: int | None = None,
-        at_rest: bool = False,
-        like: Sequence[Arguments] = (),
-    ) -> Operation:
-        """`first`: the item of the first call; `pickled`, `drawn`: the function and the map's seed, where these are there.
-
-        `like`: the arguments of some of the calls.
-        """
-        function = under_hooks(callable_of(function))
-        check_untraced()
-        check_chunksize(chunksize)
-        if on_error not in ON_ERROR:
-            raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)} (on_error: {on_error!r})")
-        seconds = self._timeout if timeout is None else self._seconds(timeout)
-        scheduler = self._scheduler
-        scheduler.life.check_open()
-        with outside_transforms():
-            request = requested(device, self._devices)
-            pickled = pickled or pickled_function(function, scheduler.packer.kind, like)
-            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
-            home = OperationHome(scheduler.gradients, shared, self._deterministic, seconds)
-            needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
-            captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        return kind(
-            shared,
-            home,
-            captures,
-            drawn if drawn is not None else self._draw_seed() if modes is None else None,
-            modes or current_modes(scheduler.packer.kind),
-            chunksize=chunksize,
-            stop_at_failure=stop_at_failure and on_error == "raise",
-            return_errors=on_error == "return",
-            noun=noun,
-            timeout=seconds,
-            request=request,
-            eager=self._eagerness(one_by_one),
-            first=first,
-            at_rest=at_rest,
-        )
-
-    def _eagerness(self, one_by_one: bool) -> int:
-        if not self._eager:
-            return Eager.NO
-        deterministic = self._deterministic or torch.are_deterministic_algorithms_enabled()
-        return Eager.APART if one_by_one or deterministic else Eager.SUMS
-
-    def _seconds(self, timeout: float | None) -> float | None:
-        if timeout is None:
-            return None
-        if not self._traits.is_process:
-            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' (engine: {self._engine!r})")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"timeout must be a number of seconds, or None (timeout: {timeout!r})")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds (timeout: {timeout})")
-        return float(timeout)
-
-    def _draw_seed(self) -> int | None:
-        return draw_seed() if self._traits.own_generators else None
-
-    def _add_all(
-        self,
-        operation: Operation,
-        calls: Iterable[Arguments],
-        *,
-        borrow: bool,
-        shared: Shared | None = None,
-        seal: bool = True,
-        total: int | None = None,
-    ) -> None:
-        """Pack the calls, and let the workers begin with the first ones meanwhile.
-
-        `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
-        could change them in place before they are read. `seal`: there will be no more calls. `total`: of how many calls these
-        are, where cheap ones may go in bundles.
-        """
-        packer = self._scheduler.packer if borrow else self._scheduler.copying_packer
-        batch, packed, copied = self._first_batch(operation), 0, packer.bytes_copied
-        try:
-            for call in self._packed(operation, iter(calls), packer, shared, total):
-                operation.add(call)
-                packed += call.items
-                if packed >= batch or packer.bytes_copied - copied > BATCH_BYTES:
-                    self._scheduler.admit(operation, waits=borrow)
-                    let_collector_look()
-                    batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
-            operation.sealed = seal
-            self._scheduler.admit(operation, waits=borrow)
-        except BaseException:
-            self._scheduler.call_off(operation)
-            raise
-
-    def _first_batch(self, operation: Operation) -> int:
-        """How many items are packed before the workers hear of them.
-
-        Once they do, they take the CPUs, the caller's too where there are no more; and when it is its turn again its caches are
-        cold, and they have run dry. So of cheap items, which are packed in no time, the caller packs many first. That would be
-        too late for many workers, of which the first few leave it its CPU: so it does not depend on how many there are.
-        """
-        ran = self._scheduler.ran(operation.function.pickled)
-        seconds = math.inf if ran is None else max(ran.total, 1e-9)
-        return min(LARGEST_BATCH, max(FIRST_BATCH, math.ceil(LEAD / seconds)))
-
-    def _packed(
-        self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
-    ) -> Iterator[PackedCall]:
-        """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
-        grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
-        known = operation.function.state
-
-        def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, known)
-
-        size = self._bundle_size(operation, total)
-        while size != 1 and (some := list(itertools.islice(calls, size or 1))):
-            item = first + operation.items
-            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, known)
-            if bundle is not None:
-                yield bundle
-            else:
-                yield from itertools.starmap(alone, some)
-            if bundle is None and size is not None:
-                break  # items of this kind have calls of their own
-            size = self._bundle_size(operation, total)
-        yield from itertools.starmap(alone, calls)
-
-    def _bundle_size(self, operation: Operation, total: int | None) -> int | None:
-        """Of how many items; None where it is not known yet what they cost."""
-        if total is None:
-            return 1
-        ran = self._scheduler.ran(operation.function.pickled)
-        if ran is None:
-            return None
-        return bundle_size(ran.total, total, total - operation.conditions.first - operation.items, self._processes)
-
-    def _map(
-        self,
-        function: Callable[..., Any],
-        calls: Iterable[Arguments],
-        source: Iterable[Any],
-        chunksize: int | None,
-        progress: Progress,
-        timeout: float | None,
-        on_error: str,
-        device: Device | None,
-    ) -> list[Any]:
-        """`calls` are made of the items of `source`, one of each."""
-        bundles = progress is False and self._goes_in_bundles(source, chunksize, timeout, on_error)
-        return self._run(
-            function,
-            calls,
-            length(source),
-            chunksize,
-            progress,
-            timeout=timeout,
-            on_error=on_error,
-            device=device,
-            at_rest=is_at_rest(source),
-            bundles=bundles,
-        )
-
-    def _map_async(
-        self,
-        function: Callable[..., Any],
-        calls: Iterable[Arguments],
-        source: Iterable[Any],
-        chunksize: int | None,
-        callback: Callable[[Any], object] | None,
-        error_callback: Callable[[BaseException], object] | None,
-        timeout: float | None,
-        on_error: str,
-        device: Device | None,
-    ) -> AsyncResult:
-        at_rest = is_at_rest(source)
-        check_chunksize(chunksize)
-        like, calls = first_of(calls, at_rest)
-        operation = self._begin(
-            function, chunksize, timeout=timeout, on_error=on_error, device=device, at_rest=at_rest, like=like
-        )
-        total = length(source) if self._goes_in_bundles(source, chunksize, timeout, on_error) else None
-        return self._run_async(operation, calls, callback, error_callback, total=total)
-
-    def _goes_in_bundles(self, source: Iterable[Any], chunksize: int | None, timeout: float | None, on_error: str) -> bool:
-        """Whether several items of a map over `source` may go as one call: nothing is asked of each of them."""
-        if not self._may_bundle or torch.are_deterministic_algorithms_enabled():
-            return False
-        return is_at_rest(source) and chunksize is None and timeout is None and on_error == "raise"
-
-    def _run(
-        self,
-        function: Callable[..., Any],
-        calls: Iterable[Arguments],
-        total: int | None,
-        chunksize: int | None,
-        progress: Progress,
-        shared: Shared | None = None,
-        noun: str = "item",
-        modes: Modes | None = None,
-        timeout: float | None = None,
-        on_error: str = "raise",
-        device: Device | None = None,
-        at_rest: bool = False,
-        bundles: bool = False,
-    ) -> list[Any]:
-        """`at_rest`: the calls are there already, and cheap ones may run in the caller's thread; `bundles`: or go together."""
-        if modes is None and may_be_followed():
-            check_untraced()
-            if on_error == "return":
-                raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
-            calls = list(calls)
-            run = functools.partial(
-                self._run, total=total, chunksize=chunksize, progress=progress, noun=noun, timeout=timeout, device=device
-            )
-            results = run_followed(callable_of(function), calls, self._draw_seed, run)
-            if results is not None:
-                return results
-        plain = chunksize is None and timeout is None and progress is False and on_error in ON_ERROR
-        if at_rest and plain and self._may_stay and may_run_here():
-            return self._run_adaptively(function, calls, total, on_error, device, bundles)
-        check_chunksize(chunksize)
-        like, calls = first_of(calls, at_rest)
-        operation = self._begin(
-            function,
-            chunksize,
-            noun=noun,
-            modes=modes,
-            timeout=timeout,
-            on_error=on_error,
-            device=device,
-            at_rest=at_rest,
-            like=like,
-        )
-        wait_until = self._scheduler.wait_until
-        try:
-            with progress_bar(progress, total) as move_to:
-                with collector_held():
-                    self._add_all(operation, calls, borrow=True, shared=shared, total=total if bundles else None)
-                    finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
-                if move_to is not None:
-                    self._watch(operation, move_to)
-                elif not finished:
-                    wait_until(lambda: operation.finished)
-        except BaseException:  # KeyboardInterrupt, above all
-            self._scheduler.call_off(operation)
-            raise
-        with collector_held():
-            return operation.values()
-
-    def _run_adaptively(
-        self,
-        function: Callable[..., Any],
-        calls: Iterable[Arguments],
-        total: int | None,
-        on_error: str,
-        device: Device | None,
-        bundles: bool,
-    ) -> list[Any]:
-        requested(device, self._devices)  # refuses what cannot be
-        check_untraced()
-        self._scheduler.life.check_open()
-        function = callable_of(function)
-        like, calls = first_of(calls, at_rest=True)
-        pickled, drawn = pickled_function(function, first=like), self._draw_seed()
-        begin = functools.partial(self._begin, function, on_error=on_error, pickled=pickled, drawn=drawn, at_rest=True)
-        add = functools.partial(self._add_all, borrow=True, total=total if bundles else None)
-        return AdaptiveMap(pickled, self._costs, self._processes, begin, add, self._scheduler).run(calls, total)
-
-    def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
-        while True:
-            finished, done = operation.finished, operation.delivered
-            move_to(done)
-            if finished:
-                return
-            self._scheduler.wait_until(lambda done=done: operation.finished or operation.delivered > done)  # type: ignore[misc]
-
-    def _run_async(
-        self,
-        operation: Operation,
-        calls: Iterable[Arguments],
-        callback: Callable[[Any], object] | None,
-        error_callback: Callable[[BaseException], object] | None,
-        fetch: Callable[[Operation], Any] = Operation.values,
-        total: int | None = None,
-    ) -> AsyncResult:
-        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self._uncollected)
-        with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
-            self._add_all(operation, calls, borrow=False, total=total)
-        return result
-
-    def results_of(
-        self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None, window: int | None
-    ) -> ResultIterator:
-        """`starmap` as an iterator that takes `window` items ahead of the results; all at once where that is None."""
-        operation = self._begin(func, chunksize, stop_at_failure=False, one_by_one=True)
-        calls: Iterable[Arguments] = ((tuple(args), {}) for args in iterable)
-        return self._iterate(operation, calls, ordered=True, window=math.inf if window is None else window)
-
-    def _iterate(
-        self, operation: Operation, calls: Iterable[Arguments], ordered: bool, window: float | None = None
-    ) -> ResultIterator:
-        packer = self._scheduler.copying_packer
-        if window is None:
-            window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
-        known = operation.function.state
-        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request, known=known)
-        packs = (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
-        return ResultIterator(self._scheduler, operation, packs, window, ordered)
-
-
-def first_of(calls: Iterable[Arguments], at_rest: bool) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
-    """What the first few calls are given, if there is anything but tensors; and all calls. Only of those that are `at_rest`."""
-    if not at_rest:
-        return (), calls
-    calls = iter(calls)
-    head = list(itertools.islice(calls, FIRST_LOOKED_AT))
-    others = [call for call in head if call[1] or not all(isinstance(value, torch.Tensor) for value in call[0])]
-    return others, itertools.chain(head, calls)
+        return mapped_and_folded(self._submitter, map_fn, list(items), reduce_fn, init, progress)
 
 
 class PoolWorker:
@@ -940,73 +510,9 @@ OPEN: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 def terminate_all() -> None:
+    """As the interpreter ends."""
     for scheduler in list(OPEN):
         scheduler.terminate()
 
 
 atexit.register(terminate_all)
-
-
-def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
-    """How many of the `left` ones of `total` items, of so many seconds each, go together: some for each worker that is fed."""
-    most = min(MOST_BUNDLED, total // (BUNDLES_PER_WORKER * fed(workers, total, seconds)))
-    return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
-
-
-def callable_of(function: object) -> Callable[..., Any]:
-    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own serves it in the worker."""
-    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        apply: Callable[..., Any] = function.apply
-        return apply
-    if not callable(function):
-        raise TypeError(f"the function must be callable (given: {function!r})")
-    return function
-
-
-def check_untraced() -> None:
-    if (by := tracer()) is not None:
-        raise RuntimeError(f"a pool call cannot be traced, its result would be taken for a constant (by: {by})")
-
-
-def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:
-    try:
-        return classes.dumps((initializer, initargs))
-    except Exception as error:
-        given = {"initializer": initializer, "initargs": initargs}
-        not_carried(error, "the initializer or its arguments", given)
-
-
-def check_chunksize(chunksize: object) -> None:
-    if isinstance(chunksize, Iterable):
-        raise TypeError(
-            "one iterable of items is taken, and what follows it is the chunksize; for functions of several arguments use "
-            f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
-        )
-    if chunksize is not None:
-        positive("chunksize", chunksize)
-
-
-def positive(name: str, number: object) -> int:
-    return at_least(name, number, 1)
-
-
-def calls_of_a_worker(number: int) -> int:
-    try:
-        return positive("maxtasksperchild", number)
-    except TypeError as error:  # multiprocessing.Pool says so of any type
-        raise ValueError(*error.args) from None
-
-
-def at_least(name: str, number: object, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} must be an integer ({name}: {number!r})")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least} ({name}: {number})")
-    return number
-
-
-def length(iterable: Iterable[Any]) -> int | None:
-    try:
-        return len(iterable)  # type: ignore[arg-type]
-    except TypeError:
-        return None

@@ -68,6 +68,7 @@ class PoolStats(NamedTuple):
 
 
 def resident_bytes(pid: int) -> int:
+    """Of a process; 0 where it has ended."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.NoSuchProcess:

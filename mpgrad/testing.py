@@ -179,7 +179,7 @@ def said_of_random_numbers(
 
 def results_in_the_caller(pool: Pool, fn: Function, items: Sequence[Any]) -> list[Any] | None:
     """As of calls that are too cheap to be sent; None where the pool would send them all the same."""
-    if not (pool._may_stay and may_run_here()):
+    if not (pool._submitter.may_stay and may_run_here()):
         return None
     pickled = pickled_function(fn, pool._scheduler.packer.kind)
     with TURNS.lock:

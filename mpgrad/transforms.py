@@ -4,14 +4,14 @@ Such a transform follows computations by wrapping tensors, and a wrapper means n
 `autograd.Function` of the kind that transforms understand: told what the map's derivative or batched form is, they wrap and
 unwrap around it. That derivative is a map again, of the function's derivative (`tasks.transform_programs`), so transforms
 may be nested as deep as they like. Nothing is kept in workers: a derivative runs the function again, under the same seeds
-and modes.
+and modes. Caller only; workers run the programs.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,6 +52,7 @@ def may_be_followed() -> bool:
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether a transform computes with it, or it has a tangent."""
     return is_functorch_wrapped(tensor) or has_tangent(tensor)
 
 
@@ -82,10 +83,21 @@ def run_followed(
             "check_batched_forward_grad=True); use torch.func.jacfwd"
         )
     counts = [len(tensors) for tensors in own]
-    around = current_modes(), vmap_levels(), is_refusing_no_grad()
-    plan = Plan(run, pickled, draw_seed(), *around, programs, len(common), counts)
+    origin = Origin(run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad())
+    plan = Plan(origin, programs, len(common), counts)
     outputs = plan.apply(common, own)
     return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
+
+
+class Origin(NamedTuple):
+    """A map as it was asked for: what it and all its derivatives have in common."""
+
+    run: Run
+    pickled: bytes  # the function
+    seed: int | None
+    modes: Modes
+    vmaps: frozenset[int]  # that were running around the map
+    refusal: bool  # of `torch.no_grad`, by a derivative of ours that was being taken around the map
 
 
 class Plan:
@@ -94,21 +106,8 @@ class Plan:
     No tuple or dataclass: transforms would look for tensors in it and rebuild it.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        pickled: bytes,
-        seed: int | None,
-        modes: Modes,
-        vmaps: frozenset[int],
-        refusal: bool,
-        programs: Sequence[Program],
-        common_count: int,
-        own_counts: Sequence[int],
-    ) -> None:
-        self._operation = run, pickled, seed, modes, vmaps, refusal
-        self.vmaps = vmaps  # that were running around the map
-        self.refusal = refusal  # of `torch.no_grad`, by a derivative of ours that is being taken around the map
+    def __init__(self, origin: Origin, programs: Sequence[Program], common_count: int, own_counts: Sequence[int]) -> None:
+        self.origin = origin
         self.programs = programs
         self.common_count = common_count
         self.own_counts = own_counts
@@ -123,7 +122,7 @@ class Plan:
 
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         common, own = self.parts(tensors)
-        run, pickled, seed, modes, *_ = self._operation
+        run, pickled, seed, modes, *_ = self.origin
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
         with without_refusal():
             results = run(Runner(pickled, common, seed), calls, modes=modes)
@@ -143,7 +142,7 @@ class Plan:
     ) -> tuple[dict[int, list[torch.Tensor]], list[bytes]]:
         """The outputs of other programs for some of the calls, each with its own tensors, followed; and their structures."""
         programs, own = [program for program, _ in calls.values()], [tensors for _, tensors in calls.values()]
-        plan = Plan(*self._operation, programs, len(common), [len(tensors) for tensors in own])
+        plan = Plan(self.origin, programs, len(common), [len(tensors) for tensors in own])
         outputs = plan.apply(common, own)
         return dict(zip(calls, outputs, strict=True)), plan.structures
 
@@ -206,7 +205,7 @@ class Mapped(torch.autograd.Function):
             moving = present(of_own[call])
             if outputs and (moving or common_moving):
                 counts = len(own[call]), len(common)
-                program = Jvp(plan.programs[call], *counts, outputs, moving, common_moving, plan.refusal)
+                program = Jvp(plan.programs[call], *counts, outputs, moving, common_moving, plan.origin.refusal)
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
         # PyTorch wants a tangent for every output that could have one
@@ -225,7 +224,7 @@ class Mapped(torch.autograd.Function):
         common, own = plan.parts(tensors)
         common_dims, own_dims = plan.parts(in_dims[1:])
         # a derivative under a vmap that did not run around the map itself: its random numbers were drawn once
-        randomness = info.randomness if 1 + level_count() in plan.vmaps else "same"
+        randomness = info.randomness if 1 + level_count() in plan.origin.vmaps else "same"
         programs: list[Program] = [
             Batched(program, dims, common_dims, info.batch_size, randomness)
             for program, dims in zip(plan.programs, own_dims, strict=True)
@@ -241,17 +240,21 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_followed(tensor: torch.Tensor) -> bool:
+    """Whether its kind of numbers has derivatives."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def per_call(values: Sequence[Any], counts: Sequence[int]) -> Iterator[list[Any]]:
+    """The values of each call, of all in one row."""
     rest = iter(values)
     return (list(itertools.islice(rest, count)) for count in counts)
 
 
 def places(flags: Sequence[bool]) -> list[int]:
+    """Where the flags are set."""
     return [k for k, flag in enumerate(flags) if flag]
 
 
 def present(values: Sequence[object]) -> list[int]:
+    """The places of what is not None."""
     return places([value is not None for value in values])

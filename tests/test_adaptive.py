@@ -37,7 +37,7 @@ def cheap(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool for which sending is so dear that whatever is known runs here."""
     with mpgrad.Pool(2) as pool:
         staffed(pool)  # what a call takes here, while workers start, says nothing
-        pool._costs._sending = 1.0
+        pool._submitter.costs._sending = 1.0
         yield pool
 
 
@@ -164,7 +164,7 @@ def test_what_lies_before_an_argument_of_installed_code_is_not_mistaken(
     objects: Callable[[int | None], list[Any]] = lambda start: [module.Reaching(x, start) for x in rows]  # noqa: E731
     with mpgrad.Pool(2) as pool:
         staffed(pool)
-        pool._costs._sending = 1.0
+        pool._submitter.costs._sending = 1.0
         for fn, fine, bad in (
             (functools.partial(module.reach), items(), rows),
             (lambda x: module.reach(x), items(), rows),

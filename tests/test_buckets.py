@@ -16,6 +16,7 @@ import torch
 import mpgrad
 from mpgrad.calls.operations import Operation
 from mpgrad.memory.arena import Arena
+from mpgrad.submission.feeding import Feeder
 from mpgrad.wire.tensor_packing import Packer, Payload, Together
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
 
@@ -149,7 +150,7 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int | None:
         return 1 if total is None else 8
 
-    monkeypatch.setattr(mpgrad.Pool, "_bundle_size", size)
+    monkeypatch.setattr(Feeder, "_bundle_size", size)
 
 
 def items(count: int = 16, length: int = 5000) -> list[Tensor]:

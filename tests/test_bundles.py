@@ -24,8 +24,8 @@ import torch
 import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
-from mpgrad.pool import bundle_size
-from mpgrad.scheduling.queue import fed, guided_size
+from mpgrad.scheduling.sizes import bundle_size, fed, guided_size
+from mpgrad.submission.feeding import Feeder
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int | None:
         return 1 if total is None else SIZE
 
-    monkeypatch.setattr(mpgrad.Pool, "_bundle_size", size)
+    monkeypatch.setattr(Feeder, "_bundle_size", size)
 
 
 @pytest.fixture(params=[{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "eager")], ids=str)
@@ -129,7 +129,7 @@ def test_a_map_in_the_background_goes_in_bundles(pool2: mpgrad.Pool, monkeypatch
         packed.append(len(calls))
         return packing.pack_bundle(packer, index, calls, *others)
 
-    monkeypatch.setattr("mpgrad.pool.pack_bundle", pack_bundle)
+    monkeypatch.setattr("mpgrad.submission.feeding.pack_bundle", pack_bundle)
     xs = leaves()
     result = pool2.map_async(loss, xs)
     with torch.no_grad():

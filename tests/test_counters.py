@@ -79,7 +79,7 @@ def test_how_many_items_are_packed_before_the_workers_hear_of_them(
 
     monkeypatch.setattr(pool._scheduler, "admit", noted)
     monkeypatch.setattr(pool._scheduler, "ran", lambda pickled: ran)
-    monkeypatch.setattr(pool, "_bundle_size", lambda operation, total: 1)
+    monkeypatch.setattr(pool._submitter.feeder, "_bundle_size", lambda operation, total: 1)
     xs = [torch.ones(3) for _ in range(1000)]
     assert all(torch.equal(y, x * 2) for x, y in zip(xs, pool.map(double, xs), strict=True))
     assert found == packed

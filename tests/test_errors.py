@@ -152,7 +152,7 @@ def test_what_code_in_c_raises_is_the_tasks(pool: mpgrad.Pool) -> None:
 
 
 def test_a_mistake_of_ours_in_what_we_call_shows_where(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpgrad.pool.requested", functools.partial(torch.nn.functional.cross_entropy, None))
+    monkeypatch.setattr("mpgrad.submission.starting.requested", functools.partial(torch.nn.functional.cross_entropy, None))
     with pytest.raises((TypeError, AttributeError)) as caught:
         pool2.map(abs, [1])
     assert count_of_own(caught.value) > 1

@@ -121,7 +121,7 @@ def run_with(killer: Killer, fatal: Sequence[int]) -> list[Tensor]:
 
 def replaced(pool: mpgrad.Pool) -> int:
     """How many workers have died so far and been noticed."""
-    return max(pool._scheduler.workers) - pool._processes
+    return max(pool._scheduler.workers) - pool.processes
 
 
 @pytest.fixture(scope="module")

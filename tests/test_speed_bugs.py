@@ -27,7 +27,7 @@ ADAPTIVE = True
 def cheap(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool for which sending is so dear that whatever is known runs in the caller's thread."""
     with mpgrad.Pool(2) as pool:
-        pool._costs._sending = 1.0
+        pool._submitter.costs._sending = 1.0
         yield pool
 
 

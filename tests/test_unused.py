@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpgrad
 from mpgrad import nn, per_item_grad
+from mpgrad.submission.feeding import Feeder
 
 Tensor = torch.Tensor
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
@@ -319,14 +320,14 @@ def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
 
     with mpgrad.Pool(1, inline="never") as pool:
         operation: Any = None
-        begin = pool._begin
+        begin = pool._submitter.starter.begin
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             nonlocal operation
             operation = begin(*args, **kwargs)
             return operation
 
-        pool._begin = noting  # type: ignore[method-assign]
+        pool._submitter.starter.begin = noting  # type: ignore[method-assign]
         (result,) = pool.map(fn, [x])
         (grad,) = torch.autograd.grad(result, x, create_graph=True)
         for _ in range(3):
@@ -341,7 +342,7 @@ def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
     """It is a result of a bundle: an output of a call's node, as what is looked for may be."""
     with mpgrad.Pool(1, inline="never") as pool:
         with monkeypatch.context() as patched:
-            patched.setattr(mpgrad.Pool, "_bundle_size", lambda self, operation, total: 2)
+            patched.setattr(Feeder, "_bundle_size", lambda self, operation, total: 2)
             _, captured = pool.map(torch.exp, [leaf(2000, seed=1), leaf(2000)])
         assert captured.grad_fn.name() == "CallBackward" and captured.output_nr == 1
         items = [leaf(2000, seed=2), leaf(2000, seed=3)]

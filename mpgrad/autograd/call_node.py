@@ -83,7 +83,8 @@ class Call(torch.autograd.Function):
             keep = graph_is_kept() or relatives_will_run(ctx)
             whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
             create = torch.is_grad_enabled()
-            derivative = differentiate(ctx, grads, wanted, captures, task, keep, create, whole, promises=promises)
+            order = Order(task, keep, whole, create, wanted, captures, apart=False, levels=())
+            derivative = differentiate(ctx, grads, order, promises)
             if wanted:
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
@@ -162,17 +163,12 @@ def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
 def differentiate(
     node: Any,
     grads: Sequence[torch.Tensor | None],
-    wanted: tuple[int, ...],
-    captures: bool,
-    task: int,
-    keep: bool,
-    create: bool,
-    whole: bool = False,
-    apart: bool = False,
+    order: Order,
     promises: Sequence[tuple[int, Promise]] = (),
 ) -> Derivative:
     """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
 
+    `order` is what is asked for: its `levels` are found here, and `apart` is set where captures' gradients cannot be added up.
     `promises` are parts of the gradients of outputs, besides `grads`.
     """
     if any(grad is not None and has_tangent(grad) for grad in grads):
@@ -185,19 +181,21 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
-    apart = apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
-    apart = captures and (apart or (graph.ready is not None and graph.ready.apart))
+    apart = order.apart or order.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
+    apart = order.captures and (apart or (graph.ready is not None and graph.ready.apart))
+    if levels or apart != order.apart:
+        order = order._replace(apart=apart, levels=levels)
     further = None
     with outside_transforms():
-        if create:
+        if order.create:
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
             given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            further = FurtherCall(weakref.ref(node), given, wanted)
+            further = FurtherCall(weakref.ref(node), given, order.wanted)
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
             parts[output].append(promise)
-        return graph.send(Order(task, keep, whole, create, wanted, captures, apart, levels), parts, further)
+        return graph.send(order, parts, further)
 
 
 def attach(

@@ -6,6 +6,7 @@ place to the next, and rows or columns are cut into shares that run side by side
 
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns ──► [3] joined, item by item
 
+Caller only; workers run the tasks of `tasks/jacobian_parts.py`.
 # Guarantees: a derivative does not depend on the pool, its number of workers, or `chunk_size`, but for rounding.
 """
 
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpgrad.pool import Pool, callable_of, positive
+from mpgrad.pool import Pool
+from mpgrad.submission.options import positive
+from mpgrad.submission.source import callable_of
 from mpgrad.tasks.jacobian_arguments import Argnums, Arguments
 from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
 from mpgrad.torch_state.modes import kept_random_state
@@ -236,6 +239,7 @@ def differentiated(
     chunk_size: int | None,
     create_graph: bool,
 ) -> Any:
+    """[1], [3] of `jacobian` and `hessian`: `fn` is what the Jacobian is of."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))} (mode: {mode!r})")
     if chunk_size is not None:
@@ -323,6 +327,7 @@ def product(
     argnums: Argnums,
     create_graph: bool,
 ) -> Any:
+    """[1], [3] of `jvp`, `vjp` and `hvp`, whose task is `kind`. `noun`: what the vectors are, in errors."""
     check_pool(pool)
     arguments = Arguments(as_tuple(args), argnums, as_tuple(vectors))
     alone = isinstance(argnums, int) or (argnums is None and not isinstance(args, tuple))

@@ -2,7 +2,7 @@
 
 `torch.autograd.grad` adds up over its outputs, so that the derivative of every result with respect to one tensor takes one
 backward after the other. The results of a pool have a graph each: here all their backwards are sent at once, past the engine,
-and nothing is added up.
+and nothing is added up. Caller only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_to_captures, is_call, item_of
 from mpgrad.autograd.input_gates import gate
-from mpgrad.autograd.remote_graph import Derivative
+from mpgrad.autograd.remote_graph import Derivative, Order
 from mpgrad.autograd.running import backward_without_engine
 from mpgrad.torch_state.private import plus
 from mpgrad.tracebacks import without_own_frames
@@ -90,6 +90,8 @@ def per_item_grad(
 
 
 class Asked(NamedTuple):
+    """One result, and what is asked of it."""
+
     number: int
     result: torch.Tensor
     inputs: Inputs
@@ -125,12 +127,16 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
             differentiate(
                 node,
                 [grad if number == output else None for number in range(node.output_count)],
-                tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
-                any(captured for each in where for captured, _ in each),
-                task,
-                keep or last[items[index]] != index,
-                create_graph,
-                apart=True,
+                Order(
+                    task,
+                    keep=keep or last[items[index]] != index,
+                    whole=False,
+                    create=create_graph,
+                    wanted=tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
+                    captures=any(captured for each in where for captured, _ in each),
+                    apart=True,
+                    levels=(),
+                ),
             )
             for index, (node, where, (_, _, _, grad), output) in enumerate(zip(nodes, places, asked, outputs, strict=True))
         ]
@@ -138,6 +144,7 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
 
 
 def check_graph(index: int, result: object) -> None:
+    """Raises ValueError for what has no history."""
     if not isinstance(result, torch.Tensor) or result.grad_fn is None:
         raise ValueError(
             f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {type(result).__name__}); "
@@ -152,6 +159,7 @@ def check_tensors(index: int, inputs: object) -> None:
 
 
 def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
+    """Where each of the inputs enters the call, of all places the gates of `node` know."""
     behind = edges_behind_gates(node)
     known: dict[Any, list[Place]] = {}
     for number in item_of(node, output).inputs:
@@ -176,6 +184,7 @@ def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
 
 
 def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of a result, checked; ones where None will do."""
     if grad is None:
         if result.is_complex():
             raise ValueError(f"results[{index}] is complex, and no grad_outputs says what to take for its gradient")
@@ -195,6 +204,7 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
 
 
 def taken(derivative: Derivative, places: Places, inputs: Inputs) -> Inputs:
+    """Wait for the gradients of one result; those of a tensor that enters several times are added up."""
     of_captures = derivative.take_captures()
     of_inputs = {number: derivative.take(number) for number in derivative.order.wanted}
     grads = []

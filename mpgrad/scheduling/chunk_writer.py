@@ -16,6 +16,7 @@ from mpgrad.pickling.state import Recent, State
 from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, SentGradients
 from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, SumLedger
 from mpgrad.scheduling.loans import Loans
+from mpgrad.scheduling.sizes import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.wire.messages import (
     Backward,
     BackwardCall,
@@ -31,10 +32,7 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.tensor_packing import Payload, Placed, Together
 from mpgrad.wire.tensor_refs import TensorRef
 
-__all__ = ["MOST_CALLS", "MOST_PAYLOAD", "ChunkWriter", "Written"]
-
-MOST_CALLS = 256  # in one chunk
-MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
+__all__ = ["ChunkWriter", "Written"]
 
 Written = tuple[list[Message], Payload, Chunk]
 

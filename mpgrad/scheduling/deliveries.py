@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from mpgrad.calls.output import report
 from mpgrad.memory.arena import slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.queue import CHUNKS_UNDER_WAY, Line
+from mpgrad.scheduling.queue import Line
+from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Message

@@ -17,17 +17,13 @@ from concurrent.futures import CancelledError
 from mpgrad.calls.device_choice import next_for
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.scheduling.chunk_writer import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.sizes import LONGEST_CHUNK, MOST_PAYLOAD, SHORTEST_CHUNK, chunk_size
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
 
-__all__ = ["CHUNKS_UNDER_WAY", "Line", "fed", "guided_size"]
+__all__ = ["Line"]
 
-CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
-CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY  # of what is left, at least
-SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
-CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
 ONE_BY_ONE = LONGEST_CHUNK / 2  # seconds: longer calls travel alone
 SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
@@ -169,26 +165,4 @@ class Line:
         if operation.chunksize is not None:
             return operation.chunksize
         seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
-        return min(MOST_CALLS, guided_size(seconds, left, workers, SHORTEST_CHUNK, LONGEST_CHUNK))
-
-
-def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
-    """How many of the calls that are `left`, of so many seconds each, go together: a share, so fewer towards the end.
-
-    At least `shortest` and at most `longest` seconds of work. Source: guided self-scheduling, C. Polychronopoulos and
-    D. Kuck, IEEE Transactions on Computers, 1987.
-    """
-    share = left // (CHUNKS_PER_WORKER * fed(workers, left, seconds))
-    seconds = max(seconds, 1e-9)
-    return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
-
-
-def fed(workers: int, calls: int, seconds: float) -> int:
-    """To how many of the workers it is worth handing out the calls, of so many seconds each.
-
-    With fewer their part takes longer, with more the parent's: k workers take calls * seconds / k, the parent
-    CHUNK_CARE * CHUNKS_PER_WORKER * k, and such a sum is least where both are the same. Unknown seconds are infinite.
-    """
-    if not calls or seconds == math.inf:
-        return workers
-    return min(workers, max(1, math.ceil(math.sqrt(calls * seconds / (CHUNK_CARE * CHUNKS_PER_WORKER)))))
+        return chunk_size(seconds, left, workers)

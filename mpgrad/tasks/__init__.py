@@ -5,4 +5,6 @@ Imports `pickling` and what is below it.
     transform_programs   a map under torch.func, as a program of its levels
     jacobian_parts       the parts of a derivative that one call computes; jacobian_arguments: which arguments
     reduction            sums and products of results in place
+    replicas             the modules of mpgrad.nn.parallel_apply
+    initializer          what an Executor has its workers run first
 """

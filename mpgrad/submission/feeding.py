@@ -1,0 +1,107 @@
+"""How an operation gets its calls: packed alone or in bundles, and handed to the scheduler a batch at a time. Caller only.
+
+    calls ──► alone, or in bundles once they are known to be cheap ──► `operation.add` ──► `scheduler.admit`, batch by batch
+Guarantees: an operation gets all its calls and is sealed, or it is called off. What the caller goes on to change is copied
+    before `feed` returns, unless it waits for the results (`borrow`).
+Assumes: one thread feeds an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import Arguments, PackedCall, Shared, pack_bundle, pack_call
+from mpgrad.collector import let_collector_look
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.scheduling.sizes import BATCH_BYTES, LARGEST_BATCH, bundle_size, first_batch
+from mpgrad.wire.tensor_packing import Packer
+
+__all__ = ["Feeder"]
+
+
+class Feeder:
+    """Packs calls into operations, so many at a time as suits what they cost and how many workers there are."""
+
+    def __init__(self, scheduler: Scheduler, processes: int) -> None:
+        self._scheduler = scheduler
+        self.processes = processes  # how many workers the caller wants; a pool may be resized
+
+    def feed(
+        self,
+        operation: Operation,
+        calls: Iterable[Arguments],
+        *,
+        borrow: bool,
+        shared: Shared | None = None,
+        seal: bool = True,
+        total: int | None = None,
+    ) -> None:
+        """Pack the calls, and let the workers begin with the first ones meanwhile.
+
+        `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
+        could change them in place before they are read. `seal`: there will be no more calls. `total`: of how many calls these
+        are, where cheap ones may go in bundles.
+        """
+        scheduler = self._scheduler
+        packer = scheduler.packer if borrow else scheduler.copying_packer
+        batch, packed, copied = self._first_batch(operation), 0, packer.bytes_copied
+        try:
+            for call in self._packed(operation, iter(calls), packer, shared, total):
+                operation.add(call)
+                packed += call.items
+                if packed >= batch or packer.bytes_copied - copied > BATCH_BYTES:
+                    scheduler.admit(operation, waits=borrow)
+                    let_collector_look()
+                    batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
+            operation.sealed = seal
+            scheduler.admit(operation, waits=borrow)
+        except BaseException:
+            scheduler.call_off(operation)
+            raise
+
+    def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:
+        """What packs each call, for who takes them as they are needed."""
+        packer, known = self._scheduler.copying_packer, operation.function.state
+        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request, known=known)
+        return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
+
+    def _first_batch(self, operation: Operation) -> int:
+        ran = self._scheduler.ran(operation.function.pickled)
+        return first_batch(math.inf if ran is None else ran.total)
+
+    def _packed(
+        self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
+    ) -> Iterator[PackedCall]:
+        """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
+        grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
+        known = operation.function.state
+
+        def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
+            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, known)
+
+        size = self._bundle_size(operation, total)
+        while size != 1 and (some := list(itertools.islice(calls, size or 1))):
+            item = first + operation.items
+            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, known)
+            if bundle is not None:
+                yield bundle
+            else:
+                yield from itertools.starmap(alone, some)
+            if bundle is None and size is not None:
+                break  # items of this kind have calls of their own
+            size = self._bundle_size(operation, total)
+        yield from itertools.starmap(alone, calls)
+
+    def _bundle_size(self, operation: Operation, total: int | None) -> int | None:
+        """Of how many items; None where it is not known yet what they cost."""
+        if total is None:
+            return 1
+        ran = self._scheduler.ran(operation.function.pickled)
+        if ran is None:
+            return None
+        return bundle_size(ran.total, total, total - operation.conditions.first - operation.items, self.processes)

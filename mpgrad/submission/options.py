@@ -1,0 +1,200 @@
+"""What the user has asked for: of a pool, and of the calls of one operation. Caller only.
+
+Guarantees: options that exist are valid, and do not change. What only a pool can tell of a call's options, whether it has the
+    `device` and can keep a `timeout`, is asked when an operation begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from mpgrad.calls.device_choice import Device
+from mpgrad.cpus import usable_cpus
+from mpgrad.engines.kinds import traits_of
+from mpgrad.engines.protocol import Traits
+from mpgrad.memory.limits import bytes_of
+from mpgrad.pickling import classes
+from mpgrad.pickling.uncarried import not_carried
+from mpgrad.progress import Progress
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.stations import worker_devices
+
+__all__ = ["CallOptions", "PoolOptions", "pickled_initializer", "positive"]
+
+GRAPHS = ("keep", "recompute", "eager")
+ON_ERROR = ("raise", "return")
+INLINE = ("auto", "never")
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """What a pool was made with: the arguments of `Pool`, whose docstring says what they mean.
+
+    Raises:
+        ValueError, TypeError: names the argument and its value.
+    """
+
+    processes: int | None
+    initializer: bytes | None  # pickled, with its arguments
+    maxtasksperchild: int | None
+    context: BaseContext | str | None
+    threads_per_worker: int
+    engine: str
+    deterministic: bool
+    retries: int
+    timeout: float | None
+    graphs: str
+    graph_memory: int | str | None
+    inline: str
+    devices: Device | Sequence[Device] | None
+    device_codes: tuple[int, ...] | None = field(init=False)  # one for each worker
+
+    def __post_init__(self) -> None:
+        is_process = self.traits.is_process
+        one_of("graphs", self.graphs, GRAPHS)
+        one_of("inline", self.inline, INLINE)
+        if self.graph_memory is not None:
+            bytes_of("graph_memory", self.graph_memory)
+        if self.processes is not None:
+            positive("processes", self.processes)
+        codes = worker_devices(self.devices, self.processes, self.engine, self.context)
+        object.__setattr__(self, "device_codes", codes)  # asked once: the answer is to last as long as the workers
+        positive("threads_per_worker", self.threads_per_worker)
+        if self.maxtasksperchild is not None:
+            calls_of_a_worker(self.maxtasksperchild)
+        if is_process:
+            at_least("retries", self.retries, 0)
+        self.seconds(None)
+
+    @property
+    def traits(self) -> Traits:
+        return traits_of(self.engine)
+
+    @property
+    def is_eager(self) -> bool:
+        return self.graphs == "eager"
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether cheap calls may run in the caller's thread, where neither an initializer nor a limit would reach them."""
+        is_plain = self.initializer is None and self.timeout is None and self.device_codes is None
+        return self.inline == "auto" and self.traits.is_process and is_plain
+
+    @property
+    def may_bundle(self) -> bool:
+        """Whether several items may go as one call: nothing is counted or timed call by call, and no order is promised."""
+        counts_calls = self.maxtasksperchild is not None or self.graphs == "recompute" or self.graph_memory is not None
+        return not (self.deterministic or counts_calls or self.timeout or self.device_codes)
+
+    def seconds(self, timeout: float | None) -> float | None:
+        """That a call may take, where it is given this `timeout`; None for no limit.
+
+        Raises:
+            ValueError, TypeError: it is out of range, no number, or the engine cannot end a call.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        if timeout is None:
+            return None
+        if not self.traits.is_process:
+            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' (engine: {self.engine!r})")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds, or None (timeout: {timeout!r})")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds (timeout: {timeout})")
+        return float(timeout)
+
+    def settings(self) -> Settings:
+        """What its workers start with."""
+        is_process, codes = self.traits.is_process, self.device_codes
+        graph_bytes = None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
+        return Settings(
+            workers=len(codes) if codes is not None else usable_cpus() if self.processes is None else self.processes,
+            initializer=pickled_initializer(None, ()) if self.initializer is None else self.initializer,
+            threads=self.threads_per_worker,
+            calls=self.maxtasksperchild,
+            retries=self.retries if is_process else 0,
+            graph_bytes=0 if self.graphs == "recompute" else graph_bytes,
+            devices=codes,
+            in_process=not is_process,
+            eager=self.is_eager,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What is asked of the calls of one operation: the arguments that public methods have in common, see `Pool.map`.
+
+    Raises:
+        ValueError, TypeError: `chunksize` or `on_error` is out of range or of the wrong type.
+    """
+
+    chunksize: int | None = None
+    timeout: float | None = None
+    on_error: str = "raise"
+    device: Device | None = None
+    progress: Progress = False
+
+    def __post_init__(self) -> None:
+        if self.chunksize is not None:
+            check_chunksize(self.chunksize)
+        one_of("on_error", self.on_error, ON_ERROR)
+
+    @property
+    def leaves_ways_open(self) -> bool:
+        """Whether calls may go together, or run in the caller: nothing is asked of one by itself."""
+        return self.chunksize is None and self.timeout is None and self.progress is False
+
+
+def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:
+    """
+    Raises:
+        TypeError, pickle.PicklingError: it is no function, or cannot be carried.
+    """
+    if initializer is not None and not callable(initializer):
+        raise TypeError(f"initializer must be a function or None (initializer: {initializer!r})")
+    try:
+        return classes.dumps((initializer, initargs))
+    except Exception as error:
+        given = {"initializer": initializer, "initargs": initargs}
+        not_carried(error, "the initializer or its arguments", given)
+
+
+def check_chunksize(chunksize: object) -> None:
+    """Raises TypeError or ValueError; of the mistake that a second iterable is, says what is meant."""
+    if isinstance(chunksize, Iterable):
+        raise TypeError(
+            "one iterable of items is taken, and what follows it is the chunksize; for functions of several arguments use "
+            f"pool.starmap(function, zip(first, second)) (chunksize: a {type(chunksize).__name__})"
+        )
+    positive("chunksize", chunksize)
+
+
+def calls_of_a_worker(number: int) -> None:
+    """Raises ValueError."""
+    try:
+        positive("maxtasksperchild", number)
+    except TypeError as error:  # multiprocessing.Pool says so of any type
+        raise ValueError(*error.args) from None
+
+
+def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises ValueError for a value that is not allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)} ({name}: {value!r})")
+
+
+def positive(name: str, number: object) -> int:
+    """`number`, if it is at least 1."""
+    return at_least(name, number, 1)
+
+
+def at_least(name: str, number: object, least: int) -> int:
+    """Raises TypeError for what is no integer, ValueError for less than `least`."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an integer ({name}: {number!r})")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least} ({name}: {number})")
+    return number

@@ -1,0 +1,66 @@
+"""What a function is to be called with. Caller only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.calls.packing import Arguments
+from mpgrad.scheduling.run_in_caller import is_at_rest
+
+__all__ = ["Source", "callable_of", "first_of"]
+
+FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring
+
+
+class Source(NamedTuple):
+    """The calls of an operation, as the user gave them; taken from once."""
+
+    calls: Iterable[Arguments]
+    total: int | None  # how many, where that is known beforehand
+    at_rest: bool  # they are all there: no code of the caller's runs between two of them
+
+    @classmethod
+    def of_items(cls, items: Iterable[Any]) -> Source:
+        """Each item is the argument of a call."""
+        return cls((((item,), {}) for item in items), length(items), is_at_rest(items))
+
+    @classmethod
+    def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
+        """Each element has the arguments of a call."""
+        return cls(((tuple(each), {}) for each in arguments), length(arguments), is_at_rest(arguments))
+
+    @classmethod
+    def of_one(cls, args: Iterable[Any], kwds: dict[str, Any] | None) -> Source:
+        return cls([(tuple(args), kwds or {})], 1, at_rest=True)
+
+
+def length(iterable: Iterable[Any]) -> int | None:
+    """None where it cannot be known without taking the items."""
+    try:
+        return len(iterable)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
+    """What the first few calls are given, if there is anything but tensors; and all calls. Only of those that are at rest."""
+    if not source.at_rest:
+        return (), source.calls
+    calls = iter(source.calls)
+    head = list(itertools.islice(calls, FIRST_LOOKED_AT))
+    others = [call for call in head if call[1] or not all(isinstance(value, torch.Tensor) for value in call[0])]
+    return others, itertools.chain(head, calls)
+
+
+def callable_of(function: object) -> Callable[..., Any]:
+    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own serves it in the worker."""
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        apply: Callable[..., Any] = function.apply
+        return apply
+    if not callable(function):
+        raise TypeError(f"the function must be callable (given: {function!r})")
+    return function

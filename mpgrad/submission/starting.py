@@ -1,0 +1,124 @@
+"""How an operation begins: a function is checked and pickled, its captures are placed, modes and a seed are fixed. Caller only.
+
+    [1] prepare: what may be refused, refused; function pickled ──► modes, seed ──► [2] begin: captures placed, an operation
+Guarantees: what is refused has drawn no random number of the caller's; all operations of one map run the same function under
+    the same modes and from the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.autograd.capture_gate import Captures
+from mpgrad.calls.device_choice import Request, requested
+from mpgrad.calls.homes import OperationHome
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import Arguments, PickledFunction, SharedFunction, pickled_function
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.submission.options import CallOptions, PoolOptions
+from mpgrad.submission.source import callable_of
+from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_hooks
+from mpgrad.torch_state.private import outside_transforms, tracer
+from mpgrad.wire.messages import Eager
+from mpgrad.wire.tensor_refs import with_more_behind
+
+__all__ = ["Prepared", "Starter", "check_untraced"]
+
+
+class Prepared(NamedTuple):
+    """What is left to do is to place the captures."""
+
+    function: PickledFunction
+    options: CallOptions
+    request: Request | None  # where its calls are to run
+    seconds: float | None  # that each may take
+    modes: Modes
+    seed: int | None
+
+
+class Starter:
+    """Begins the operations of a pool, as the pool's options say."""
+
+    def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
+        self._options = options
+        self._scheduler = scheduler
+        self._draws = options.traits.own_generators
+
+    def prepare(
+        self,
+        function: Callable[..., Any],
+        options: CallOptions,
+        like: Sequence[Arguments] = (),
+        modes: Modes | None = None,
+    ) -> Prepared:
+        """[1] `like`: the arguments of some of the calls. `modes`: other ones than the caller's, and no random numbers.
+
+        Raises:
+            TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool cannot do what is asked.
+            PoolClosedError: after `close` or `terminate`.
+            RuntimeError: PyTorch is tracing.
+        """
+        function = under_hooks(callable_of(function))
+        check_untraced()
+        seconds = self._options.seconds(options.timeout)
+        self._scheduler.life.check_open()
+        kind = self._scheduler.packer.kind
+        with outside_transforms():
+            request = requested(options.device, self._options.device_codes)
+            pickled = pickled_function(function, kind, like)
+        if modes is not None:
+            return Prepared(pickled, options, request, seconds, modes, None)
+        return Prepared(pickled, options, request, seconds, current_modes(kind), self.draw_seed())
+
+    def begin(
+        self,
+        prepared: Prepared,
+        *,
+        kind: type[Operation] = Operation,
+        noun: str = "item",
+        stop_at_failure: bool = True,
+        one_by_one: bool = False,
+        at_rest: bool = False,
+        first: int = 0,
+    ) -> Operation:
+        """[2] `one_by_one`: its results are fetched so, and differentiated. `first`: the item of the first call."""
+        pickled, options, request, seconds, modes, seed = prepared
+        scheduler, deterministic = self._scheduler, self._options.deterministic
+        with outside_transforms():
+            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
+            home = OperationHome(scheduler.gradients, shared, deterministic, seconds)
+            needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
+            captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+        eager = Eager.NO
+        if self._options.is_eager:
+            apart = one_by_one or deterministic or torch.are_deterministic_algorithms_enabled()
+            eager = Eager.APART if apart else Eager.SUMS
+        return kind(
+            shared,
+            home,
+            captures,
+            seed,
+            modes,
+            chunksize=options.chunksize,
+            stop_at_failure=stop_at_failure and options.on_error == "raise",
+            return_errors=options.on_error == "return",
+            noun=noun,
+            timeout=seconds,
+            request=request,
+            eager=eager,
+            first=first,
+            at_rest=at_rest,
+        )
+
+    def draw_seed(self) -> int | None:
+        """A number of the caller's generator, where workers have generators that it can be given to."""
+        return draw_seed() if self._draws else None
+
+
+def check_untraced() -> None:
+    """Raises RuntimeError while PyTorch records what is called."""
+    if (by := tracer()) is not None:
+        raise RuntimeError(f"a pool call cannot be traced, its result would be taken for a constant (by: {by})")

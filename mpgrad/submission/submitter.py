@@ -1,0 +1,185 @@
+"""What the public methods of a pool ask for: an operation, run while the caller waits, or meanwhile, or as far as it asks.
+
+    function, source, options ──► run in the caller, where that is cheaper (scheduling/run_in_caller.py)
+                              ──► starting.py ──► feeding.py ──► wait, or hand out an AsyncResult, an iterator, a future
+Caller only.
+Guarantees: an operation whose caller is interrupted while it waits is called off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+
+from mpgrad.calls.operations import Operation, Submitted
+from mpgrad.calls.packing import Arguments, Shared, pickled_function
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.collector import LONGEST_HOLD, collector_held
+from mpgrad.progress import progress_bar
+from mpgrad.scheduling.costs import Costs
+from mpgrad.scheduling.run_in_caller import AdaptiveMap, may_run_here
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.submission.feeding import Feeder
+from mpgrad.submission.options import CallOptions, PoolOptions
+from mpgrad.submission.source import Source, callable_of, first_of
+from mpgrad.submission.starting import Prepared, Starter, check_untraced
+from mpgrad.torch_state.modes import Modes, current_modes
+from mpgrad.transforms import Run, may_be_followed, run_followed
+
+__all__ = ["Submitter"]
+
+WINDOW_PER_WORKER = 16  # items that are taken ahead of what was asked for, where nobody says how many
+
+
+class Submitter:
+    """All operations of a pool begin here; whoever may begin more keeps it, and with it the workers."""
+
+    def __init__(self, options: PoolOptions, scheduler: Scheduler, processes: int) -> None:
+        self._scheduler = scheduler
+        self._may_bundle = options.may_bundle
+        self.may_stay = options.may_stay  # cheap calls in the caller
+        self.starter = Starter(options, scheduler)
+        self.feeder = Feeder(scheduler, processes)
+        self.costs = Costs(scheduler.ran)
+        self.uncollected = Uncollected()
+
+    @property
+    def processes(self) -> int:
+        return self.feeder.processes
+
+    def resize(self, processes: int) -> None:
+        self._scheduler.resize(processes)
+        self.feeder.processes = processes
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        source: Source,
+        options: CallOptions,
+        *,
+        noun: str = "item",
+        shared: Shared | None = None,
+        modes: Modes | None = None,
+    ) -> list[Any]:
+        """All results.
+
+        `noun`: what a call is, in errors. `shared`: for tensors that calls have in common. `modes`: for what no transform is to
+        follow any more, and draws no random numbers.
+        """
+        if modes is None and may_be_followed():
+            check_untraced()
+            if options.on_error == "return":
+                raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
+            given = list(source.calls)
+            results = run_followed(callable_of(function), given, self.starter.draw_seed, self._unfollowed(options, noun))
+            if results is not None:
+                return results
+            source = source._replace(calls=given)
+        if source.at_rest and options.leaves_ways_open and self.may_stay and may_run_here():
+            return self._run_adaptively(function, source, options)
+        like, calls = first_of(source)
+        prepared = self.starter.prepare(function, options, like, modes)
+        operation = self.starter.begin(prepared, noun=noun, at_rest=source.at_rest)
+        wait_until = self._scheduler.wait_until
+        try:
+            with progress_bar(options.progress, source.total) as move_to:
+                with collector_held():
+                    self.feeder.feed(operation, calls, borrow=True, shared=shared, total=self._to_bundle(source, options))
+                    finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
+                if move_to is not None:
+                    self._watch(operation, move_to)
+                elif not finished:
+                    wait_until(lambda: operation.finished)
+        except BaseException:  # KeyboardInterrupt, above all
+            self._scheduler.call_off(operation)
+            raise
+        with collector_held():
+            return operation.values()
+
+    def _unfollowed(self, options: CallOptions, noun: str) -> Run:
+        """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
+
+        def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
+            return self.run(function, Source(calls, len(calls), at_rest=False), options, noun=noun, modes=modes)
+
+        return run
+
+    def _run_adaptively(self, function: Callable[..., Any], source: Source, options: CallOptions) -> list[Any]:
+        like, calls = first_of(source)
+        prepared = self.starter.prepare(function, options, like)
+        begin = functools.partial(self.starter.begin, prepared, at_rest=True)
+        add = functools.partial(self.feeder.feed, borrow=True, total=self._to_bundle(source, options))
+        return AdaptiveMap(prepared.function, self.costs, self.processes, begin, add, self._scheduler).run(calls, source.total)
+
+    def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
+        """How many calls there are, of which some may go together; None where each goes by itself."""
+        if not (self._may_bundle and source.at_rest and options.leaves_ways_open and options.on_error == "raise"):
+            return None
+        return None if source.total == 1 or torch.are_deterministic_algorithms_enabled() else source.total
+
+    def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
+        while True:
+            finished, done = operation.finished, operation.delivered
+            move_to(done)
+            if finished:
+                return
+            self._scheduler.wait_until(lambda done=done: operation.finished or operation.delivered > done)  # type: ignore[misc]
+
+    def run_async(
+        self,
+        function: Callable[..., Any],
+        source: Source,
+        options: CallOptions,
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+        fetch: Callable[[Operation], Any] = Operation.values,
+    ) -> AsyncResult:
+        """All results, later; or what `fetch` makes of them."""
+        like, calls = first_of(source)
+        operation = self.starter.begin(self.starter.prepare(function, options, like), at_rest=source.at_rest)
+        total = self._to_bundle(source, options)
+        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected)
+        with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
+            self.feeder.feed(operation, calls, borrow=False, total=total)
+        return result
+
+    def iterate(
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[Arguments],
+        options: CallOptions,
+        *,
+        ordered: bool = True,
+        window: float | None = None,
+    ) -> ResultIterator:
+        """Results as they are asked for. `window`: how many items are taken ahead of them."""
+        prepared = self.starter.prepare(function, options)
+        operation = self.starter.begin(prepared, stop_at_failure=False, one_by_one=True)
+        if window is None:
+            window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
+        return ResultIterator(self._scheduler, operation, self.feeder.one_by_one(operation, calls), window, ordered)
+
+    def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture:
+        """One call, whose result others may be given."""
+        prepared = self.starter.prepare(function, options, [call])
+        operation = self._begin_submitted(prepared)
+        future = DifferentiableFuture(self._scheduler, operation, self.uncollected)
+        self.feeder.feed(operation, [call], borrow=False)
+        return future
+
+    def failed_call(self, error: BaseException) -> DifferentiableFuture:
+        """The future of a call that could not be sent."""
+        check_untraced()
+        prepared = Prepared(pickled_function(abs), CallOptions(), None, None, current_modes(), 0)
+        operation = self._begin_submitted(prepared)
+        future = DifferentiableFuture(self._scheduler, operation, self.uncollected)
+        operation.added, operation.sealed = 1, True
+        operation.fail(error)
+        return future
+
+    def _begin_submitted(self, prepared: Prepared) -> Submitted:
+        return cast(Submitted, self.starter.begin(prepared, kind=Submitted, one_by_one=True))
