@@ -535,7 +535,7 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
 
     first, second = (types.SimpleNamespace(chunksize=None, limit=9) for _ in range(2))
     under_way = UnderWay()
-    under_way.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+    under_way.progress, under_way.can_call_off = memoryview(bytearray(8 * Progress.COUNT)).cast("q"), True
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
     under_way.progress[Progress.CHUNK] = 1  # which it runs
     ((_, taken),) = under_way.call_off()
@@ -557,7 +557,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
 
     operation: Any = types.SimpleNamespace(limit=9)
     worker = WorkerHandle(1, None)  # type: ignore[arg-type]
-    worker.under_way.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
+    worker.under_way.progress, worker.under_way.can_call_off = memoryview(bytearray(8 * Progress.COUNT)).cast("q"), True
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
     worker.under_way.call_off_behind()
