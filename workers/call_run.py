@@ -70,8 +70,6 @@ class CallRun:
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         self.inputs = edges_at(entrances) if call.bundle else []  # of bundles all of these are leaves
-        self._outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
-        self._codes: list[int] = []  # where the outputs lie, in a pool with devices
         self.graph: GraphEdges | None = None  # of all items, at the end
         self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
         self._call = call
@@ -80,6 +78,8 @@ class CallRun:
         self._entrances = entrances
         self._function = function
         self._inference = inference
+        self._outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
+        self._codes: list[int] = []  # where the outputs lie, in a pool with devices
         self._has_graph = False
         self._whole = False  # see `GraphEdges`
         self._station = station

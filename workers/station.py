@@ -48,6 +48,8 @@ class DeviceMap:
 
 
 class KnownDevices(DeviceMap):
+    """Where the tensors of a graph lie, in a pool with devices."""
+
     def __init__(self, outputs: Sequence[int], inputs: Sequence[int], captures: Sequence[int]) -> None:
         """`outputs`: here; `inputs`, `captures`: in the caller."""
         self._outputs = outputs
@@ -147,6 +149,8 @@ def station(pickled: bytes, number: int) -> Iterator[Station]:
 
 
 class DeviceStation(Station):
+    """That of a worker in a pool with devices, at one of them or (code 0, without a lane) at the CPU."""
+
     def __init__(self, post: Post, lane: Lane | None) -> None:
         self.kind = post.accelerator.type
         self._code = post.code
