@@ -1,24 +1,32 @@
-"""What a call is given, and what it gave or raised, between `mpgrad.wire.messages` and what the function sees."""
+"""One run of a function: what the call is given, what it gives, and its graph; the items of a bundle one after another.
+
+tensors of the call ──► loans.views ──► dress ──► the function ──► result_structure ──► CallRun: tensors, shapes, graph
+"""
 
 from __future__ import annotations
 
 import itertools
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from mpgrad.workers.graphs import Edge, Entrance, Graph, Search, edge_of, edges_at, leaves_behind
+from mpgrad.workers.eager_backward import Ahead
+from mpgrad.workers.failures import described, given_in_words
+from mpgrad.workers.functions import Function
+from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
+from mpgrad.workers.graphs import GraphEdges
+from mpgrad.workers.loans import Loans
+from mpgrad.workers.progress_report import ProgressReport
+from mpgrad.workers.station import Station
 from mpgrad.workers.surroundings import SURROUNDINGS
 
 from mpgrad.errors import UncarriedResultError
-from mpgrad.memory.accelerator import code_of
 from mpgrad.pickling import structure
-from mpgrad.pickling.exceptions import carried
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.uncarried import why_not
-from mpgrad.wire.messages import Failure, ForwardCall, Structure
+from mpgrad.wire.messages import Forward, ForwardCall, Rerun, Structure
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
@@ -30,33 +38,21 @@ from mpgrad.wire.tensor_refs import (
     with_more_behind,
 )
 
-__all__ = ["Function", "Made", "Stage", "arguments", "failure", "given_in_words", "result_structure"]
-
-
-class Function(NamedTuple):
-    code: int
-    target: Callable[..., Any]
-    captures: list[torch.Tensor]
-    modules: Live  # of the user's own, as it sees them
-    edges: list[Edge]  # of the captures that need gradients
-    versions: list[int]  # of the captures before any call
-    gathers: bool  # the tensors of its calls come to our device
-    names: list[int]  # where those captures lie in the caller
-    precise: bool  # these gradients are not of half precision
-    search: Search
-    flags: Sequence[int]  # of the captures
+__all__ = ["CallRun", "CallRunner", "Stage"]
 
 
 class Stage:
-    """How far a call has come, for its failure."""
+    """How far a call has come, for its failure, and what it took."""
 
     def __init__(self) -> None:
         self.phase = "forward"
         self.offset = 0  # of the item, in a bundle
         self.given = ""  # to the function, where it raised
+        self.own_seconds = 0.0  # in the function
+        self.ahead_seconds = 0.0  # in backwards that were run ahead
 
 
-class Made:
+class CallRun:
     """What a call is given and gives, and where the gradients of those of its tensors that need them enter its graph."""
 
     def __init__(
@@ -67,18 +63,14 @@ class Made:
         given: list[torch.Tensor],
         entrances: Sequence[Entrance],
         inference: bool,
-        on_devices: bool,
+        station: Station,
     ) -> None:
         """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that need gradients."""
         self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         self.inputs = edges_at(entrances) if call.bundle else []  # of bundles all of these are leaves
-        self.outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
-        self.codes: list[int] = []  # where the outputs lie, in a pool with devices
-        self.has_graph = False
-        self.whole = False  # see `Graph`
-        self.graph: Graph | None = None  # of all items
+        self.graph: GraphEdges | None = None  # of all items, at the end
         self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
         self._call = call
         self._refs = refs
@@ -86,7 +78,11 @@ class Made:
         self._entrances = entrances
         self._function = function
         self._inference = inference
-        self._on_devices = on_devices
+        self._outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
+        self._codes: list[int] = []  # where the outputs lie, in a pool with devices
+        self._has_graph = False
+        self._whole = False  # see `GraphEdges`
+        self._station = station
 
     def items(self) -> Iterator[list[torch.Tensor]]:
         """The tensors of the call, or of each item of a bundle."""
@@ -119,15 +115,86 @@ class Made:
             search.look(outputs, whole)
         if alone:
             self.unused = unused_inputs(self._refs, self.inputs, outputs, whole)
-        self.has_graph = True
+        self._has_graph = True
         return outputs
 
     def enter(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
         """Gradients may come to these."""
-        self.outputs += map(edge_of, outputs)
-        if self._on_devices:
-            self.codes += map(code_of, outputs)
-        self.whole = self.whole or whole
+        self._outputs += map(edge_of, outputs)
+        self._codes += self._station.codes_of(outputs)
+        self._whole = self._whole or whole
+
+    def take_ahead(self, ahead: Ahead, item: int, found: list[torch.Tensor], whole: bool) -> list[torch.Tensor]:
+        """Run the backward of what an item gave, if that is a loss; returns what is to be sent."""
+        outputs = self.connect(found, whole)
+        if outputs and ahead.take(item, self.inputs, found, whole):
+            return [tensor.detach() for tensor in found]  # nothing holds the graph now: the next one gets its memory
+        if outputs:
+            self.enter(outputs, whole)
+        return found
+
+    def end(self) -> None:
+        """All items have run."""
+        if self._has_graph:
+            function = self._function
+            devices = self._station.device_map(self._codes, self._call.tensors, function.homes)
+            self.graph = GraphEdges(function, self._outputs, self.inputs, self._whole, devices)
+
+
+class CallRunner:
+    """Runs calls, for their results or, a second time, for their graphs."""
+
+    def __init__(self, loans: Loans, progress: ProgressReport, station: Station) -> None:
+        self._loans = loans
+        self._progress = progress
+        self._station = station
+
+    def run(
+        self,
+        message: Forward | Rerun,
+        call: ForwardCall,
+        function: Function,
+        payload: memoryview,
+        stage: Stage,
+        ahead: Ahead | None = None,
+    ) -> CallRun:
+        """Notes in `stage` how far it came. `ahead`: what runs the backwards of losses at once."""
+        station, kind, begin_item = self._station, self._loans.packer.kind, self._progress.begin_item
+        refs = station.named(call.tensors, function.gathers)
+        given, entrances = dress(self._loans.views(refs, payload), flags_in(refs))
+        run = CallRun(call, function, refs, given, entrances, message.modes.inference, station)
+        before = CHECKPOINTS.count
+        SURROUNDINGS.are_of(run)
+        for stage.offset, own in enumerate(run.items()):
+            stage.phase = "forward"
+            if call.bundle:
+                begin_item(stage.offset)
+            if ahead is not None:
+                ahead.begin()
+            args, kwargs = arguments(call, stage.offset, own, function.modules)
+            if message.seed is not None:
+                station.seed_item(message.seed, call.item + stage.offset)
+            started = time.perf_counter()
+            try:
+                value = function.target(*args, **kwargs)
+            except BaseException:
+                stage.given = given_in_words(args, kwargs)
+                raise
+            stage.own_seconds += time.perf_counter() - started
+            stage.phase = "result"
+            shape, found = result_structure(value, kind)
+            del args, kwargs, own, value
+            run.shapes.append((shape, len(found)))
+            if ahead is not None:
+                found, before = run.take_ahead(ahead, stage.offset, found, CHECKPOINTS.count != before), CHECKPOINTS.count
+            run.tensors += found
+        if ahead is not None:
+            ahead.end()
+        elif outputs := run.connect(run.tensors, whole := CHECKPOINTS.count != before):
+            run.enter(outputs, whole)
+        begin_item(-1)
+        run.end()
+        return run
 
 
 def arguments(
@@ -187,48 +254,3 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
     except TypeError as error:
         raise UncarriedResultError(str(error), repr(error), described(value)) from error
     return shape, tensors
-
-
-def described(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # it is the user's code, and what the result is wanted for is an error's text
-        return object.__repr__(value)
-
-
-def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(carried(error), text, phase, offset, given)
-
-
-MOST_IN_WORDS = 6  # values of each container
-
-
-def in_words(value: Any, depth: int = 2) -> str:
-    """Tensors by dtype and shape, the rest by type; runs no code of the user's."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        return f"array {value.dtype} {list(value.shape)}"
-    if kind not in (tuple, list, dict):
-        return kind.__name__
-    opening, closing = "()" if kind is tuple else "[]" if kind is list else "{}"
-    if depth == 0:
-        return f"{opening}...{closing}"
-    pairs = [("", each) for each in value] if kind is not dict else [(f"{named(key)}: ", each) for key, each in value.items()]
-    return opening + all_in_words(pairs, depth - 1) + closing
-
-
-def all_in_words(pairs: Sequence[tuple[str, Any]], depth: int) -> str:
-    words = [name + in_words(value, depth) for name, value in pairs[:MOST_IN_WORDS]]
-    left = len(pairs) - len(words)
-    return ", ".join([*words, f"and {left} more"] if left else words)
-
-
-def named(key: object) -> str:
-    return repr(key) if type(key) in (str, int) else type(key).__name__
-
-
-def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return all_in_words([*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from mpgrad.workers.graphs import APPLIED, HOOKS, CaptureSums, Edge, edge_of, gradients_at, is_linear, still_there
+from mpgrad.workers.capture_sums import CaptureSums
+from mpgrad.workers.graph_edges import APPLIED, HOOKS, Edge, edge_of, gradients_at, is_linear, still_there
 
 from mpgrad.torch_state.modes import Modes
 from mpgrad.wire.messages import ForwardCall

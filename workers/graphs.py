@@ -1,391 +1,148 @@
 """The graph table: the autograd graph of every call that ran here and whose backward may come.
 
-Autograd keeps a graph alive from its outputs. Here the outputs have gone to the parent as bytes, so the table holds the
-gradient edges instead: where output gradients enter, where input gradients leave. Everything between is PyTorch's own,
-with its own rules: `retain_graph`, and the RuntimeError of a second backward, are not imitated, they happen.
+The outputs of a graph have gone to the caller as bytes, so the table holds its edges. Everything between is PyTorch's own, with
+its own rules: `retain_graph`, and the RuntimeError of a second backward, are not imitated, they happen.
 
-    # 1. [w] made by forward   2. [r] read by each backward   3. [x] dropped when the parent's node dies
+The life of a graph, by call. Each arrow is a method of `GraphTable`:
+
+    (none) ── keep ──► KEPT ── spend ──► SPENT
+                        │                  │             KEPT      here, and whole
+                       trim               trim           SPENT     here, but emptied, which PyTorch tells a second backward
+                        ▼                  │             DROPPED   not here, and the caller does not know it
+    (none) ── find ──► DROPPED ◄───────────╯             (none)    never here, or the caller knows that it is not
+              miss      │
+                  take_dropped                           any ── release ──► (none)
+                        ▼
+                     (none)
+keep: a call has run, for the first time or again; or a backward whose gradients are to be differentiated. spend: a backward
+ran through it that was not to keep it. release: the caller's node has died, or the backward was the last one. trim: graphs
+take too much memory. find: a backward wants it. miss: its backward ran ahead, and gave nothing. Of a dropped graph the caller
+sends the call once more with the next backward that needs it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import heapq
-import weakref
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import psutil
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
+from mpgrad.workers.allocated import memory_in_use
+from mpgrad.workers.functions import Function
+from mpgrad.workers.graph_edges import Edge, gradients_at, still_there
+from mpgrad.workers.station import NO_DEVICES, DeviceMap
 
-from mpgrad.system import PORTABLE
-from mpgrad.torch_state.private import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
-from mpgrad.torch_state.vmap_levels import Level, over
-from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD
+from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.messages import Release
 
-__all__ = [
-    "APPLIED",
-    "CHECKPOINTS",
-    "HOOKS",
-    "CaptureSums",
-    "Edge",
-    "Entrance",
-    "Graph",
-    "GraphTable",
-    "Names",
-    "Search",
-    "dress",
-    "edge_of",
-    "edges_at",
-    "gradients_at",
-    "is_linear",
-    "leaves_behind",
-    "run_backward",
-    "still_there",
-]
-
-Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
-Entrance = weakref.ref[Any] | torch.Tensor  # of an input: the node where its gradient leaves, or the leaf that it is
-
-
-class Names(NamedTuple):
-    """Where tensors lie, in a pool with devices: by code, see `mpgrad.memory.accelerator`."""
-
-    outputs: list[int]  # here
-    inputs: list[int]  # in the caller
-    captures: list[int]  # in the caller
-
-
-class Graph(NamedTuple):
-    function: int
-    outputs: list[Edge]  # of the outputs that need gradients, in order
-    inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
-    captures: list[Edge]
-    whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
-    names: Names | None = None
-
+__all__ = ["GraphEdges", "GraphTable"]
 
 MOST_STALE = 1000  # entries of the heap for graphs that are gone
 
 
-class GraphTable:
-    """The graphs that are kept, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted.
+class GraphEdges(NamedTuple):
+    """A graph by its edges; those of the captures are the function's."""
 
-    With a limit of 0 none is kept, and nothing need be measured.
+    function: Function
+    outputs: list[Edge]  # of the outputs that need gradients, in order
+    inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
+    whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    devices: DeviceMap = NO_DEVICES
+
+    def run_backward(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        wanted: Sequence[int],
+        captures: bool,
+        keep: bool,
+        create: bool,
+        levels: tuple[Level, ...],
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
+        edges = [still_there(self.inputs[k]) for k in wanted]
+        if captures:
+            edges += map(still_there, self.function.edges)
+        given = [(edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        if not given:
+            return [None] * len(edges)
+        outputs, incoming = zip(*given, strict=True)
+        return gradients_at(edges, outputs, incoming, self.whole, keep, create, levels)
+
+
+class GraphTable:
+    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted.
+
+    A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is kept, and nothing is measured.
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.nbytes = 0
-        self._graphs: dict[int, Graph] = {}
-        self._sizes: dict[int, int] = {}
+        self.nbytes = 0  # of those kept, where there is a limit
+        self._limit = limit
+        self._kept: dict[int, GraphEdges] = {}
+        self._spent: dict[int, GraphEdges] = {}
+        self._dropped: set[int] = set()  # the caller believes that they are here
+        self._sizes: dict[int, int] = {}  # of those kept
         self._largest: list[tuple[int, int]] = []  # a heap of (-bytes, call); may name some that are gone
-        self._dropped: list[int] = []
+
+    def __contains__(self, call: int) -> bool:
+        return call in self._kept or call in self._spent
 
     def memory_in_use(self) -> int:
         """Bytes, where they matter: the rise over a call is what its graph takes."""
-        return memory_in_use() if self.limit else 0
+        return memory_in_use() if self._limit else 0
 
-    def keep(self, call: int, graph: Graph, nbytes: int) -> None:
-        self._graphs[call] = graph
-        if self.limit is not None:
-            self.resize(call, max(0, nbytes))
-
-    def resize(self, call: int, nbytes: int) -> None:
-        if self.limit:
-            self.nbytes += nbytes - self._sizes.get(call, 0)
+    def keep(self, call: int, graph: GraphEdges, nbytes: int) -> None:
+        self.release(call)
+        self._kept[call] = graph
+        if self._limit and nbytes > 0:
+            self.nbytes += nbytes
             self._sizes[call] = nbytes
-            if nbytes:
-                heapq.heappush(self._largest, (-nbytes, call))
+            heapq.heappush(self._largest, (-nbytes, call))
             if len(self._largest) > 2 * len(self._sizes) + MOST_STALE:
-                self._largest = [(-size, call) for call, size in self._sizes.items() if size]
+                self._largest = [(-size, call) for call, size in self._sizes.items()]
                 heapq.heapify(self._largest)
 
+    def find(self, call: int) -> GraphEdges | None:
+        """For a backward. One that is not here counts as dropped from now on."""
+        graph = self._kept.get(call) or self._spent.get(call)
+        if graph is None:
+            self._dropped.add(call)
+        return graph
+
+    def spend(self, call: int) -> None:
+        if (graph := self._kept.get(call)) is not None:
+            self.release(call)
+            self._spent[call] = graph
+
     def trim(self) -> None:
-        if self.limit == 0:
-            self._dropped += self._graphs
-            self._graphs.clear()
-        while self.limit and self._largest and self.nbytes > self.limit:
+        if self._limit == 0:
+            self._dropped.update(self._kept, self._spent)
+            self._kept.clear()
+            self._spent.clear()
+        while self._limit and self.nbytes > self._limit:
             size, call = heapq.heappop(self._largest)
             if self._sizes.get(call) == -size:
                 self.release(call)
-                self._dropped.append(call)
-
-    def get(self, call: int) -> Graph | None:
-        return self._graphs.get(call)
-
-    def release(self, call: int) -> None:
-        self._graphs.pop(call, None)
-        self.nbytes -= self._sizes.pop(call, 0)
+                self._dropped.add(call)
 
     def miss(self, call: int) -> None:
-        """The parent believes that the graph is here."""
-        self._dropped.append(call)
+        """It was never kept, and the caller believes that it was."""
+        self._dropped.add(call)
+
+    def forget(self, message: Release) -> None:
+        for call in message.calls:
+            self.release(call)
+
+    def release(self, call: int) -> None:
+        """Forget all about it."""
+        self._kept.pop(call, None)
+        self._spent.pop(call, None)
+        self._dropped.discard(call)
+        if self._sizes:
+            self.nbytes -= self._sizes.pop(call, 0)
 
     def take_dropped(self) -> list[int]:
-        """The calls whose graphs are not here, as was found since the last time."""
-        dropped, self._dropped = self._dropped, []
+        """Those since the last time, for the caller."""
+        dropped = list(self._dropped)
+        self._dropped.clear()
         return dropped
-
-
-class Mallinfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]
-
-
-class Mstats(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")]
-
-
-LIBC = ctypes.CDLL(None)
-MALLINFO: Any = None if PORTABLE else getattr(LIBC, "mallinfo2", None)  # glibc from 2.33 on
-if MALLINFO is not None:
-    MALLINFO.restype = Mallinfo
-MSTATS: Any = getattr(LIBC, "mstats", None) if PORTABLE else None  # macOS
-if MSTATS is not None:
-    MSTATS.restype = Mstats
-
-
-def memory_in_use() -> int:
-    """Bytes that the allocator has given out: their rise over a call is what stays.
-
-    Where it does not say, those that the process has resident, which memory that is used again does not add to.
-    """
-    if MALLINFO is not None:
-        state = MALLINFO()
-        return int(state.uordblks + state.hblkhd)
-    if MSTATS is not None:
-        return int(MSTATS().bytes_used)
-    return int(psutil.Process().memory_info().rss)
-
-
-def edge_of(tensor: torch.Tensor) -> Edge:
-    node = tensor.grad_fn
-    if node is None:
-        return tensor
-    if isinstance(node, NODE_IN_PYTHON):  # its Python object, by itself, keeps nothing
-        return edge_that_keeps(tensor)
-    return GradientEdge(node, tensor.output_nr)
-
-
-class Entry(torch.autograd.Function):
-    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place writes to it are legal."""
-
-    @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
-        return alone[0]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before it comes here
-        held = vars(ctx).get("received")
-        ctx.received = grad if held is None else held if grad is None else plus(held, grad)
-        return None, None
-
-
-ENTRY_NODE = node_type(Entry)
-ROOT = torch.zeros((), requires_grad=True)
-# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
-# which waits for that lock, holding the interpreter's, would wait for ever.
-ROOT_EDGE = get_gradient_edge(ROOT)
-LEAF_NODE: Any = type(ROOT_EDGE.node)
-
-
-def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[torch.Tensor], list[Entrance]]:
-    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
-    dressed, entrances = list(tensors), list[Entrance]()
-    for k, own in enumerate(flags):
-        if own & PARAMETER:
-            dressed[k] = torch.nn.Parameter(dressed[k], requires_grad=False)
-        if own & REQUIRES_GRAD and own & LEAF:
-            entrances.append(dressed[k].requires_grad_())
-        elif own & REQUIRES_GRAD:
-            with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
-                dressed[k] = apply(Entry, ROOT, [dressed[k]])
-            entrances.append(weakref.ref(dressed[k].grad_fn))  # now: an in-place write moves the tensor away from that node
-    return dressed, entrances
-
-
-def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
-    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend on has been kept by them.
-
-    None where they do not. The caller has a history behind it then which is not theirs, and no backward of theirs may run it.
-    Where the tensors are still held there is an edge to each.
-    """
-    return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
-
-
-def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
-    node = entrance()
-    return None if node is None else GradientEdge(node, 0)
-
-
-def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], whole: bool) -> set[int]:
-    """Those leaves, of the `wanted` ones by id, that the outputs depend on.
-
-    A graph that is `whole` does not show what that is: so it may be any.
-    """
-    if whole or not wanted:
-        return set(wanted)
-    found = {id(output) for output in outputs if id(output) in wanted}
-    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes and len(found) < len(wanted):
-        for node, _ in nodes.pop().next_functions:
-            if type(node) is LEAF_NODE:
-                if id(node.variable) in wanted:
-                    found.add(id(node.variable))
-            elif node is not None and node not in seen:
-                seen.add(node)
-                nodes.append(node)
-    return found
-
-
-class Search:
-    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on."""
-
-    def __init__(self, captures: dict[int, int]) -> None:
-        self._all = captures  # their numbers among those that need gradients, by id
-        self._left = dict(captures)
-        self._found: list[int] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is one that has not been found."""
-        return bool(self._left)
-
-    def look(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
-        """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
-        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, whole)]
-
-    def take_found(self) -> list[int]:
-        """Since the last time."""
-        found, self._found = self._found, []
-        return found
-
-    def behind(self, outputs: Sequence[torch.Tensor], whole: bool) -> list[int]:
-        """Those that these outputs depend on."""
-        return [self._all[each] for each in leaves_behind(outputs, self._all, whole)]
-
-
-def run_backward(
-    graph: Graph,
-    grads: Sequence[torch.Tensor | None],
-    wanted: Sequence[int],
-    captures: bool,
-    keep: bool,
-    create: bool,
-    levels: tuple[Level, ...],
-) -> list[torch.Tensor | None]:
-    """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
-    edges = [still_there(graph.inputs[k]) for k in wanted]
-    if captures:
-        edges += map(still_there, graph.captures)
-    given = [(edge, grad) for edge, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
-    if not given:
-        return [None] * len(edges)
-    outputs, incoming = zip(*given, strict=True)
-    return gradients_at(edges, outputs, incoming, graph.whole, keep, create, levels)
-
-
-def gradients_at(
-    edges: Sequence[Edge | None],
-    outputs: Sequence[Edge],
-    grads: Sequence[torch.Tensor],
-    whole: bool,
-    keep: bool = False,
-    create: bool = False,
-    levels: tuple[Level, ...] = (),
-) -> list[torch.Tensor | None]:
-    """None where there is no edge, and for what was not used."""
-    there = [edge for edge in edges if edge is not None]
-    found: Sequence[torch.Tensor | None]
-    if not there:
-        return [None] * len(edges)
-    if whole:
-        found = run_whole(outputs, there, grads, keep, create)
-    elif levels:
-        found = over(levels, lambda grads: gradients(outputs, there, grads, keep, create), grads)
-    else:
-        found = gradients(outputs, there, grads, keep, create)
-    if len(there) == len(edges):
-        return list(found)
-    rest = iter(found)
-    return [None if edge is None else next(rest) for edge in edges]
-
-
-def still_there(edge: Edge | None) -> Edge | None:
-    """Not a leaf that the call has frozen, nor a node that has ended."""
-    if isinstance(edge, torch.Tensor):
-        return edge if edge.requires_grad else None
-    return edge if edge is None or is_alive(edge.node) else None
-
-
-def run_whole(
-    outputs: Sequence[Edge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
-) -> list[torch.Tensor | None]:
-    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
-    leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
-    for leaf in leaves:
-        leaf.grad = None
-    torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
-    return [taken(edge) for edge in edges]
-
-
-def taken(edge: Edge) -> torch.Tensor | None:
-    if isinstance(edge, torch.Tensor):
-        grad, edge.grad = edge.grad, None
-        return grad
-    return vars(edge.node).pop("received", None)  # type: ignore[no-any-return]
-
-
-def is_linear(output: torch.Tensor) -> bool:
-    """Whether twice the gradient that comes gives twice the gradients: not so where a backward, written in Python, clips.
-
-    For engines in the caller's process, where `APPLIED` may not watch. Of hooks nothing is seen here.
-    """
-    nodes = [] if output.grad_fn is None else [output.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if isinstance(node, ENTRY_NODE):
-            continue
-        if isinstance(node, BackwardCFunction):
-            return False
-        further = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= further
-        nodes += further
-    return True
-
-
-CHECKPOINTS = CallCounter(CheckpointFunction, "forward")  # reentrant ones
-APPLIED = CallCounter(torch.autograd.Function, "apply")  # Functions whose backward is written in Python
-HOOKS = CallCounter(torch.Tensor, "register_hook")
-
-
-class CaptureSums:
-    """Capture gradients of one function in one backward, added up over the calls of this worker."""
-
-    def __init__(self, count: int) -> None:
-        self.calls = 0
-        self.sums: list[torch.Tensor | None] = [None] * count
-        self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
-
-    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        self.calls += 1
-        for k, grad in enumerate(grads):
-            held = self.sums[k]
-            if grad is None:
-                continue
-            if held is None:
-                self.sums[k] = grad
-            elif self._owned[k]:
-                held.add_(grad)
-            else:
-                total = self.sums[k] = plus(held, grad)
-                self._owned[k] = total.layout is torch.strided

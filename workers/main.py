@@ -17,10 +17,10 @@ import warnings
 from typing import NoReturn
 
 import torch
-from mpgrad.workers.call_run import failure
-from mpgrad.workers.graphs import APPLIED, CHECKPOINTS, HOOKS
+from mpgrad.workers.failures import failure
+from mpgrad.workers.graph_edges import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.last_words import promise_last_words
-from mpgrad.workers.station import Station, station
+from mpgrad.workers.station import NO_STATION, station
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
@@ -77,7 +77,7 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
 
 def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
     """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
-    device: Station | None = None
+    device = NO_STATION
     try:
         if setting is not None:
             device = setting.enter_context(station(start.device, number))

@@ -44,6 +44,8 @@ def main(descriptor: int) -> None:
 
 
 class Nursery:
+    """Forks workers when the parent says so, and reports what became of each, once."""
+
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
         self._parent = parent

@@ -1,0 +1,205 @@
+"""The backward pass: gradients for the outputs of kept graphs come, gradients of inputs and captures go.
+
+    Backward ──► before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
+                                                   captures' gradients: added up ──┘
+    Collect ──► the sum ──► lend ──► Collected
+Guarantees: each backward that is not called off has one outcome, whatever the task raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from mpgrad.workers.call_run import CallRun, CallRunner, Stage
+from mpgrad.workers.failures import failure
+from mpgrad.workers.functions import FunctionTable
+from mpgrad.workers.graph_edges import Entrance, dress, edge_of, edges_at
+from mpgrad.workers.graphs import GraphEdges, GraphTable
+from mpgrad.workers.loans import Loans
+from mpgrad.workers.progress_report import ProgressReport
+from mpgrad.workers.station import Station
+from mpgrad.workers.task_warnings import TaskWarnings
+
+from mpgrad.pickling import classes
+from mpgrad.torch_state.modes import under
+from mpgrad.torch_state.private import plus
+from mpgrad.wire.messages import Backward, BackwardCall, Collect, Collected, Failure, Gradients, Missing, Rederive, Rerun
+from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, TensorRef, flags_in
+
+__all__ = ["BackwardHandler"]
+
+WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
+
+
+class Differentiated(NamedTuple):
+    """What came of one step of a backward."""
+
+    gradients: Sequence[torch.Tensor | None] = ()
+    homes: Sequence[int] | None = None  # where these are to be in the caller, in a pool with devices
+    reached: Sequence[int] = ()  # captures that they depend on, see `Gradients`
+
+
+class BackwardHandler:
+    """Answers `Backward`, after the steps that make missing graphs again; and `Collect`."""
+
+    def __init__(
+        self,
+        functions: FunctionTable,
+        graphs: GraphTable,
+        loans: Loans,
+        runner: CallRunner,
+        progress: ProgressReport,
+        task_warnings: TaskWarnings,
+        station: Station,
+    ) -> None:
+        self._functions = functions
+        self._graphs = graphs
+        self._loans = loans
+        self._runner = runner
+        self._progress = progress
+        self._warnings = task_warnings
+        self._station = station
+        self._engine_seconds = 0.0  # up to now
+
+    def answer(self, message: Backward, incoming: memoryview) -> tuple[Gradients, Payload]:
+        chunk, calls = message.chunk, message.calls
+        payload = Payload()
+        outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
+        reached: list[tuple[int, Sequence[int]]] = []
+        seconds_before = self._engine_seconds
+        with under(message.modes):
+            for position, call in enumerate(calls):
+                if self._progress.is_called_off(chunk):
+                    break
+                steps = deque([*call.before, call])
+                try:
+                    found: Differentiated | None = None
+                    while steps:
+                        self._progress.begin(chunk, position)
+                        found = self._step(steps.popleft(), incoming)
+                        if found is None:
+                            break
+                    if found is not None and found.reached:
+                        reached.append((position, found.reached))
+                    outcomes.append(Missing() if found is None else self._loans.lend_all(found.gradients, found.homes, payload))
+                except BaseException as error:
+                    outcomes.append(failure(error, "backward"))
+                self._station.finish()
+                for step in steps:
+                    self._loans.give_back_unread(step)
+                self._graphs.trim()
+        for call in calls[len(outcomes) :]:
+            for step in (*call.before, call):
+                self._loans.give_back_unread(step)
+        seconds = self._engine_seconds - seconds_before
+        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
+        return Gradients(chunk, outcomes, seconds, self._warnings.take(), dropped, nbytes, reached), payload
+
+    def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
+        payload = Payload()
+        function = self._functions.get(message.function)
+        sums = None if function is None else function.sums.take(message.task, message.levels)
+        if function is None or sums is None:
+            return Collected(message.chunk, [], 0), payload
+        try:
+            return Collected(message.chunk, self._loans.lend_all(sums.sums, function.homes, payload), sums.calls), payload
+        except BaseException as error:
+            return Collected(message.chunk, failure(error, "backward"), 0), payload
+        finally:
+            self._station.finish()
+
+    def _step(self, step: Rerun | Rederive | BackwardCall, incoming: memoryview) -> Differentiated | None:
+        """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
+        if isinstance(step, BackwardCall):
+            return self._differentiate(step, incoming)
+        with self._warnings.muted(), under(step.modes):
+            return self._differentiate(step.call, incoming) if isinstance(step, Rederive) else self._run_again(step, incoming)
+
+    def _run_again(self, step: Rerun, incoming: memoryview) -> Differentiated:
+        call = step.call.call
+        if step.spent and call in self._graphs:  # the backward that was to be the last one has failed
+            self._loans.give_back_unread(step)
+            return Differentiated()
+        function = self._functions[step.function]
+        if isinstance(function, Failure):
+            self._loans.give_back_unread(step)
+            raise classes.loads(function.error)
+        before = self._graphs.memory_in_use()
+        with function.running():
+            run = self._runner.run(step, step.call, function, incoming, Stage())
+        if run.graph is None:
+            raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
+        if step.spent:
+            run_through(run, run.graph)
+        self._graphs.keep(call, run.graph, self._graphs.memory_in_use() - before)
+        if step.spent:
+            self._graphs.spend(call)
+        return Differentiated()
+
+    def _differentiate(self, call: BackwardCall, incoming: memoryview) -> Differentiated | None:
+        """The gradients that are wanted; None where the graph is not there any more."""
+        graph = self._graphs.find(call.call)
+        if graph is None:
+            self._loans.give_back_unread(call)
+            return None
+        if len(graph.outputs) != len(call.parts):
+            self._loans.give_back_unread(call)
+            found, expected = len(graph.outputs), len(call.parts)
+            raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
+        before = self._graphs.memory_in_use()
+        create = call.graph is not None
+        refs = graph.devices.arriving(call.grads, call.parts)
+        given = self._loans.views(refs, incoming)
+        entrances: Sequence[Entrance] = ()
+        if create:
+            given, entrances = dress(given, flags_in(refs))
+        grads = added_up(given, call.parts)
+        started = time.perf_counter()
+        try:
+            with graph.function.running():
+                gradients = graph.run_backward(grads, call.wanted, call.captures, call.keep, create, call.levels)
+        finally:
+            self._engine_seconds += time.perf_counter() - started
+        if call.captures and not call.apart:
+            gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
+            graph.function.sums.add(call.task, call.levels, of_captures)
+        reached: Sequence[int] = ()
+        if call.graph is not None:
+            connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
+            if connected:
+                reached = graph.function.search.behind(connected, graph.whole)
+                edges = [*edges_at(entrances), *graph.inputs]
+                devices = graph.devices.derived(connected, call.grads)
+                derived = GraphEdges(graph.function, list(map(edge_of, connected)), edges, devices=devices)
+                self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
+        elif call.last:
+            self._graphs.release(call.call)  # now, while it is in the cache, and the next one can have its memory
+        elif not call.keep:
+            self._graphs.spend(call.call)
+        return Differentiated(gradients, graph.devices.homes(call.wanted, call.captures and call.apart), reached)
+
+
+def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """One gradient for each output, of each the sum of as many as `parts` says; None where there is none."""
+    if set(parts) == {1}:
+        return given
+    rest = iter(given)
+    return [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in parts]
+
+
+def run_through(run: CallRun, graph: GraphEdges) -> None:
+    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter.
+
+    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is of no interest to anybody.
+    """
+    pairs = zip(run.tensors, run.flags, strict=True)
+    grads = [torch.ones_like(tensor) for tensor, flags in pairs if flags & REQUIRES_GRAD and not flags & LEAF]
+    with contextlib.suppress(Exception), torch.autograd.set_detect_anomaly(False):
+        graph.run_backward(grads, range(len(graph.inputs)), True, keep=False, create=False, levels=())

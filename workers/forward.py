@@ -1,0 +1,151 @@
+"""The forward pass: the calls of a `Forward` run, their results are lent, their graphs kept.
+
+    Forward ──► CallRunner ──► CallRun ──► results: lend ──► Results
+                                  └──────► graph: keep; or, with graphs="eager", its backward runs at once: gradients, lent too
+Guarantees: each call that is not called off has one outcome, whatever the task raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+
+from mpgrad.workers.call_run import CallRun, CallRunner, Stage
+from mpgrad.workers.capture_sums import CaptureSums
+from mpgrad.workers.eager_backward import Ahead, may_go_ahead
+from mpgrad.workers.failures import failure
+from mpgrad.workers.functions import Function, FunctionTable
+from mpgrad.workers.graph_edges import APPLIED
+from mpgrad.workers.graphs import GraphEdges, GraphTable
+from mpgrad.workers.loans import Loans
+from mpgrad.workers.progress_report import ProgressReport
+from mpgrad.workers.station import Station
+from mpgrad.workers.task_warnings import TaskWarnings
+
+from mpgrad.errors import SharedMemoryError
+from mpgrad.torch_state.modes import under
+from mpgrad.wire.messages import Eager, Failure, Forward, ForwardCall, Result, Results
+from mpgrad.wire.tensor_packing import Payload, Placed, Together
+from mpgrad.wire.tensor_refs import TensorRef
+
+__all__ = ["ForwardHandler"]
+
+NOTHING = contextlib.nullcontext()
+
+
+class ForwardHandler:
+    """Answers `Forward`. What stays of a call is in the graph table, the loans and the sums of the function."""
+
+    def __init__(
+        self,
+        functions: FunctionTable,
+        graphs: GraphTable,
+        loans: Loans,
+        runner: CallRunner,
+        progress: ProgressReport,
+        task_warnings: TaskWarnings,
+        station: Station,
+    ) -> None:
+        self._functions = functions
+        self._graphs = graphs
+        self._loans = loans
+        self._runner = runner
+        self._progress = progress
+        self._warnings = task_warnings
+        self._station = station
+
+    def answer(self, message: Forward, incoming: memoryview) -> tuple[Results, Payload]:
+        chunk, calls = message.chunk, message.calls
+        found = self._functions[message.function]
+        function = found if isinstance(found, Function) else None
+        payload = Payload()
+        outcomes: list[Result | Failure] = []
+        own_seconds = ahead_seconds = 0.0
+        started = time.perf_counter()
+        with under(message.modes), NOTHING if function is None else function.running():
+            for position, call in enumerate(calls):
+                if self._progress.is_called_off(chunk):
+                    break
+                self._progress.begin(chunk, position)
+                stage = Stage()
+                outcome = self._run(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
+                outcomes.append(outcome)
+                own_seconds += stage.own_seconds
+                ahead_seconds += stage.ahead_seconds
+                self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
+                if function is None:
+                    self._loans.give_back_unread(call)
+                if isinstance(outcome, Failure) and message.stop_at_failure:
+                    break
+        for call in calls[len(outcomes) :]:
+            self._loans.give_back_unread(call)
+        seconds = time.perf_counter() - started
+        mutated = function is not None and function.has_written
+        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
+        reached = () if function is None else function.search.take_found()
+        warned = self._warnings.take()
+        return Results(chunk, outcomes, seconds, own_seconds, ahead_seconds, mutated, warned, dropped, nbytes, reached), payload
+
+    def _run(
+        self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
+    ) -> Result | Failure:
+        before = self._graphs.memory_in_use()
+        try:
+            ahead = None
+            if message.eager and may_go_ahead(call, message.modes, function.precise):
+                sums = CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None
+                at_once = bool(function.code.gives_losses)
+                ahead = Ahead(call, function.edges, sums, at_once, message.ones, self._progress.begin_item)
+            run = self._runner.run(message, call, function, incoming, stage, ahead)
+            placed = self._place(run, call.origin, stage)
+            graph = run.graph
+            gradients = None
+            if graph is not None and ahead is not None and ahead.has_begun:
+                gradients = self._lend_ahead(call.call, ahead, graph, payload, stage)
+                graph = None
+            shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
+            for_one = gradients is not None and ahead is not None and ahead.for_one
+            refs = self._loans.lend(placed, payload)
+            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, for_one)
+            del run, placed, ahead
+            if graph is not None:
+                self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
+                self._graphs.trim()
+            return result
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
+            return failure(error, stage.phase, stage.offset, stage.given)
+
+    def _place(self, run: CallRun, origin: int, stage: Stage) -> list[Placed] | Together:
+        packer = self._loans.packer
+        if len(run.shapes) > 1:
+            with contextlib.suppress(SharedMemoryError):  # there may be room for them one by one; if not, one of them is named
+                if (together := packer.together(run.tensors, run.flags)) is not None:
+                    return together
+        rows = zip(run.tensors, run.flags, self._station.homes_of(run.tensors, origin), strict=False)  # the last may be endless
+        placed: list[Placed] = []
+        for stage.offset, (_, count) in enumerate(run.shapes):
+            placed += itertools.starmap(packer.place, itertools.islice(rows, count))
+        return placed
+
+    def _lend_ahead(
+        self, call: int, ahead: Ahead, graph: GraphEdges, payload: Payload, stage: Stage
+    ) -> Sequence[TensorRef | None] | None:
+        """The gradients of losses; None where not all could be had: the caller's backward makes the graph again."""
+        stage.ahead_seconds = ahead.seconds
+        function, gradients = graph.function, None
+        if ahead.is_complete:
+            # not for engines in the caller's process, where a call that is run again may draw other random numbers
+            if function.code.gives_losses is None:
+                function.code.gives_losses = APPLIED.is_watching
+            homes = graph.devices.homes(range(len(graph.inputs)), ahead.sums is None)
+            with contextlib.suppress(Exception):  # no room for them: there may be for the result, which matters more
+                gradients = self._loans.lend_all(ahead.found, homes, payload)
+        else:
+            function.code.gives_losses = False
+        if gradients is None:
+            self._graphs.miss(call)
+        elif ahead.sums is not None and ahead.sums.calls:
+            function.sums.add_eager(ahead.sums.sums)
+        return gradients

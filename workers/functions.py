@@ -1,0 +1,144 @@
+"""The functions that a worker has been given: made of bytes and captures, until the caller forgets them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from mpgrad.workers.capture_sums import FunctionSums
+from mpgrad.workers.eager_backward import are_precise
+from mpgrad.workers.failures import failure
+from mpgrad.workers.graph_edges import CaptureSearch, Edge
+from mpgrad.workers.loans import Loans
+from mpgrad.workers.station import Station
+
+from mpgrad.pickling.modules import Live
+from mpgrad.pickling.state import Recent, loads_with_state
+from mpgrad.wire.messages import Define, Failure, Forget
+from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, TensorRef, flags_in, view, with_more_behind
+
+__all__ = ["Code", "Function", "FunctionTable"]
+
+GARBAGE_BYTES = 64 << 20
+NOTHING = contextlib.nullcontext()
+
+
+class Code:
+    """A pickled function, which operations have in common. Their captures differ."""
+
+    __slots__ = ("gives_losses", "pickled")
+
+    def __init__(self, pickled: bytes) -> None:
+        self.pickled = pickled
+        self.gives_losses: bool | None = None  # whether it gave nothing else up to now; None: nobody knows
+
+
+class Function(NamedTuple):
+    """A function as it is during one operation."""
+
+    code: Code
+    target: Callable[..., Any]
+    captures: list[torch.Tensor]
+    modules: Live  # of the user's own, as it sees them
+    edges: list[Edge]  # of the captures that need gradients
+    versions: list[int]  # of the captures before any call
+    gathers: bool  # the tensors of its calls come to our device
+    homes: Sequence[int] | None  # where the captures that need gradients lie in the caller, in a pool with devices
+    precise: bool  # these gradients are not of half precision
+    search: CaptureSearch
+    flags: Sequence[int]  # of the captures
+    sums: FunctionSums
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """In which it is to run, if there are functions in it that the compiler made."""
+        placement = self.modules.placement
+        return NOTHING if placement is None else placement
+
+    @property
+    def has_written(self) -> bool:
+        """A call wrote to a capture, or gave it a gradient."""
+        return [each._version for each in self.captures] != self.versions or any(
+            edge.grad is not None for edge in self.edges if isinstance(edge, torch.Tensor)
+        )
+
+
+class FunctionTable:
+    """By number. In the place of one that could not be loaded is the failure that each of its calls gets."""
+
+    def __init__(self, loans: Loans, station: Station) -> None:
+        self._loans = loans
+        self._station = station
+        self._functions: dict[int, Function | Failure] = {}
+        self._codes: dict[int, Code] = {}
+        self._states: Recent[bytes] = Recent()  # of the user's modules, see `ModulesState`
+        self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
+
+    def __getitem__(self, number: int) -> Function | Failure:
+        return self._functions[number]
+
+    def get(self, number: int) -> Function | None:
+        """None also where it could not be loaded."""
+        known = self._functions.get(number)
+        return known if isinstance(known, Function) else None
+
+    def define(self, message: Define) -> None:
+        if message.pickled is not None:
+            self._codes[message.code] = Code(message.pickled)
+        if message.state is not None:
+            self._states.put(message.state.number, message.state.pickled or self._states.get(message.state.number) or b"")
+        try:
+            self._functions[message.function] = self._loaded(message)
+        except BaseException as error:
+            self._functions[message.function] = failure(error, "loading the function")
+
+    def _loaded(self, message: Define) -> Function:
+        block = memoryview(b"")
+        if message.block is not None:
+            block = self._loans.borrow_block(*message.block)
+        refs = self._station.named(message.captures, message.gathers)
+        with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
+            captures = [self._capture(ref, block) for ref in refs]
+        edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
+        number, state, tensors = 0, b"", 0
+        if message.state is not None:
+            number, tensors = message.state.number, message.state.tensors
+            state = self._states.get(number) or b""
+        code = self._codes[message.code]
+        target, modules = loads_with_state(code.pickled, captures, number, state, tensors)
+        return Function(
+            code,
+            target,
+            captures,
+            modules,
+            edges,
+            versions=[tensor._version for tensor in captures],
+            gathers=message.gathers,
+            homes=self._station.codes_in(message.captures),
+            precise=are_precise(message.captures),
+            search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
+            flags=flags_in(message.captures),
+            sums=FunctionSums(),
+        )
+
+    def _capture(self, ref: TensorRef, block: memoryview) -> torch.Tensor:
+        tensor = view(ref, block, self._loans.borrow)
+        needs_grad = bool(ref.flags & REQUIRES_GRAD)
+        if ref.flags & PARAMETER:
+            return torch.nn.Parameter(tensor, requires_grad=needs_grad)
+        return tensor.requires_grad_(needs_grad)
+
+    def forget(self, message: Forget) -> None:
+        for number in message.functions:
+            known = self._functions.pop(number, None)
+            if isinstance(known, Function) and known.modules.placement is not None:
+                known.modules.placement.forget()
+        for code in message.codes:
+            self._codes.pop(code, None)
+        self._forgotten_bytes += message.nbytes
+        if self._forgotten_bytes > GARBAGE_BYTES:  # a recursive function is a cycle, which would keep its captures for long
+            self._forgotten_bytes = 0
+            known = None
+            gc.collect()

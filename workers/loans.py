@@ -1,0 +1,130 @@
+"""Memory that a worker has lent to the caller, and memory that it has borrowed from there.
+
+    caller's slots ──► views: tensors that look at them ──► nothing looks any more ──► take_returns: the caller is told
+    results ──► lend: slots of ours ──► the caller sends them back: take_back ──► free for the next result
+Guarantees: each address that came is returned once for each time that it came, also for calls that did not run. What is lent
+    stays until it is returned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from mpgrad.workers.station import Station
+
+from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.wire.frames import drained
+from mpgrad.wire.link import Link
+from mpgrad.wire.messages import BackwardCall, ForwardCall, NewSlab, Rederive, Rerun, Returned, SlabsGone, Tried, Try
+from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, SHARED, Bucket, TensorRef, lent, rows_of, view
+
+__all__ = ["Loans"]
+
+
+class Loans:
+    """Slots of ours until they are returned, and what is due to the caller of its own."""
+
+    def __init__(self, number: int, link: Link, station: Station) -> None:
+        self.arena = Arena(number)
+        self.packer = Packer(self.arena, devices=station.devices, most_bucketed=ANSWERED_BYTES)
+        self._link = link
+        self._station = station
+        self._lent: dict[int, Slot] = {}
+        self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
+        self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
+
+    # --- what we borrow
+
+    def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
+        if isinstance(refs, Bucket):
+            return refs.views(payload, self.borrow)
+        found: list[torch.Tensor] = []
+        try:
+            for row in rows_of(refs):
+                found.append(view(row, payload, self.borrow))
+        except BaseException:
+            # that one was given back as it was refused; the rest was not looked at
+            self._unread.extend((ref.place, 1) for ref in lent(refs[len(found) + 1 :]))
+            raise
+        return found
+
+    def borrow(self, ref: TensorRef) -> Any:
+        return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
+
+    def borrow_block(self, address: int, nbytes: int) -> memoryview:
+        """All captures of a function."""
+        block: memoryview = self._lenders.borrow(address, nbytes, private=True)
+        return block
+
+    def give_back_unread(self, step: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
+        """What was lent to us for something that does not run."""
+        call = step.call if isinstance(step, (Rerun, Rederive)) else step
+        refs = call.tensors if isinstance(call, ForwardCall) else call.grads
+        self._unread.extend((ref.place, 1) for ref in lent(refs))
+
+    def take_returns(self) -> list[tuple[int, int]]:
+        """What we need no more since the last time: addresses, and how often each had come."""
+        return self._lenders.collect() + drained(self._unread)
+
+    # --- what we lend
+
+    def lend_all(
+        self, tensors: Sequence[torch.Tensor | None], homes: Sequence[int] | None, payload: Payload
+    ) -> Sequence[TensorRef | None]:
+        """Gradients; `homes`: where they are to be in the caller, in a pool with devices."""
+        # all are placed before the first is lent: where memory ends half-way, nothing has been given away
+        flags = [REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors]
+        together = self.packer.together(tensors, flags) if homes is None else None
+        if together is not None:
+            return self.lend(together, payload)
+        each_home = [None] * len(tensors) if homes is None else homes
+        triples = zip(tensors, flags, each_home, strict=True)
+        place = self.packer.place
+        return self.lend([None if each is None else place(each, own, home) for each, own, home in triples], payload)
+
+    @overload
+    def lend(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]: ...
+    @overload
+    def lend(self, placed: Sequence[Placed | None], payload: Payload) -> Sequence[TensorRef | None]: ...
+    def lend(self, placed: Sequence[Placed | None] | Together, payload: Payload) -> Sequence[TensorRef | None]:
+        """References to what was placed, for the message with this `payload`."""
+        holders = [placed.holder] if isinstance(placed, Together) else [each.holder for each in placed if each is not None]
+        for holder in holders:
+            if isinstance(holder, Slot):
+                self._lend_slot(holder)
+        return payload.add_all(placed)
+
+    def _lend_slot(self, slot: Slot) -> None:
+        self._lent[slot.address] = slot
+        if not self._link.shares_memory:
+            self._link.carry(slot)
+
+    def take_back(self, message: Returned) -> None:
+        for address, _ in message.slots:  # a result is lent once, so once is all
+            slot = self._lent.pop(address)
+            if not self._link.shares_memory:
+                self._link.drop(slot, 1)
+
+    # --- slabs
+
+    def announce_slabs(self) -> None:
+        """Tell the caller of memory that is new; before what lies there."""
+        self.arena.tidy()
+        self._link.introduce(drained(self.arena.made) + self._station.take_new_slabs())
+
+    def attach(self, message: NewSlab) -> None:
+        if message.handle is not None:
+            self._station.attach(message, self._lenders)
+        else:
+            self._lenders.attach(message.number, self._link.take_descriptor(), message.nbytes)
+
+    def detach(self, message: SlabsGone) -> None:
+        for number in message.numbers:
+            self._lenders.detach(number)
+
+    def try_out(self, message: Try, payload: memoryview) -> tuple[Tried, Payload]:
+        return self._station.try_out(message, self._lenders.borrow, self._lend_slot), Payload()
