@@ -35,7 +35,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpgrad.pickling import caches
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, contents_of, uses_in
+from mpgrad.pickling.modules import attribute_here
+from mpgrad.pickling.uses import contents_of, uses_in
 from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
 
 __all__ = [

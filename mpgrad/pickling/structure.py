@@ -30,7 +30,6 @@ from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     LIVE,
-    LOOKED_THROUGH_BY,
     NAMES_HERE,
     GlobalsOf,
     LeftOf,
@@ -38,17 +37,12 @@ from mpgrad.pickling.modules import (
     Mark,
     NamesHere,
     Namespaces,
-    Wanted,
-    is_own,
     make_function,
-    module_of,
-    name_of,
     reduce_carried,
     set_function,
-    uses_in,
-    uses_of,
 )
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
 from mpgrad.wire.tensor_packing import RIDE_BYTES
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]

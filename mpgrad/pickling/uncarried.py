@@ -23,9 +23,9 @@ import torch
 
 from mpgrad.errors import UnsupportedTorchError, add_note
 from mpgrad.pickling import caches
-from mpgrad.pickling.modules import uses_in
 from mpgrad.pickling.reducers import PROXIES, REGISTER
 from mpgrad.pickling.structure import Deferred, TensorPickler
+from mpgrad.pickling.uses import uses_in
 
 __all__ = ["item_not_carried", "not_carried", "why_not"]
 
