@@ -21,7 +21,8 @@ from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.wire.messages import Structure
-from mpgrad.wire.tensor_packing import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
+from mpgrad.wire.tensor_cores import RIDE_BYTES
+from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
 from mpgrad.wire.tensor_refs import HOOKED, LEAF, REQUIRES_GRAD, SHARED, are_distinct_tensors, check_carriable, flags_of
 
 __all__ = [

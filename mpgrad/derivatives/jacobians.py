@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mpgrad.pool import Pool, callable_of, positive
 from mpgrad.tasks.jacobian_arguments import Argnums, Arguments
-from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
+from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Vjp, check_alike
+from mpgrad.tasks.points import Task
 from mpgrad.torch_state.modes import kept_random_state
 from mpgrad.torch_state.private import grad_mode
 from mpgrad.tracebacks import warn, without_own_frames

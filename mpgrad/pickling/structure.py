@@ -43,7 +43,7 @@ from mpgrad.pickling.modules import (
 )
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
 from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
-from mpgrad.wire.tensor_packing import RIDE_BYTES
+from mpgrad.wire.tensor_cores import RIDE_BYTES
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
 

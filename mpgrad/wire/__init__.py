@@ -5,5 +5,6 @@ Imports `memory` and `torch_state`. Nothing here decides anything; a message hol
     messages         one frozen type a hop
     frames           messages, small tensors and descriptors through a pipe
     tensor_refs      a tensor as a reference; how the receiver looks at it
+    tensor_cores     the memory that travels for a tensor, and the form that rebuilds it
     tensor_packing   tensors into messages or slots
 """
