@@ -27,10 +27,12 @@ import torch
 from mpgrad.autograd.capture_gate import Captures
 from mpgrad.calls.device_choice import Device, requested
 from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Operation, Submitted
+from mpgrad.calls.operations import Operation, OperationOptions
 from mpgrad.calls.packing import (
     Arguments,
+    Conditions,
     PackedCall,
+    Packing,
     PickledFunction,
     Shared,
     SharedFunction,
@@ -39,6 +41,7 @@ from mpgrad.calls.packing import (
     pickled_function,
 )
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.cpus import usable_cpus
 from mpgrad.engines.start import start_engine
@@ -625,12 +628,9 @@ class Pool:
             home = OperationHome(scheduler, shared, self._deterministic, seconds)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        return kind(
-            shared,
-            home,
-            captures,
-            drawn if drawn is not None else self._draw_seed() if modes is None else None,
-            modes or current_modes(scheduler.packer.kind),
+        seed = drawn if drawn is not None else self._draw_seed() if modes is None else None
+        conditions = Conditions(shared, modes or current_modes(scheduler.packer.kind), seed, first)
+        options = OperationOptions(
             chunksize=chunksize,
             stop_at_failure=stop_at_failure and on_error == "raise",
             return_errors=on_error == "return",
@@ -638,9 +638,9 @@ class Pool:
             timeout=seconds,
             request=request,
             eager=self._eagerness(one_by_one),
-            first=first,
             at_rest=at_rest,
         )
+        return kind(conditions, home, captures, options)
 
     def _eagerness(self, one_by_one: bool) -> int:
         if not self._eager:
@@ -709,16 +709,16 @@ class Pool:
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
-        grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
-        known = operation.function.state
+        first = operation.conditions.first
+        packing = Packing(packer, operation.modes.grad, operation.request, operation.function.state, shared)
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, known)
+            return pack_call(packing, operation.added, args, kwargs, first + operation.items)
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
             item = first + operation.items
-            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, known)
+            bundle = None if size is None else pack_bundle(packing, operation.added, some, item)
             if bundle is not None:
                 yield bundle
             else:
@@ -905,8 +905,7 @@ class Pool:
         packer = self._scheduler.copying_packer
         if window is None:
             window = WINDOW_PER_WORKER * self._processes * (operation.chunksize or 1)
-        known = operation.function.state
-        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request, known=known)
+        pack = functools.partial(pack_call, Packing(packer, operation.modes.grad, operation.request, operation.function.state))
         packs = (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
         return ResultIterator(self._scheduler, operation, packs, window, ordered)
 

@@ -29,6 +29,7 @@ __all__ = [
     "Arguments",
     "Conditions",
     "PackedCall",
+    "Packing",
     "PickledFunction",
     "Shared",
     "SharedFunction",
@@ -184,21 +185,24 @@ class PackedCall:
         return total
 
 
-def pack_call(
-    packer: Packer,
-    index: int,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    grad: bool,
-    shared: Shared | None = None,
-    item: int | None = None,
-    request: Request | None = None,
-    known: State | None = None,
-) -> PackedCall:
+class Packing(NamedTuple):
+    """How the calls of an operation are packed.
+
+    `known`: see `state.dumps_arguments`. `shared` remembers what was placed, by the tensor's id, for operations whose calls
+    have tensors in common.
+    """
+
+    packer: Packer
+    grad: bool
+    request: Request | None = None
+    known: State | None = None
+    shared: Shared | None = None
+
+
+def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[str, Any], item: int | None = None) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
-    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `item` is the
-    number that errors name, where that is not `index`. `known`: see `state.dumps_arguments`.
+    `item` is the number that errors name, where that is not `index`.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -206,7 +210,8 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, item, request, known)
+            return pack_call(packing, index, args, kwargs, item)
+    packer, grad, request, known, shared = packing
     item = index if item is None else item
     shape, tensors, claims = arguments_structure(item, args, kwargs, known)
     placed = []
@@ -231,9 +236,7 @@ def pack_call(
     return call
 
 
-def pack_bundle(
-    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, known: State | None = None
-) -> PackedCall | None:
+def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: int) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
 
     They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
@@ -244,7 +247,8 @@ def pack_bundle(
     """
     if transforms_are_active():
         with outside_transforms():
-            return pack_bundle(packer, index, calls, grad, item, known)
+            return pack_bundle(packing, index, calls, item)
+    packer, grad, _, known, _ = packing
     items = lone_tensors(calls)
     placed: list[Placed] | Together | None = None
     if items is not None and not have_more_behind(items):

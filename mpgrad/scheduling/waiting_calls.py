@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd.remote_graph import Promise
-from mpgrad.calls.operations import Delivered, Failed, Operation
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.crew import SentGradients, Worker
 from mpgrad.wire.tensor_packing import Packer, Placed, Together, placed_again, staged_again
