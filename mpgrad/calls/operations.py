@@ -8,10 +8,9 @@ Assumes: `deliver` and `fail` come from the dispatcher's thread only; whoever wa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +27,8 @@ from mpgrad.calls.packing import Conditions, PackedCall
 from mpgrad.pickling import structure
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
-from mpgrad.wire.messages import Eager, Structure, Warned
+from mpgrad.wire.bundles import owners, split
+from mpgrad.wire.messages import Eager, Warned
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
 __all__ = ["Operation", "OperationOptions"]
@@ -180,11 +180,10 @@ class Operation:
     def _build_bundle(self, outcome: Delivered) -> list[Any]:
         tensors = outcome.views()
         self._give_history(outcome, tensors)
-        shapes = outcome.result.bundle
-        if all(shape is None for shape, _ in shapes):
+        parts = outcome.result.bundle
+        if all(shape is None for shape, _ in parts):
             return tensors  # each item gave one
-        rest = iter(tensors)
-        return [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in shapes]
+        return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
 
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""
@@ -205,10 +204,11 @@ class Operation:
             for number in outcome.result.unused:
                 gated[number] = gated[number].detach()
             if call.bundle:
-                graph.members = members_of(outcome.result.bundle, call.leaves, inner)
+                items = owners(outcome.result.bundle)
+                graph.members = Members([items[number] for number in inner], call.leaf_items)
             token = None if self.captures is None else self.captures.token()
             outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
-            call.leaves = ()
+            call.leaves = call.leaf_items = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
@@ -263,15 +263,3 @@ class Operation:
         self.queue.clear()
         self.waiting.clear()
         self.outcomes.clear()
-
-
-def members_of(
-    results: Sequence[tuple[Structure, int]], leaves: Sequence[Sequence[torch.Tensor]], inner: Sequence[int]
-) -> Members:
-    """`inner` are the tensors of a bundle's results that need gradients: these, and only these, are outputs of its graph."""
-    counts = [count for _, count in results]
-    if len(inner) < sum(counts):
-        needing = set(inner)
-        rest = iter([number in needing for number in range(sum(counts))])
-        counts = [sum(itertools.islice(rest, count)) for count in counts]
-    return Members(counts, map(len, leaves))

@@ -20,7 +20,8 @@ from mpgrad.pickling.state import State
 from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
-from mpgrad.wire.messages import Structure
+from mpgrad.wire.bundles import owners
+from mpgrad.wire.messages import Parts, Structure
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
 from mpgrad.wire.tensor_refs import HOOKED, LEAF, REQUIRES_GRAD, SHARED, are_distinct_tensors, check_carriable, flags_of
@@ -126,6 +127,7 @@ class PackedCall:
         "idle_deaths",
         "index",
         "inputs_lent",
+        "leaf_items",
         "leaves",
         "origin",
         "placed",
@@ -140,12 +142,13 @@ class PackedCall:
     def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
         self.index = index
         self.start = index  # the number of its first item in the operation
-        self.bundle: Sequence[tuple[Structure, int]] = ()  # the structure and number of tensors of each item's arguments
-        self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
+        self.bundle: Parts = ()  # the arguments of each item
+        self.leaves: Sequence[torch.Tensor] = ()  # of a bundle: those of its tensors that need gradients
+        self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
         self.placed: list[Placed] | Together = placed
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
-        self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
+        self.claimed: Parts = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
@@ -265,29 +268,22 @@ def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: 
             return None
     call = PackedCall(index, None, placed)
     call.bundle = bundle
-    call.leaves = leaves_of(items)
-    needing = [leaf for each in call.leaves for leaf in each]
-    if needing and grad:
-        call.gated = [leaf_gate(needing)]
-    elif needing:
-        call.ungated = ungated(needing)
+    need = [own & REQUIRES_GRAD for own in flags]
+    call.leaves = list(itertools.compress(together, need))
+    call.leaf_items = list(itertools.compress(owners(bundle), need))
+    if call.leaves and grad:
+        call.gated = [leaf_gate(call.leaves)]
+    elif call.leaves:
+        call.ungated = ungated(call.leaves)
     return call
 
 
-def leaves_of(items: Items) -> list[list[torch.Tensor]]:
-    """Of each call, those of its tensors that need gradients."""
-    pairs = zip(items.tensors, items.flags, strict=True)
-    if {count for _, count in items.shapes} == {1}:  # most are such
-        return [[tensor] if own & REQUIRES_GRAD else [] for tensor, own in pairs]
-    return [[each for each, own in itertools.islice(pairs, count) if own & REQUIRES_GRAD] for _, count in items.shapes]
-
-
 class Items(NamedTuple):
-    """What many calls are given: all their tensors, with their flags, and the structure and number of those of each call."""
+    """What many calls are given: all their tensors, with their flags, and which are whose."""
 
     tensors: list[torch.Tensor]
     flags: list[int]
-    shapes: list[tuple[Structure, int]]
+    parts: list[tuple[Structure, int]]
 
 
 def have_more_behind(items: Items) -> bool:
@@ -316,7 +312,7 @@ def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: Sta
             return None
         items.tensors.extend(tensors)
         items.flags.extend(map(flags_of, tensors))
-        items.shapes.append((shape, len(tensors)))
+        items.parts.append((shape, len(tensors)))
     return items
 
 

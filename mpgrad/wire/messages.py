@@ -36,6 +36,7 @@ __all__ = [
     "Missing",
     "ModulesState",
     "NewSlab",
+    "Parts",
     "Printed",
     "Progress",
     "Ready",
@@ -60,6 +61,8 @@ FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
 # (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
 Structure = int | bytes | None
+# Of each of many items, or results, whose tensors travel in a row: their structure and number. See `bundles`.
+Parts = Sequence[tuple[Structure, int]]
 
 
 class Progress:
@@ -166,18 +169,18 @@ class Forget(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """`claimed`: results of other calls among the arguments, the structure and number of tensors of each; these come last.
+    """`claimed`: results of other calls among the arguments, whose tensors come last.
 
-    `bundle`: where many items travel as one call, the structure and number of tensors of each one's arguments.
+    `bundle`: the arguments of each item, where many travel as one call.
     """
 
     call: int
     item: int  # its index; in a bundle that of the first
     structure: Structure
     tensors: Sequence[TensorRef]
-    claimed: Sequence[tuple[Structure, int]] = ()
+    claimed: Parts = ()
     origin: int = 0  # the device it comes from: where results go that lie on the worker's device
-    bundle: Sequence[tuple[Structure, int]] = ()
+    bundle: Parts = ()
 
 
 class Forward(NamedTuple):
@@ -302,16 +305,16 @@ class StartFailed(NamedTuple):
 class Result(NamedTuple):
     """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
 
-    `for_one`: they say nothing of other gradients than one. `bundle`: the structure and number of tensors of each item's
-    result. `unused`: inputs that it does not depend on, by number among those that need gradients, where they have a history or
-    hooks in the caller.
+    `for_one`: they say nothing of other gradients than one. `bundle`: the result of each item, where there are many. `unused`:
+    inputs that it does not depend on, by number among those that need gradients, where they have a history or hooks in the
+    caller.
     """
 
     structure: Structure
     tensors: Sequence[TensorRef]
     has_graph: bool
     gradients: Sequence[TensorRef | None] | None
-    bundle: Sequence[tuple[Structure, int]] = ()
+    bundle: Parts = ()
     unused: Sequence[int] = ()
     for_one: bool = False
 
