@@ -67,6 +67,8 @@ class Order(NamedTuple):
 
 
 class Reply(Protocol):
+    """What comes of a backward that was sent."""
+
     graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
     reached: Sequence[int]  # captures that this graph depends on, of those with more behind them
     is_ready: bool  # they are here already
@@ -368,6 +370,7 @@ class Derivative:
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
+    """PyTorch's own words for it."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}], which a call of the pool has read, "

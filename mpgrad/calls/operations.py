@@ -35,6 +35,8 @@ __all__ = ["Operation", "OperationOptions"]
 
 
 class Holder(Protocol):
+    """Who has asked for the results: `AsyncResult`, a future, an iterator."""
+
     def give_up(self) -> None:
         """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
         ...

@@ -81,4 +81,5 @@ Outcome = Delivered | Failed
 
 
 def own(memory: Any) -> Any:
+    """A copy; the memory of slots on devices as it is."""
     return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory  # what lies on devices is copied anyway

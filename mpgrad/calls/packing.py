@@ -45,6 +45,8 @@ Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which th
 
 
 class PickledFunction(NamedTuple):
+    """A function as bytes and captures, as it is now."""
+
     pickled: bytes
     captures: list[torch.Tensor]  # its own, then those of the state
     captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
@@ -317,10 +319,12 @@ def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: Sta
 
 
 def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """With their versions."""
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:
+    """As it was placed before for another call of the operation, if it was."""
     known = shared.get(id(tensor))
     if known is None:
         known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
@@ -330,6 +334,7 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
 def arguments_structure(
     index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
+    """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
     if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
         return len(args), list(args), ()
     try:

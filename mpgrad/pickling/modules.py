@@ -160,6 +160,7 @@ def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any]
 
 
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
+    """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
     *own_state, names = state
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
@@ -178,6 +179,7 @@ def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 def stands_in(module: types.ModuleType, value: Any) -> bool:
+    """Whether it is what stands in the module under its own name."""
     found: Any = module
     for part in value.__qualname__.split("."):
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
@@ -208,6 +210,7 @@ class CarriedModule(types.ModuleType):
 
 
 def left_here(mark: LeftOf) -> Any:
+    """The worker's own value, in the place of one that could not be carried."""
     path = f"{mark.module}.{mark.name}"
     try:
         value = getattr(own_import(mark.module), mark.name)

@@ -212,6 +212,7 @@ def dumps_whole(value: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wanted]) -> tuple[bytes, list[torch.Tensor]]:
+    """The bytes and tensors with those of the state behind what uses it, where it uses any."""
     state = STATES.of(wanted)
     if state is None:
         return pickled, tensors

@@ -234,6 +234,7 @@ class StatePickler(CallerPickler):
 
 
 def held_by(value: Any) -> Sequence[Any]:
+    """What a value holds, to compare it with later."""
     if isinstance(value, dict):
         return pairs_of(value)
     if isinstance(value, list | tuple | set):

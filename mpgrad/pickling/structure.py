@@ -84,6 +84,8 @@ def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> 
 
 
 class TensorPickler(ClassPickler):
+    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was taken out."""
+
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
@@ -210,6 +212,7 @@ NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeTyp
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in `taken_out`."""
     memory = buffer.raw()
     if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
         return True
@@ -219,6 +222,8 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 
 
 class TensorUnpickler(ClassUnpickler):
+    """What `TensorPickler` gave, with tensors in the places of their numbers."""
+
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any], names: Live) -> None:
         # `cpu`, where `device=` has moved all that a call was given
         super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)

@@ -50,6 +50,7 @@ def is_own(name: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def stands_outside_libraries(name: str) -> bool:
+    """Whether it was neither installed nor belongs to Python, by its file; an extension module cannot be carried."""
     root = name.partition(".")[0]
     files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
     if root in LIBRARIES or (root in sys.stdlib_module_names and not files):
@@ -92,6 +93,8 @@ def name_of(value: Any) -> Wanted | None:
 
 
 class Wanted(NamedTuple):
+    """A name in a module of the user's own."""
+
     module: str
     name: str | None  # None: all that is in it
 
@@ -106,6 +109,7 @@ class Uses(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def uses_in(code: types.CodeType) -> Uses:
+    """Read from the bytecode."""
     loose, imports = set[str](), set[tuple[str, int, bool]]()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for number, step in enumerate(steps[:-1]):

@@ -52,6 +52,7 @@ class Gradient:
 
 
 def gradients_and_value(value_of: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """By ordinary autograd, where no transform is running."""
     history = torch.is_grad_enabled()
     with grad_mode(True):
         for each in inputs:
@@ -94,6 +95,8 @@ class Share(NamedTuple):
 
 
 class Jacobian(Task):
+    """Called for a share of the rows or columns of one item, in the best way that the function goes along with."""
+
     def __init__(
         self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, mode: str, chunk_size: int | None
     ) -> None:
@@ -186,6 +189,8 @@ class Product(NamedTuple):
 
 
 class Jvp(Task):
+    """The output of one item, and the product of its Jacobian with tangents."""
+
     def __call__(self, item: int, *own: Any) -> Product:
         point, tangents = self.at(item, own)
         said = ""
@@ -200,6 +205,8 @@ class Jvp(Task):
 
 
 class Vjp(Task):
+    """The output of one item, and the product of cotangents with its Jacobian."""
+
     def __call__(self, item: int, *own: Any) -> Product:
         point, cotangents = self.at(item, own)
         graph = Graph(point)
@@ -261,6 +268,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def fallback(fn: Callable[..., Any], failures: Sequence[str], instead: str, mode: str = "") -> str:
+    """The words of a warning that another way was taken; "" where none failed."""
     if not failures:
         return ""
     remedy = f"; mode={mode!r} goes there at once" if mode else ""

@@ -176,12 +176,14 @@ def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[T
 
 
 def column(point: Point, start: int, stop: int) -> list[Tensor]:
+    """One column, for each output."""
     tangents = {k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
     with forward_mode():
         return [tangent.unsqueeze(0) for tangent in point.moved(tangents)[1]]
 
 
 def columns(point: Point, start: int, stop: int) -> list[Tensor]:
+    """Several at once, for each output."""
     tangents = {k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
     with forward_mode():
         return list(torch.func.vmap(lambda tangents: point.moved(tangents)[1], randomness="same")(tangents))
@@ -193,6 +195,7 @@ class ForwardModeBusyError(RuntimeError):
 
 @contextlib.contextmanager
 def forward_mode() -> Iterator[None]:
+    """One thread at a time."""
     if not FORWARD_MODE.acquire(timeout=PATIENCE):
         raise ForwardModeBusyError(
             f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one "

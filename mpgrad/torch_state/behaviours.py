@@ -87,6 +87,7 @@ def check() -> None:
 
 
 def check_now() -> None:
+    """Raises as `check`; warns of a version that nobody has tried."""
     failed = failures()
     for _, error in failed:
         if isinstance(error, (OSError, MemoryError)):
@@ -136,6 +137,7 @@ def failures() -> list[tuple[str, Exception]]:
 
 
 def try_all(found: list[tuple[str, Exception]]) -> None:
+    """Put those that fail into `found`."""
     with warnings.catch_warnings():  # of what only the probes do; the caller's filters may make errors of them
         warnings.simplefilter("ignore")
         for name, probe in BEHAVIOURS:

@@ -90,6 +90,8 @@ class NewSlab(NamedTuple):
 
 
 class SlabsGone(NamedTuple):
+    """These slabs of the sender are no more."""
+
     numbers: list[int]
 
 
@@ -163,6 +165,8 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
+    """Functions that no call needs any more, and pickles that will be sent again if they are wanted again."""
+
     functions: list[int]
     codes: list[int]
     nbytes: int  # of the functions' captures
@@ -249,6 +253,8 @@ class Rederive(NamedTuple):
 
 
 class Backward(NamedTuple):
+    """Run these backwards, under these modes."""
+
     chunk: int
     modes: Modes
     calls: list[BackwardCall]
@@ -264,6 +270,8 @@ class Collect(NamedTuple):
 
 
 class Release(NamedTuple):
+    """The graphs of these calls are not needed any more."""
+
     calls: list[int]
 
 

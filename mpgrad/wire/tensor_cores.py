@@ -85,6 +85,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
 
 
 def run_of(core: torch.Tensor, stride: tuple[int, ...], span: int) -> tuple[torch.Tensor, Form, int]:
+    """The run from the first element, or some before it, to the last one, with its gaps."""
     start = OFFSET_OF(core)
     room = start if start * core.element_size() <= ROOM_BYTES else 0
     how = 0 if start == 0 else WITHIN if room else LONE
@@ -167,6 +168,7 @@ def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[li
 
 
 def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Tensor]) -> None:
+    """Copy cores into the memory that `laid_out` has measured."""
     for ref, core in zip(refs, cores, strict=True):
         copy_into(memory[-1 - ref.place :], core, ref.nbytes)
 

@@ -291,6 +291,7 @@ def filled_up(tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int)
 
 @functools.cache
 def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
+    """Zeros, of each number below `unit`."""
     with torch.inference_mode(False):
         return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
 

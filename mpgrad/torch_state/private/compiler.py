@@ -109,6 +109,7 @@ def compiled_in_place(module: torch.nn.Module) -> Any:
 
 
 def compile_in_place(module: Any, wrap: Callable[[Any], Any]) -> None:
+    """As `module.compile()`, with `wrap` in the place of the compiler."""
     module._compiled_call_impl = wrap(module._call_impl)
 
 
@@ -142,6 +143,7 @@ def inner_layer(layer: Any) -> Any:
 
 
 def backend_options(backend: Any) -> dict[str, Any]:
+    """The arguments of `torch.compile` that a backend of PyTorch stands for."""
     names: Any = torch
     if isinstance(backend, names._TorchCompileInductorWrapper):
         options = dict(backend.config)

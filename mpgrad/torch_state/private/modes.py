@@ -60,6 +60,8 @@ MAKE_FX = "torch.fx (make_fx, torch.func.linearize, torch.export)"
 
 
 class RefusingNoGrad(TorchFunctionMode):
+    """See `refusing_no_grad`."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
             raise NotImplementedError("forward mode follows what is computed under torch.no_grad, which has no derivative")

@@ -139,6 +139,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def level_of(tensor: torch.Tensor) -> int:
+    """The number of the innermost transform that it belongs to."""
     return int(torch._C._functorch.maybe_get_level(tensor))
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 
 class Behaviour(NamedTuple):
+    """What PyTorch is expected to do."""
+
     name: str  # what PyTorch is expected to do, in words
     probe: Callable[[], None]  # raises where it does something else
 
@@ -19,6 +21,8 @@ BEHAVIOURS: list[Behaviour] = []
 
 
 def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a probe to the list."""
+
     def remember(probe: Callable[[], None]) -> Callable[[], None]:
         BEHAVIOURS.append(Behaviour(name, probe))
         return probe
