@@ -30,6 +30,7 @@ import mpgrad
 from mpgrad.errors import UnsupportedTorchError
 from mpgrad.torch_state import behaviours, private
 from mpgrad.torch_state.modes import RandomState
+from mpgrad.torch_state.probes import expectations
 
 ROOT = Path(__file__).parent.parent
 Patch = pytest.MonkeyPatch
@@ -70,7 +71,7 @@ def test_warnings_of_what_is_tried_are_nobodys(monkeypatch: Patch) -> None:
     def probe() -> None:
         warnings.warn("only because this was tried", UserWarning, stacklevel=1)
 
-    monkeypatch.setattr(behaviours, "BEHAVIOURS", [behaviours.Behaviour("it warns", probe)])
+    monkeypatch.setattr(behaviours, "BEHAVIOURS", [expectations.Behaviour("it warns", probe)])
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("error")
         assert behaviours.failures() == [] and not given
@@ -205,12 +206,12 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "apply", behind_one_more)
     ],
     "gradients can be asked for at edges of the graph; there are none at what it does not lead to": [
-        replaced(private, "ENGINE", OtherEngine(run_backward=always_keep))
+        replaced(private.autograd, "ENGINE", OtherEngine(run_backward=always_keep))
     ],
     "an edge to a node written in Python keeps the graph behind it": [replaced(private, "edge_that_keeps", edge_of_its_object)],
     "at the end of a backward a callback is called once, after all nodes": [
-        replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
-        replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
+        replaced(private.autograd, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
+        replaced(private.autograd, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
     ],
     "a node written in Python ends with the last tensor or graph that leads to it": [
         replaced(private, "apply", kept_for_ever),
@@ -242,11 +243,11 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch.nn.Parameter, "register_hook", lambda tensor, hook: None),
     ],
     "shared memory can be made, and mapped again by its file descriptor": [
-        replaced(private.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes))
+        replaced(private.memory.SHARED_STORAGE, "_new_shared_fd_cpu", lambda descriptor, nbytes: torch.UntypedStorage(nbytes))
     ],
     "a tensor says whether its elements lie in memory as they are": [
-        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.PLAIN_KEYS)),
-        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
+        replaced(private.memory, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.memory.PLAIN_KEYS)),
+        replaced(private.memory, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
         replaced(torch.Tensor, "_is_zerotensor", lambda tensor: False),
     ],
     "a sparse tensor gives its indices and values as they are": [
@@ -354,7 +355,7 @@ def test_nothing_runs_where_a_behaviour_is_missing(use: Callable[[], object], mo
     with pytest.raises(UnsupportedTorchError, match=r"a node can ask which other nodes .* will run") as caught:
         use()
     assert torch.__version__ in str(caught.value) and all(version in str(caught.value) for version in behaviours.TRIED)
-    assert isinstance(caught.value.__cause__, behaviours.DiffersError)
+    assert isinstance(caught.value.__cause__, expectations.DiffersError)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -538,7 +539,7 @@ OTHER_COMPILERS: dict[str, Mutation] = {
     "the context is another": dynamo("_TorchDynamoContext", dict),
     "options have other names": other_convert_frame,
     "modules are wrapped in another way": dynamo("OptimizedModule", lambda module, context: torch.nn.Sequential(module)),
-    "the marks are others": replaced(private, "COMPILERS", ("torch._dynamo.other",)),
+    "the marks are others": replaced(private.compiler, "COMPILERS", ("torch._dynamo.other",)),
     "the wrapper of inductor is another": replaced(torch, "_TorchCompileInductorWrapper", dict),
     "what is disabled keeps no reason": replaced(torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)),
     "compiled code is kept elsewhere": lambda patch: patch.setitem(

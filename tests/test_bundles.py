@@ -125,9 +125,9 @@ def test_maps_in_the_background(pool: mpgrad.Pool, function: Callable[[Tensor], 
 def test_a_map_in_the_background_goes_in_bundles(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
 
-    def pack_bundle(packer: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
+    def pack_bundle(how: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
         packed.append(len(calls))
-        return packing.pack_bundle(packer, index, calls, *others)
+        return packing.pack_bundle(how, index, calls, *others)
 
     monkeypatch.setattr("mpgrad.submission.feeding.pack_bundle", pack_bundle)
     xs = leaves()

@@ -70,20 +70,20 @@ def test_workers_share_what_inductor_compiles(tmp_path: Path, nursery: mpgrad.Po
 
 
 def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(private.compiler, "cache_folder", lambda: str(tmp_path))
     others = [threading.Event() for _ in range(2)]
     together = threading.Barrier(3)
 
     def wait(other: threading.Event) -> None:
-        with private.first_of_those_that_compile("graph"):
+        with private.compiler.first_of_those_that_compile("graph"):
             other.set()
             together.wait(30)  # who has waited goes on beside the others
 
     threads = [threading.Thread(target=wait, args=(other,)) for other in others]
-    with private.first_of_those_that_compile("graph"):
+    with private.compiler.first_of_those_that_compile("graph"):
         for thread in threads:
             thread.start()
-        with private.first_of_those_that_compile("another graph"):
+        with private.compiler.first_of_those_that_compile("another graph"):
             assert not any(other.wait(0.05) for other in others)
     together.wait(30)
     for thread in threads:
@@ -92,8 +92,8 @@ def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_child_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: who compiled the same graph waited for the end of a child that was forked meanwhile, and had the lock too."""
-    monkeypatch.setattr(private, "cache_folder", lambda: str(tmp_path))
-    with private.first_of_those_that_compile("graph"):
+    monkeypatch.setattr(private.compiler, "cache_folder", lambda: str(tmp_path))
+    with private.compiler.first_of_those_that_compile("graph"):
         (lock,) = (tmp_path / "locks").iterdir()
         (descriptor,) = [int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(lock)]
         inherited = os.dup(descriptor)  # as a fork does

@@ -149,6 +149,117 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:
     assert arrows(tmp_path) == {"pool": {"workers"}, "wire": {"pool"}, "workers": {"wire"}}
 
 
+# --- sizes
+
+MODULE_LINES, CLASS_LINES, CLASS_METHODS, PARAMETERS = 450, 350, 25, 8
+EXCUSE = "# long because: "  # and a reason: at the head of the module, class or function
+TO_BE_CUT = {  # to become empty
+    "mpgrad.autograd.call_node.differentiate",
+    "mpgrad.pool",
+    "mpgrad.pool.Pool",
+    "mpgrad.pool.Pool.__init__",
+    "mpgrad.pool.Pool._begin",
+    "mpgrad.pool.Pool._map_async",
+    "mpgrad.pool.Pool._run",
+    "mpgrad.scheduling.crew",
+    "mpgrad.scheduling.crew.Worker",
+    "mpgrad.scheduling.scheduler",
+    "mpgrad.scheduling.scheduler.Scheduler",
+    "mpgrad.transforms.Plan.__init__",
+    "mpgrad.workers.worker",
+    "mpgrad.workers.worker.Worker",
+}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def named_nodes(node: ast.AST, path: str) -> Iterator[tuple[str, ast.ClassDef | FUNCTIONS]]:
+    """The classes and functions below `node`, by their full names."""
+    for child in ast.iter_child_nodes(node):
+        inner = path
+        if isinstance(child, ast.ClassDef | FUNCTIONS):
+            inner = f"{path}.{child.name}"
+            yield inner, child
+        yield from named_nodes(child, inner)
+
+
+def parameters(function: FUNCTIONS) -> list[str]:
+    given = function.args
+    several = [each for each in (given.vararg, given.kwarg) if each is not None]
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, *several)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def is_excused(node: ast.Module | ast.ClassDef | FUNCTIONS, lines: list[str]) -> bool:
+    """Whether there is a reason between the line above `node` and its first statement."""
+    statements = node.body[ast.get_docstring(node) is not None :]
+    start = 0 if isinstance(node, ast.Module) else min(each.lineno for each in (node, *node.decorator_list)) - 2
+    stop = statements[0].lineno if statements else len(lines)
+    return any(line.strip().startswith(EXCUSE) for line in lines[max(start, 0) : stop])
+
+
+def beyond_limits(root: Path) -> set[str]:
+    """Modules, classes and functions that are too large, and say no reason."""
+    found = set()
+    for name, file in sources(root).items():
+        lines = file.read_text().splitlines()
+        module = ast.parse(file.read_text())
+        if len(lines) > MODULE_LINES and not is_excused(module, lines):
+            found.add(name)
+        for path, node in named_nodes(module, name):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(each, FUNCTIONS) for each in node.body)
+                length = (node.end_lineno or 0) - node.lineno + 1
+                is_long = length > CLASS_LINES or methods > CLASS_METHODS
+            else:
+                is_long = len(parameters(node)) > PARAMETERS
+            if is_long and not is_excused(node, lines):
+                found.add(path)
+    return found
+
+
+@pytest.mark.quick
+def test_nothing_is_beyond_the_limits_without_a_reason() -> None:
+    assert beyond_limits(ROOT) == TO_BE_CUT
+
+
+def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "mpgrad").mkdir()
+    (tmp_path / "workers").mkdir()
+    nine = ", ".join(f"p{number}" for number in range(9))
+    methods = "".join(f"    def m{number}(self): ...\n" for number in range(26))
+    rows = "    x = 1\n"
+    wrong = {
+        "module": "x = 1\n" * 451,
+        "lines": "class Long:\n" + rows * 350,
+        "methods": "class Full:\n" + methods,
+        "parameters": f"class A:\n    def f(self, {nine}):\n        def g({nine}): ...\n",
+        "starred": f"async def f({nine[4:]}, *, k, **more): ...\n",
+    }
+    right = {
+        "module": "x = 1\n" * 450,
+        "lines": "class Long:\n" + rows * 349,
+        "methods": "class Full:\n" + methods[methods.index("\n") + 1 :],
+        "parameters": f"class A:\n    def f(self, {nine[4:]}): ...\n",
+        "starred": f"@decorated\n{EXCUSE}it is asked for\nasync def f({nine}, **more): ...\n",
+    }
+    excused = {
+        "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * 451,
+        "lines": f'class Long:\n    """A table."""\n\n    {EXCUSE}it is one\n' + rows * 350,
+        "methods": f"{EXCUSE}the public interface\nclass Full:\n" + methods,
+        "parameters": f"class A:\n    def f(self, {nine}):\n        {EXCUSE}public\n        return 1\n",
+        "starred": "",
+    }
+    found = []
+    for texts in (wrong, right, excused):
+        for name, text in texts.items():
+            (tmp_path / "mpgrad" / f"{name}.py").write_text(text)
+        found.append(beyond_limits(tmp_path))
+    of_wrong = {"module", "lines.Long", "methods.Full", "parameters.A.f", "parameters.A.f.g", "starred.f"}
+    assert found == [{f"mpgrad.{name}" for name in of_wrong}, set(), set()]
+    (tmp_path / "workers" / "late.py").write_text("x = 1\n" * 460 + f"{EXCUSE}too late\n")
+    assert beyond_limits(tmp_path) == {"mpgrad.workers.late"}
+
+
 DOCUMENTED = [
     mpgrad.pool,
     mpgrad.derivatives.jacobians,

@@ -13,7 +13,7 @@ import torch
 
 import mpgrad
 from mpgrad.torch_state.private import tree_leaves
-from mpgrad.wire.tensor_packing import GAPPED, RIDE_BYTES, ROOM_BYTES, dense_core
+from mpgrad.wire.tensor_cores import GAPPED, RIDE_BYTES, ROOM_BYTES, dense_core
 from mpgrad.wire.tensor_refs import LONE, SPREAD, WITHIN
 
 pytestmark = pytest.mark.quick

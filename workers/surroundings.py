@@ -2,7 +2,7 @@
 
 Past the end of what has come the storage ends here too, and PyTorch raises. It sees nothing wrong with a place before the first
 element, or in a gap: the memory there is another tensor's, or nobody's. So the functions that take such places as numbers are
-wrapped, in processes, which belong to us, and look for the argument's flags (see `tensor_packing.dense_core`). These are noted
+wrapped, in processes, which belong to us, and look for the argument's flags (see `tensor_cores.dense_core`). These are noted
 at its storage, for a backward that runs later finds nothing else; and not before somebody may ask, for most never do.
 
     a call ──► are_of ──► it reaches, or has a graph ──► mark ──► the flags at each storage ──► as_strided, anywhere: raises

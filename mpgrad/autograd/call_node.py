@@ -203,11 +203,11 @@ def attach(
     outputs: list[torch.Tensor],
     token: torch.Tensor | None,
     gated: Sequence[torch.Tensor],
-    leaves: Sequence[Sequence[torch.Tensor]] = (),
+    leaves: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Make `outputs` the results of a `Call` on the gated inputs and, through the token, the captures.
 
-    Of a bundle, whose gate is one for all, `leaves` are the inputs of each item.
+    Of a bundle, whose gate is one for all, `leaves` are the inputs.
 
     What was attached last is waited for first. Of one operation this is the last item, as in the serial loop, so that the
     gradients of a tensor that several items share are added up in the same order. Of a chain of operations it is the last
@@ -231,7 +231,7 @@ def attach(
     node = attached[0].grad_fn
     set_priority(node, SEND + graph.number)
     if leaves:
-        node.inputs = [leaf for each in leaves for leaf in each]
+        node.inputs = leaves
     return attached
 
 

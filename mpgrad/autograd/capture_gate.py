@@ -74,6 +74,7 @@ CAPTURE_GATE_NODE = node_type(CaptureGate)
 
 
 def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Both, item by item; None stands for no gradient."""
     pairs = zip(total, grads, strict=True)
     return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
 
@@ -134,6 +135,7 @@ class Captures:
 
 
 def edges_behind_capture_gate(node: Any) -> list[tuple[Any, int]]:
+    """For each capture the edge to what it is in the caller: from this gate, or from the one before it."""
     own = list(node.next_functions)
     if not node.has_before:
         return own

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +67,8 @@ class Order(NamedTuple):
 
 
 class Reply(Protocol):
+    """What comes of a backward that was sent."""
+
     graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
     reached: Sequence[int]  # captures that this graph depends on, of those with more behind them
     is_ready: bool  # they are here already
@@ -132,10 +134,10 @@ class Member(NamedTuple):
 class Members:
     """The items of a bundle, as numbers: an object for each of them would be more than all else that is kept of it."""
 
-    def __init__(self, outputs: Iterable[int], inputs: Iterable[int]) -> None:
-        """`outputs` and `inputs` are how many each item has."""
-        self.of_output = owners(outputs)
-        self.of_input = owners(inputs)
+    def __init__(self, of_output: Sequence[int], of_input: Sequence[int]) -> None:
+        """The items of all outputs and inputs of the graph: each has its own in a row."""
+        self.of_output = of_output
+        self.of_input = of_input
 
     def of(self, item: int) -> Member:
         return Member(*(range(bisect_left(each, item), bisect_right(each, item)) for each in (self.of_output, self.of_input)))
@@ -143,11 +145,6 @@ class Members:
     def given(self, grads: Sequence[object]) -> dict[int, None]:
         """The items to whose results a gradient has come."""
         return dict.fromkeys(itertools.compress(self.of_output, [grad is not None for grad in grads]))
-
-
-def owners(counts: Iterable[int]) -> list[int]:
-    """For each of many things, the item that it belongs to: so many belong to the first, so many to the second."""
-    return [item for item, count in enumerate(counts) for _ in range(count)]
 
 
 class Reach:
@@ -373,6 +370,7 @@ class Derivative:
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:
+    """PyTorch's own words for it."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}], which a call of the pool has read, "

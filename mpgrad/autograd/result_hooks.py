@@ -25,6 +25,7 @@ class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
 
 
 def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor | None) -> Any:
+    """A hook of a bundle's result: not called in a backward for other items only."""
     return None if grad is None else hook(grad)
 
 

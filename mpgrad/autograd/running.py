@@ -60,6 +60,7 @@ def running(task: int) -> Backward:
 
 
 def forget_at_end_of_backward(graph: RemoteGraph, task: int) -> None:
+    """What its gates have not taken by then nobody will take."""
     running(task).graphs.append(weakref.ref(graph))
 
 

@@ -21,6 +21,7 @@ Device = str | torch.device
 
 
 def device_count(asked: object) -> int:
+    """Of the kind that is installed; raises where there is none. `asked`: what `devices` was."""
     count = INSTALLED.accelerator.count()
     if not count:
         raise ValueError(
@@ -31,6 +32,7 @@ def device_count(asked: object) -> int:
 
 
 def code_named(device: object, name: str) -> int:
+    """The number of a device that the caller named as the argument `name`."""
     kind = INSTALLED.accelerator.type
     expected = f'{name} must be "cpu", "{kind}" or like "{kind}:0" ({name}: {device!r})'
     if not isinstance(device, (str, torch.device)):
@@ -113,6 +115,7 @@ def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request |
 
 
 def no_worker(device: str, codes: Sequence[int]) -> str:
+    """The message of an error."""
     there = ", ".join(f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items()))
     return f"no worker of this pool is on device {device} (workers: {there}); make the pool with devices=[...]"
 

@@ -248,6 +248,7 @@ def scaled(grad: torch.Tensor | None, factor: float, shared: bool) -> torch.Tens
 
 
 def is_in_range(grad: torch.Tensor | None, factor: float) -> bool:
+    """Whether `factor * grad` is what the backward would have given: not where the gradient for one is infinite or NaN."""
     return factor == 1 or grad is None or bool(torch.isfinite(grad.sum()))
 
 
@@ -303,6 +304,7 @@ Sums = dict[tuple[object, tuple[Level, ...]], list[Contribution]]  # by worker a
 
 
 def alive(ref: weakref.ref[RemoteGraph]) -> RemoteGraph:
+    """The graph, which the engine holds."""
     graph = ref()
     if graph is None:
         raise InternalError("a graph ended before its backward")

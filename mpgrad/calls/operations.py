@@ -8,137 +8,73 @@ Assumes: `deliver` and `fail` come from the dispatcher's thread only; whoever wa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.capture_gate import Captures
-from mpgrad.autograd.input_gates import gate, gate_behind, leaf_gate
-from mpgrad.autograd.remote_graph import Home, Members, RemoteGraph, modified_in_place
+from mpgrad.autograd.input_gates import gate, leaf_gate
+from mpgrad.autograd.remote_graph import Home, Members, modified_in_place
+from mpgrad.calls.claims import gates_to
 from mpgrad.calls.device_choice import Request
+from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.output import warned_again
-from mpgrad.calls.packing import Conditions, PackedCall, SharedFunction
-from mpgrad.errors import ancestor_failed
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.calls.packing import Conditions, PackedCall
 from mpgrad.pickling import structure
-from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
-from mpgrad.wire.messages import Eager, Result, Structure, Warned
-from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, stand_in, views
+from mpgrad.wire.bundles import owners, split
+from mpgrad.wire.messages import Eager, Warned
+from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
-__all__ = ["Claim", "Delivered", "Failed", "Operation", "Submitted"]
-
-
-class Delivered(NamedTuple):
-    """A result as it came: not yet tensors, because those are made in the thread, and under the modes, of the caller."""
-
-    result: Result
-    payload: memoryview
-    memories: dict[int, Borrowed | Slot]  # by address; slots of ours for what came from devices
-    graph: RemoteGraph | None
-    call: PackedCall
-    worker: object  # that gave it
-
-    def views(self, private: bool = False) -> list[torch.Tensor]:
-        """Its tensors, without a history; `private`: not in memory where workers may still read them."""
-        payload, memories = self.payload, {place: holder.memory for place, holder in self.memories.items()}
-        if private:
-            payload, memories = own(payload), {place: own(memory) for place, memory in memories.items()}
-
-        def borrow(ref: TensorRef) -> Any:
-            return memories[ref.place]
-
-        return views(self.result.tensors, payload, borrow)
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be given their memory later."""
-        refs = self.result.tensors
-        if not any(isinstance(ref.form, Sparse) for ref in refs):
-            return list(map(stand_in, refs))
-        views = self.views(private=True)
-        return [there if isinstance(ref.form, Sparse) else stand_in(ref) for ref, there in zip(refs, views, strict=True)]
-
-
-class Failed:
-    """An exception in the place of a result, made by who asks for it: its class is the caller's code, which may import more."""
-
-    def __init__(self, make: Callable[[], BaseException], origin: Failed | None = None) -> None:
-        self._make = make
-        self._error: BaseException | None = None
-        self.origin = origin or self  # the failure of an ancestor, where that is why
-        self.is_cancelled = False
-
-    @classmethod
-    def with_error(cls, error: BaseException) -> Failed:
-        failed = cls(lambda: error)
-        failed.is_cancelled = isinstance(error, CancelledError)
-        return failed
-
-    @classmethod
-    def because_of(cls, other: Failed, subject: str) -> Failed:
-        origin = other.origin
-        return cls(lambda: ancestor_failed(origin.error(), subject), origin)
-
-    def error(self) -> BaseException:
-        if self._error is None:
-            self._error = self._make()
-        return self._error
-
-
-Outcome = Delivered | Failed
-
-
-def own(memory: Any) -> Any:
-    return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory  # what lies on devices is copied anyway
+__all__ = ["Operation", "OperationOptions"]
 
 
 class Holder(Protocol):
+    """Who has asked for the results: `AsyncResult`, a future, an iterator."""
+
     def give_up(self) -> None:
         """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
         ...
 
 
+class OperationOptions(NamedTuple):
+    """How the calls of an operation are treated, and what is asked of them all."""
+
+    chunksize: int | None = None
+    timeout: float | None = None  # seconds for each call
+    stop_at_failure: bool = True
+    return_errors: bool = False  # in the place of the results that they prevented
+    noun: str = "item"  # what a call is in the caller's eyes, for errors: an item, or a block of them
+    request: Request | None = None  # where its calls are to run
+    eager: int = Eager.NO
+    at_rest: bool = False  # what calls are given is all there, and all results are waited for together
+
+
 class Operation:
-    def __init__(
-        self,
-        function: SharedFunction,
-        home: Home,
-        captures: Captures | None,
-        seed: int | None,
-        modes: Modes,
-        *,
-        chunksize: int | None = None,
-        stop_at_failure: bool = True,
-        return_errors: bool = False,
-        noun: str = "item",
-        timeout: float | None = None,
-        request: Request | None = None,
-        eager: int = Eager.NO,
-        first: int = 0,
-        at_rest: bool = False,
-    ) -> None:
-        self.request = request  # where its calls are to run
-        self.eager = eager
-        self.noun = noun  # what a call is in the caller's eyes, for errors: an item, or a block of them
-        self.conditions = Conditions(function, modes, seed, first)
-        self.function = function
+    """The calls of one `map`, `reduce` or the like: those that wait, and what came of the others.
+
+    The caller adds calls and takes outcomes; the dispatcher takes calls and delivers outcomes.
+    """
+
+    def __init__(self, conditions: Conditions, home: Home, captures: Captures | None, options: OperationOptions) -> None:
+        self.conditions = conditions
+        self.function, self.modes, _, _ = conditions
         self.home = home
         self.captures = captures  # that need gradients
-        self.modes = modes
-        self.timeout = timeout  # seconds for each call
-        self.chunksize = chunksize
-        self.at_rest = at_rest  # what calls are given is all there, and all results are waited for together
-        self.stop_at_failure = stop_at_failure
-        self.return_errors = return_errors  # in the place of the results that they prevented
+        # each a name of its own: the dispatcher looks at them for every chunk
+        self.chunksize = options.chunksize
+        self.timeout = options.timeout
+        self.stop_at_failure = options.stop_at_failure
+        self.return_errors = options.return_errors
+        self.noun = options.noun
+        self.request = options.request
+        self.eager = options.eager
+        self.at_rest = options.at_rest
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None
         self.on_finished: Callable[[], None] = lambda: None
@@ -246,11 +182,10 @@ class Operation:
     def _build_bundle(self, outcome: Delivered) -> list[Any]:
         tensors = outcome.views()
         self._give_history(outcome, tensors)
-        shapes = outcome.result.bundle
-        if all(shape is None for shape, _ in shapes):
+        parts = outcome.result.bundle
+        if all(shape is None for shape, _ in parts):
             return tensors  # each item gave one
-        rest = iter(tensors)
-        return [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in shapes]
+        return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
 
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
         """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""
@@ -271,10 +206,11 @@ class Operation:
             for number in outcome.result.unused:
                 gated[number] = gated[number].detach()
             if call.bundle:
-                graph.members = members_of(outcome.result.bundle, call.leaves, inner)
+                items = owners(outcome.result.bundle)
+                graph.members = Members([items[number] for number in inner], call.leaf_items)
             token = None if self.captures is None else self.captures.token()
             outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
-            call.leaves = ()
+            call.leaves = call.leaf_items = ()
             call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
@@ -329,166 +265,3 @@ class Operation:
         self.queue.clear()
         self.waiting.clear()
         self.outcomes.clear()
-
-
-def members_of(
-    results: Sequence[tuple[Structure, int]], leaves: Sequence[Sequence[torch.Tensor]], inner: Sequence[int]
-) -> Members:
-    """`inner` are the tensors of a bundle's results that need gradients: these, and only these, are outputs of its graph."""
-    counts = [count for _, count in results]
-    if len(inner) < sum(counts):
-        needing = set(inner)
-        rest = iter([number in needing for number in range(sum(counts))])
-        counts = [sum(itertools.islice(rest, count)) for count in counts]
-    return Members(counts, map(len, leaves))
-
-
-class Submitted(Operation):
-    """An operation of one call, whose result other calls may be given before it is there.
-
-        a = submit(f, x); b = submit(g, a)       the scheduler puts a's outcome into g's call as soon as it comes
-        b.result()                               gives both calls their nodes, a's first
-    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which get their memory when
-    somebody does. Its graph is hidden so long, and gradients go to it from worker to worker.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._making = threading.Lock()
-        self._is_claimed = False
-        self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
-        self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
-        self._taken = False
-        self._value: Any = None
-        # of the dispatcher: to be told when there is an outcome
-        self.dependents: deque[Callable[[], None]] = deque()
-        self.on_passed_on: Callable[[], None] = lambda: None  # its failure is somebody else's now
-
-    @property
-    def outcome(self) -> Outcome | None:
-        found = self.outcomes.get(0)
-        return Failed.with_error(CancelledError()) if found is None and self.limit == 0 else found
-
-    @property
-    def is_claimed(self) -> bool:
-        return any(ref() is not None for ref in self._claims)
-
-    def claim(self) -> Claim | None:
-        """To the result as it comes from the worker; None where the caller has it, and may have changed it."""
-        with self._making:
-            if self._taken:
-                return None
-            claim = Claim(self)
-            self._is_claimed = True
-            self._claims.append(weakref.ref(claim))
-            return claim
-
-    def take(self) -> Any:
-        """The value, which has come, as tensors with gradients; the same object at every call."""
-        with self._making:
-            if not self._taken:
-                self._warn()
-                outcome = self.outcomes[0]
-                assert isinstance(outcome, Delivered)
-                with self.modes_of_caller():
-                    tensors = outcome.views(private=self._is_claimed)
-                    if self._tensors is None:
-                        self._give_history(outcome, tensors)
-                        self._tensors = tensors
-                    else:
-                        for tensor, memory in zip(self._tensors, tensors, strict=True):
-                            if memory.layout is torch.strided:
-                                tensor.data = memory
-                    self._value = structure.loads_result(outcome.result.structure, self._tensors)
-                if outcome.graph is not None:
-                    outcome.graph.reveal()
-                self._settle_claims(outcome, self._tensors)
-                self.outcomes.clear()
-                self._tensors, self._taken = None, True
-            return self._value
-
-    def connect(self) -> None:
-        """Give the call its node, though nobody has asked for its value."""
-        with self._making:
-            if self._taken:
-                return
-            outcome = self.outcomes[0]
-            assert isinstance(outcome, Delivered)
-            if self._tensors is None:
-                with self.modes_of_caller():
-                    tensors = outcome.stand_ins()
-                    self._give_history(outcome, tensors)
-                if outcome.graph is not None:
-                    outcome.graph.hidden = True
-                self._tensors = tensors
-            self._settle_claims(outcome, self._tensors)
-
-    def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        super()._give_history(outcome, tensors)
-        self.captures = None  # a future that is kept need not keep what its result does not depend on
-
-    def unconnected(self) -> list[Submitted]:
-        """Those that gave its call something, and have no node yet."""
-        outcome = self.outcomes.get(0)
-        if self._tensors is not None or not isinstance(outcome, Delivered):
-            return []
-        return [claim.source for claim in outcome.call.claims if not claim.is_settled]
-
-    def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        claims, self._claims = self._claims, []
-        for ref in claims:
-            if (claim := ref()) is not None:
-                claim.settle(outcome, tensors)
-
-    def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
-        super().deliver(index, outcome)
-        self._tell_dependents()
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._tell_dependents()
-
-    def _tell_dependents(self) -> None:
-        while self.dependents:
-            self.dependents.popleft()()
-
-
-class Claim:
-    """To the result of a submitted call, which stands among the arguments of another one."""
-
-    __slots__ = ("__weakref__", "_gates", "_outcome", "is_settled", "source")
-
-    def __init__(self, source: Submitted) -> None:
-        self.source = source
-        self.is_settled = False  # the gates are there
-        self._gates: list[torch.Tensor] = []
-        self._outcome: Outcome | None = None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self.source.outcome or self._outcome  # in this order: when the value is taken, the second is set first
-
-    def settle(self, outcome: Delivered, tensors: Sequence[torch.Tensor]) -> None:
-        """The tensors have their history, which the caller cannot have changed yet."""
-        self._outcome = outcome
-        with torch.enable_grad():
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    self._gates.append(gate(tensor) if tensor.is_leaf else gate_behind(outcome.graph, tensor))
-        self.is_settled = True
-
-    def gates(self) -> list[torch.Tensor]:
-        self.source.connect()
-        return self._gates
-
-
-def gates_to(claims: Sequence[Any]) -> list[torch.Tensor]:
-    """Gates to the results that a call was given; the calls that gave them get their nodes first, the oldest first of all."""
-    stack = [claim.source for claim in claims if not claim.is_settled]
-    while stack:  # no recursion: a chain may be long
-        earlier = stack[-1].unconnected()
-        if earlier:
-            stack += earlier
-        else:
-            stack.pop().connect()
-    return [each for claim in claims for each in claim.gates()]

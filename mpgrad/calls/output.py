@@ -29,6 +29,7 @@ def report(level: int, text: str, *arguments: object, with_traceback: bool = Fal
 
 
 def given_again(message: Printed | Logged) -> None:
+    """Print, or log, in the caller what a task has printed or logged."""
     try:
         if isinstance(message, Printed):
             printed_again(message)

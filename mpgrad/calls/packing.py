@@ -20,14 +20,17 @@ from mpgrad.pickling.state import State
 from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
-from mpgrad.wire.messages import Structure
-from mpgrad.wire.tensor_packing import BUCKETED_BYTES, RIDE_BYTES, Packer, Placed, Together
+from mpgrad.wire.bundles import owners
+from mpgrad.wire.messages import Parts, Structure
+from mpgrad.wire.tensor_cores import RIDE_BYTES
+from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
 from mpgrad.wire.tensor_refs import HOOKED, LEAF, REQUIRES_GRAD, SHARED, are_distinct_tensors, check_carriable, flags_of
 
 __all__ = [
     "Arguments",
     "Conditions",
     "PackedCall",
+    "Packing",
     "PickledFunction",
     "Shared",
     "SharedFunction",
@@ -42,6 +45,8 @@ Shared = dict[int, tuple[torch.Tensor, Placed]]  # by id of the tensor, which th
 
 
 class PickledFunction(NamedTuple):
+    """A function as bytes and captures, as it is now."""
+
     pickled: bytes
     captures: list[torch.Tensor]  # its own, then those of the state
     captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
@@ -124,6 +129,7 @@ class PackedCall:
         "idle_deaths",
         "index",
         "inputs_lent",
+        "leaf_items",
         "leaves",
         "origin",
         "placed",
@@ -138,12 +144,13 @@ class PackedCall:
     def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
         self.index = index
         self.start = index  # the number of its first item in the operation
-        self.bundle: Sequence[tuple[Structure, int]] = ()  # the structure and number of tensors of each item's arguments
-        self.leaves: Sequence[Sequence[torch.Tensor]] = ()  # of a bundle's items, those that need gradients
+        self.bundle: Parts = ()  # the arguments of each item
+        self.leaves: Sequence[torch.Tensor] = ()  # of a bundle: those of its tensors that need gradients
+        self.leaf_items: Sequence[int] = ()  # the item of each
         self.structure = shape
         self.placed: list[Placed] | Together = placed
         self.claims = claims  # `operations.Claim`s: until the call has its node, or turns out to need none
-        self.claimed: Sequence[tuple[Structure, int]] = ()  # what they led to: their tensors are the last of `placed`
+        self.claimed: Parts = ()  # what they led to: their tensors are the last of `placed`
         self.gated: Sequence[torch.Tensor] = ()
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()  # with their versions: gradients were off, but `fn` may want them
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
@@ -183,21 +190,24 @@ class PackedCall:
         return total
 
 
-def pack_call(
-    packer: Packer,
-    index: int,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    grad: bool,
-    shared: Shared | None = None,
-    item: int | None = None,
-    request: Request | None = None,
-    known: State | None = None,
-) -> PackedCall:
+class Packing(NamedTuple):
+    """How the calls of an operation are packed.
+
+    `known`: see `state.dumps_arguments`. `shared` remembers what was placed, by the tensor's id, for operations whose calls
+    have tensors in common.
+    """
+
+    packer: Packer
+    grad: bool
+    request: Request | None = None
+    known: State | None = None
+    shared: Shared | None = None
+
+
+def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[str, Any], item: int | None = None) -> PackedCall:
     """Copy the arguments' tensors to where a worker can read them, and let those that need gradients through a gate.
 
-    `shared` remembers what was placed, by the tensor's id, for operations whose calls have tensors in common. `item` is the
-    number that errors name, where that is not `index`. `known`: see `state.dumps_arguments`.
+    `item` is the number that errors name, where that is not `index`.
 
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be carried; names the item.
@@ -205,7 +215,8 @@ def pack_call(
     """
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
-            return pack_call(packer, index, args, kwargs, grad, shared, item, request, known)
+            return pack_call(packing, index, args, kwargs, item)
+    packer, grad, request, known, shared = packing
     item = index if item is None else item
     shape, tensors, claims = arguments_structure(item, args, kwargs, known)
     placed = []
@@ -230,9 +241,7 @@ def pack_call(
     return call
 
 
-def pack_bundle(
-    packer: Packer, index: int, calls: Sequence[Arguments], grad: bool, item: int, known: State | None = None
-) -> PackedCall | None:
+def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: int) -> PackedCall | None:
     """`calls` as one call; None where they have to go one by one. `item` is the number of the first, for errors.
 
     They share a message, a graph and a node. So their tensors must not be large; and those that need gradients have to be
@@ -243,7 +252,8 @@ def pack_bundle(
     """
     if transforms_are_active():
         with outside_transforms():
-            return pack_bundle(packer, index, calls, grad, item, known)
+            return pack_bundle(packing, index, calls, item)
+    packer, grad, _, known, _ = packing
     items = lone_tensors(calls)
     placed: list[Placed] | Together | None = None
     if items is not None and not have_more_behind(items):
@@ -260,29 +270,22 @@ def pack_bundle(
             return None
     call = PackedCall(index, None, placed)
     call.bundle = bundle
-    call.leaves = leaves_of(items)
-    needing = [leaf for each in call.leaves for leaf in each]
-    if needing and grad:
-        call.gated = [leaf_gate(needing)]
-    elif needing:
-        call.ungated = ungated(needing)
+    need = [own & REQUIRES_GRAD for own in flags]
+    call.leaves = list(itertools.compress(together, need))
+    call.leaf_items = list(itertools.compress(owners(bundle), need))
+    if call.leaves and grad:
+        call.gated = [leaf_gate(call.leaves)]
+    elif call.leaves:
+        call.ungated = ungated(call.leaves)
     return call
 
 
-def leaves_of(items: Items) -> list[list[torch.Tensor]]:
-    """Of each call, those of its tensors that need gradients."""
-    pairs = zip(items.tensors, items.flags, strict=True)
-    if {count for _, count in items.shapes} == {1}:  # most are such
-        return [[tensor] if own & REQUIRES_GRAD else [] for tensor, own in pairs]
-    return [[each for each, own in itertools.islice(pairs, count) if own & REQUIRES_GRAD] for _, count in items.shapes]
-
-
 class Items(NamedTuple):
-    """What many calls are given: all their tensors, with their flags, and the structure and number of those of each call."""
+    """What many calls are given: all their tensors, with their flags, and which are whose."""
 
     tensors: list[torch.Tensor]
     flags: list[int]
-    shapes: list[tuple[Structure, int]]
+    parts: list[tuple[Structure, int]]
 
 
 def have_more_behind(items: Items) -> bool:
@@ -311,15 +314,17 @@ def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: Sta
             return None
         items.tensors.extend(tensors)
         items.flags.extend(map(flags_of, tensors))
-        items.shapes.append((shape, len(tensors)))
+        items.parts.append((shape, len(tensors)))
     return items
 
 
 def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """With their versions."""
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> Placed:
+    """As it was placed before for another call of the operation, if it was."""
     known = shared.get(id(tensor))
     if known is None:
         known = shared[id(tensor)] = tensor, packer.place(tensor, flags_of(tensor) | SHARED, None, staged)
@@ -329,6 +334,7 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
 def arguments_structure(
     index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
+    """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
     if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
         return len(args), list(args), ()
     try:

@@ -18,9 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from mpgrad.calls.operations import Claim, Failed, Operation, Submitted
+from mpgrad.calls.claims import Claim
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.outcomes import Failed
 from mpgrad.calls.output import report
 from mpgrad.calls.packing import PackedCall
+from mpgrad.calls.submitted import Submitted
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
 from mpgrad.torch_state.private import not_compiled

@@ -23,7 +23,8 @@ from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.source import callable_of
 from mpgrad.tasks.jacobian_arguments import Argnums, Arguments
-from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
+from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Vjp, check_alike
+from mpgrad.tasks.points import Task
 from mpgrad.torch_state.modes import kept_random_state
 from mpgrad.torch_state.private import grad_mode
 from mpgrad.tracebacks import warn, without_own_frames

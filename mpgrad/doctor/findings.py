@@ -62,6 +62,7 @@ def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
 
 
 def works(findings: Iterable[Finding]) -> bool:
+    """Whether a pool can be made here."""
     return not any(finding.fatal for finding in findings)
 
 
@@ -81,6 +82,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
+    """The last lines of the page."""
     amiss = [finding for finding in findings if finding.problem]
     if not amiss:
         return "A pool works here, and nothing is amiss."
@@ -91,6 +93,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def row(finding: Finding) -> Iterator[str]:
+    """The lines of one finding."""
     mark = "X" if finding.fatal else "!" if finding.problem else " "
     value = "not known" if finding.value is None and not finding.problem else text_of(finding.value)
     told = f"{f'{value} {finding.unit}'.strip():<{VALUE_WIDTH}} {finding.detail}".strip()

@@ -196,6 +196,7 @@ def judged_variables(found: dict[str, str], usable: int) -> Finding:
 
 
 def amiss(finding: Finding, problem: str, remedy: str) -> Finding:
+    """The finding, with a problem."""
     return Finding(finding.section, finding.name, finding.value, finding.unit, finding.detail, problem, remedy)
 
 

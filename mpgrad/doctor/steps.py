@@ -32,6 +32,8 @@ SLOW_START, SLOW_FURTHER, SLOW_CALL = 15.0, 1.0, 300e-6  # seconds, beyond which
 
 
 class Step(NamedTuple):
+    """Something that is tried, and what is said if it fails."""
+
     section: str  # of the finding that says that it failed
     name: str
     doing: str
@@ -131,6 +133,7 @@ def import_pool(pools: ExitStack) -> Iterator[Finding]:
 
 
 def start_first(pools: ExitStack) -> Iterator[Finding]:
+    """A pool of one worker: whether results and gradients are right, and how long it takes."""
     import torch
 
     import mpgrad

@@ -162,11 +162,13 @@ def read_trial(output: str, status: int, limit: float | None) -> list[Finding]:
 
 
 def with_words(finding: Finding, words: list[str]) -> Finding:
+    """With what the process has said last."""
     told = " / ".join(words[-LAST_WORDS:])
     return dataclasses.replace(finding, problem=f"{finding.problem}; it said: {told}") if told else finding
 
 
 def ending(status: int) -> str:
+    """How a process ended, in words."""
     with contextlib.suppress(ValueError):
         return signal.Signals(-status).name
     return f"exit status {status}"
@@ -198,10 +200,12 @@ def main(limit: float) -> None:
 
 
 def tell(kind: str, content: object) -> None:
+    """To the process that tries us: one line of JSON."""
     print(MARK + json.dumps({kind: content}), flush=True)
 
 
 def carefully(step: Step, pools: contextlib.ExitStack) -> Iterator[Finding]:
+    """The findings of a step; one that says so where it raised."""
     try:
         yield from step.find(pools)
     except Exception as error:

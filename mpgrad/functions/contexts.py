@@ -152,6 +152,7 @@ def run_isolated_backward(func: type[Function], ctx: EmulatedAutogradContext, *g
 
 
 def check_gradients(ctx: object, grads: Values) -> None:
+    """What was given to the backward of an emulated context."""
     if not isinstance(ctx, EmulatedAutogradContext):
         raise TypeError(f"ctx must be what run_isolated_forward returned (given: {type(ctx).__name__})")
     if len(grads) != len(ctx._outputs):
@@ -187,6 +188,7 @@ def with_defaults(func: type[Function], args: Values) -> Values:
 
 
 def forward_of(func: type[Function], ctx: EmulatedAutogradContext, args: Values) -> Values:
+    """The Function's forward, in its older or newer style; `ctx` then knows the outputs."""
     with torch.no_grad(), without_tangents():
         if func.setup_context is Function.setup_context:
             outputs = func.forward(ctx, *args)
@@ -226,6 +228,7 @@ def backward_of(func: type[Function], ctx: EmulatedAutogradContext, grads: Value
 
 
 def jvp_of(func: type[Function], ctx: EmulatedAutogradContext, tangents: Values) -> Values:
+    """The Function's own `jvp`, as PyTorch calls it."""
     given = filled(tangents, ctx._inputs) if ctx.materialize_grads else tangents
     with without_tangents():
         found = as_tuple(func.jvp(ctx._with_saved(ctx.saved_for_forward), *given))
@@ -243,6 +246,7 @@ def as_tuple(value: Any) -> Values:
 
 
 def likes(values: Values) -> Likes:
+    """What of tensors is needed to make zeros like them."""
     return tuple([Like(each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else None for each in values])
 
 

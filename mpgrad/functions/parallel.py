@@ -283,6 +283,7 @@ class ParallelGraphs(Function):
 
 
 def differentiated(graph: Graph, grads: list[torch.Tensor | None], keep: bool) -> Values:
+    """The gradients of one call, at its gates."""
     given = [(output, grad) for output, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
     if not given:
         return (None,) * len(graph.gates)
@@ -334,6 +335,7 @@ def joint(values: Values) -> Values:
 
 
 def in_pool(func: type[Function], calls: Sequence[Values], pool: Starmap) -> Values:
+    """The calls in workers, behind one node that runs all their backwards."""
     entered = parted(joint(joined(calls)), [len(args) for args in calls])
     followed = transforms_are_active() or dual_level_is_active()  # there the first error ends all
     results = pool.starmap(func, entered, chunksize=1, on_error="raise" if followed else "return")
@@ -380,6 +382,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from its first element to behind its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
 

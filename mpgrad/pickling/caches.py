@@ -28,6 +28,8 @@ ABSENT = object()
 
 
 class Entry(NamedTuple):
+    """Of a cache of `functools`."""
+
     key: Any
     result: Any
 
@@ -135,6 +137,7 @@ def cached_again(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def fill(cached: Any, state: tuple[dict[str, Any], list[tuple[tuple[Any, ...], dict[str, Any], Any]]]) -> None:
+    """Put the entries in by calling it with a function that gives their results."""
     own, kept = state
     vars(cached).update(own)
     stand_in = next(each for each in gc.get_referents(cached) if type(each) is StandIn)

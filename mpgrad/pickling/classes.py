@@ -63,6 +63,8 @@ def loads(pickled: bytes) -> Any:
 
 
 class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    """Classes by value as cloudpickle has them, with their slots; those that came from the other side by their name there."""
+
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type) and value in COPIES:
             return class_of_ours, (COPIES[value],)
@@ -94,6 +96,7 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def make_slotted(slots: Sequence[str], kind: type[type], name: str, bases: tuple[type, ...], given: Any, *others: Any) -> type:
+    """A class with `__slots__`, which cloudpickle would leave out."""
     made: type
     try:
         made = make_class(kind, name, bases, {**given, "__slots__": slots}, *others)
@@ -120,6 +123,7 @@ def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., t
 
 
 def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:
+    """Whether the class `found` is what `make(*arguments)` would give."""
     if make is make_enum:
         bases, _, _, members, *_ = arguments
         return issubclass(found, enum.Enum) and found.__bases__ == bases and {e.name: e.value for e in found} == members
@@ -140,6 +144,7 @@ def is_slot(owner: type, name: str, member: object) -> bool:
 
 
 def leave_ours(made: type, state: Any) -> None:
+    """Put the state into a class that was made here; not into one that was here before."""
     if made not in OURS:
         set_class(made, state)
 
@@ -150,6 +155,8 @@ def class_of_ours(tracker_id: str) -> type:
 
 
 class ClassUnpickler(pickle.Unpickler):
+    """What `ClassPickler` gave."""
+
     set_class: Callable[[type, Any], Any] = staticmethod(leave_ours)
 
     def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
@@ -165,10 +172,12 @@ class ClassUnpickler(pickle.Unpickler):
 
 
 def set_copy(made: type, state: Any) -> None:
+    """`leave_ours`, but copies get the state."""
     (set_class if made in COPIES else leave_ours)(made, state)
 
 
 def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:
+    """A class that `make` makes, apart from the one of this process with the same tracker id."""
     if make is made_like_own:
         *_, make, arguments = arguments
         return make(*arguments)

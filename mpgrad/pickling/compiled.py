@@ -182,6 +182,7 @@ class Placement:
 
 
 def names_in(code: types.CodeType) -> set[str]:
+    """The globals and attributes that it names, and the functions defined in it."""
     return {*code.co_names}.union(*(names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
@@ -216,6 +217,7 @@ def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ..
 
 
 def set_and_compile(module: Any, given: tuple[Any, Callable[[Any, Any], None] | None, bytes]) -> None:
+    """The state of a module on which `compile()` was called."""
     state, setter, options = given
     if setter is not None:
         setter(module, state)
@@ -240,6 +242,7 @@ def compiled_again(original: Any, options: bytes) -> Any:
 
 
 def disabled_again(original: Any, options: dict[str, Any]) -> Any:
+    """As `torch.compiler.disable`, the same for the same function."""
     disable: Any = torch.compiler.disable
     if not any(original is each for each in ROOMS.functions.values()):
         return disable(original, **options)

@@ -55,6 +55,7 @@ class Rebuilt:
 
 
 def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """An exception again. Its `__init__` is not called: it may want other arguments."""
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(state)
@@ -79,5 +80,6 @@ def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worke
 
 
 def tell_origin(error: BaseException, traceback: str, note: str) -> None:
+    """Give it the worker's traceback as its cause, and a note."""
     error.__cause__ = RemoteTraceback(traceback)
     add_note(error, note)

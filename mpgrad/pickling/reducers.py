@@ -35,7 +35,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpgrad.pickling import caches
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, contents_of, uses_in
+from mpgrad.pickling.modules import attribute_here
+from mpgrad.pickling.uses import contents_of, uses_in
 from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
 
 __all__ = [
@@ -148,6 +149,7 @@ def reduce_barrier(value: threading.Barrier) -> Reduced:
 
 
 def reduce_local(value: threading.local) -> Any:
+    """A new one, made as this one was; what threads keep in it stays theirs."""
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
     _, args, names, *_ = *gc.get_referents(value), {}  # with which each thread has it made; then what threads keep in it
@@ -182,6 +184,7 @@ def reduce_attribute(value: object) -> Reduced | None:
 
 
 def name_in_a_module(value: object) -> tuple[str, str] | None:
+    """Where it can be imported from."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
             for attribute, held in list(vars(module).items()):
@@ -228,6 +231,7 @@ def reduce_reference(value: weakref.ref[Any]) -> Reduced:
 
 
 def dead_reference(kind: type[Any]) -> Any:
+    """One whose object is gone."""
     base: Any = weakref.WeakMethod if issubclass(kind, weakref.WeakMethod) else weakref.ref
     return base.__new__(kind, Dead().method if base is weakref.WeakMethod else Dead())
 
@@ -252,6 +256,7 @@ PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
 
 
 def referent(proxy: Any) -> Referent:
+    """What a weak proxy stands for."""
     try:
         return Referent(proxy.__repr__.__self__)
     except ReferenceError:
@@ -290,6 +295,7 @@ class FinalizerElsewhere(weakref.finalize):  # type: ignore[type-arg]  # it is n
 
 
 def reduce_finalizer(value: weakref.finalize[Any, Any]) -> Reduced:
+    """It stays where it is: its callback runs once."""
     return FinalizerElsewhere, (value.alive,)
 
 
@@ -330,6 +336,7 @@ def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.Scr
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
+    """Into the places that paths of attributes name."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for path, tensor in tensors.items():
         owner, _, name = path.rpartition(".")

@@ -30,7 +30,6 @@ from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     LIVE,
-    LOOKED_THROUGH_BY,
     NAMES_HERE,
     GlobalsOf,
     LeftOf,
@@ -38,18 +37,13 @@ from mpgrad.pickling.modules import (
     Mark,
     NamesHere,
     Namespaces,
-    Wanted,
-    is_own,
     make_function,
-    module_of,
-    name_of,
     reduce_carried,
     set_function,
-    uses_in,
-    uses_of,
 )
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
-from mpgrad.wire.tensor_packing import RIDE_BYTES
+from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
+from mpgrad.wire.tensor_cores import RIDE_BYTES
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
 
@@ -90,6 +84,8 @@ def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> 
 
 
 class TensorPickler(ClassPickler):
+    """Any object, with numbers in the places of its tensors; `tensors` and `buffers` are what was taken out."""
+
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
@@ -216,6 +212,7 @@ NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeTyp
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Pickle's question of each buffer: small ones stay in the bytes, others become tensors in `taken_out`."""
     memory = buffer.raw()
     if memory.nbytes <= RIDE_BYTES or "numpy" not in sys.modules:  # numpy makes buffers of tensors again
         return True
@@ -225,6 +222,8 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 
 
 class TensorUnpickler(ClassUnpickler):
+    """What `TensorPickler` gave, with tensors in the places of their numbers."""
+
     def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any], names: Live) -> None:
         # `cpu`, where `device=` has moved all that a call was given
         super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)

@@ -23,9 +23,9 @@ import torch
 
 from mpgrad.errors import UnsupportedTorchError, add_note
 from mpgrad.pickling import caches
-from mpgrad.pickling.modules import uses_in
 from mpgrad.pickling.reducers import PROXIES, REGISTER
 from mpgrad.pickling.structure import Deferred, TensorPickler
+from mpgrad.pickling.uses import uses_in
 
 __all__ = ["item_not_carried", "not_carried", "why_not"]
 
@@ -57,6 +57,7 @@ def why_not(error: Exception, subject: str, value: object, may_wait: bool = Fals
 
 
 def item_not_carried(error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> NoReturn:
+    """Raise what `not_carried` says of an item."""
     named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
     value = args[0] if len(args) == 1 and not kwargs else named
     not_carried(error, f"item {index}", value, may_wait=True)
@@ -74,6 +75,7 @@ class Trial(TensorPickler):
 
 
 def fails(may_wait: bool, value: object) -> bool:
+    """Whether `value` cannot be pickled."""
     try:
         Trial(io.BytesIO(), [] if may_wait else None).dump(value)
     except Exception:
@@ -111,6 +113,7 @@ def find(value: object, fails: Callable[[object], bool]) -> Found:
 
 
 def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], deadline: float) -> bool:
+    """Whether it is worth looking into: not seen yet, in time, and it fails too."""
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
 
@@ -160,6 +163,7 @@ def parts(value: object) -> Iterator[Part]:
 
 
 def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
+    """All that its pickle has of it, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield Part(f"closure: {name}", cell.cell_contents)

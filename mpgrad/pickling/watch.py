@@ -24,6 +24,8 @@ Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, s
 
 
 class Watch:
+    """What was met while a pickle was made, with what it held: whether that is still so."""
+
     def __init__(self) -> None:
         self._functions: list[types.FunctionType] = []
         self._code: list[Any] = []
@@ -78,6 +80,7 @@ class Watch:
 
 
 def is_same(now: Opaque, before: Opaque) -> bool:
+    """Whether two pickles of one object say the same."""
     count = len(now[1]) - len(now[2])  # the rest are views of buffers, made for the pickle
     tensors = len(now[1]) == len(before[1]) and all(map(operator.is_, now[1][:count], before[1][:count]))
     return tensors and now[0] == before[0] and now[2] == before[2]
@@ -99,6 +102,7 @@ def attributes_of(value: Any) -> Content:
 
 
 def contents_of_class(value: type) -> Content:
+    """Its bases, and what stands in its body."""
     return (*value.__bases__, *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON])
 
 

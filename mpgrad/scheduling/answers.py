@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mpgrad.autograd.remote_graph import Home, RemoteGraph
 from mpgrad.calls.homes import GradientReply, ReadyGradients, raised_from
-from mpgrad.calls.operations import Delivered, Failed
+from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.arena import Borrowed, Lenders, Slot, slab_of

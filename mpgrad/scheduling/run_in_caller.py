@@ -29,7 +29,8 @@ from mpgrad.calls.packing import Arguments, PickledFunction
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.compiled import MARK
-from mpgrad.pickling.modules import LIBRARIES, Live, is_own
+from mpgrad.pickling.modules import Live
+from mpgrad.pickling.uses import LIBRARIES, is_own
 from mpgrad.scheduling.costs import Costs
 from mpgrad.torch_state.modes import TURNS, RandomState
 from mpgrad.torch_state.private import SharedHooks, saved_tensor_hooks

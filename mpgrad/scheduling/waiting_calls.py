@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd.remote_graph import Promise
-from mpgrad.calls.operations import Delivered, Failed, Operation
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.chunks import SentGradients
 from mpgrad.scheduling.worker_handle import WorkerHandle

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import Arguments, PackedCall, Shared, pack_bundle, pack_call
+from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
 from mpgrad.collector import let_collector_look
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.sizes import BATCH_BYTES, LARGEST_BATCH, bundle_size, first_batch
@@ -66,8 +66,8 @@ class Feeder:
 
     def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
-        packer, known = self._scheduler.copying_packer, operation.function.state
-        pack = functools.partial(pack_call, packer, grad=operation.modes.grad, request=operation.request, known=known)
+        packing = Packing(self._scheduler.copying_packer, operation.modes.grad, operation.request, operation.function.state)
+        pack = functools.partial(pack_call, packing)
         return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
 
     def _first_batch(self, operation: Operation) -> int:
@@ -78,16 +78,16 @@ class Feeder:
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
-        grad, request, first = operation.modes.grad, operation.request, operation.conditions.first
-        known = operation.function.state
+        first = operation.conditions.first
+        packing = Packing(packer, operation.modes.grad, operation.request, operation.function.state, shared)
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packer, operation.added, args, kwargs, grad, shared, first + operation.items, request, known)
+            return pack_call(packing, operation.added, args, kwargs, first + operation.items)
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
             item = first + operation.items
-            bundle = None if size is None else pack_bundle(packer, operation.added, some, grad, item, known)
+            bundle = None if size is None else pack_bundle(packing, operation.added, some, item)
             if bundle is not None:
                 yield bundle
             else:

@@ -15,8 +15,8 @@ import torch
 from mpgrad.autograd.capture_gate import Captures
 from mpgrad.calls.device_choice import Request, requested
 from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import Arguments, PickledFunction, SharedFunction, pickled_function
+from mpgrad.calls.operations import Operation, OperationOptions
+from mpgrad.calls.packing import Arguments, Conditions, PickledFunction, SharedFunction, pickled_function
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import callable_of
@@ -96,12 +96,7 @@ class Starter:
         if self._options.is_eager:
             apart = one_by_one or deterministic or torch.are_deterministic_algorithms_enabled()
             eager = Eager.APART if apart else Eager.SUMS
-        return kind(
-            shared,
-            home,
-            captures,
-            seed,
-            modes,
+        how = OperationOptions(
             chunksize=options.chunksize,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
             return_errors=options.on_error == "return",
@@ -109,9 +104,9 @@ class Starter:
             timeout=seconds,
             request=request,
             eager=eager,
-            first=first,
             at_rest=at_rest,
         )
+        return kind(Conditions(shared, modes, seed, first), home, captures, how)
 
     def draw_seed(self) -> int | None:
         """A number of the caller's generator, where workers have generators that it can be given to."""

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import torch
 
-from mpgrad.calls.operations import Operation, Submitted
+from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, Shared, pickled_function
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held
 from mpgrad.progress import progress_bar
 from mpgrad.scheduling.costs import Costs

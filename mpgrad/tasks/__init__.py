@@ -3,6 +3,7 @@
 Imports `pickling` and what is below it.
 
     transform_programs   a map under torch.func, as a program of its levels
+    points               a function at one item, and rows and columns of its derivative there
     jacobian_parts       the parts of a derivative that one call computes; jacobian_arguments: which arguments
     reduction            sums and products of results in place
     replicas             the modules of mpgrad.nn.parallel_apply

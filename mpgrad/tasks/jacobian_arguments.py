@@ -52,6 +52,7 @@ class Arguments:
 
 
 def numbers_of(argnums: Argnums, count: int) -> tuple[int, ...]:
+    """Of the arguments that are differentiated, from 0."""
     if argnums is None:
         argnums = tuple(range(count))
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
@@ -66,6 +67,7 @@ def numbers_of(argnums: Argnums, count: int) -> tuple[int, ...]:
 
 
 def check_real(tensor: object, name: str, remedy: str) -> None:
+    """Raise a TypeError where it has no derivative; `name` and `remedy` are for the message."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a floating point tensor (given: {type(tensor).__name__}); {remedy}")
     if tensor.is_complex():
@@ -75,6 +77,7 @@ def check_real(tensor: object, name: str, remedy: str) -> None:
 
 
 def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """`common` with `values` in some places."""
     whole = list(common)
     for number, value in zip(numbers, values, strict=True):
         whole[number] = value

@@ -84,6 +84,8 @@ class Pairwise:
 
 
 class Mean:
+    """Sums and counts, divided at the end."""
+
     def fold(self, values: Iterable[torch.Tensor]) -> tuple[torch.Tensor, int]:
         return self.merge([(value, 1) for value in values])
 

@@ -47,6 +47,8 @@ class Runner:
 
 
 class Program(ABC):
+    """A function of some tensors that all calls share (`common`) and some of its own, which gives tensors."""
+
     direct: Direct
     batches = 0  # vmaps around the function
     tangents = 0  # forward derivatives

@@ -2,8 +2,8 @@
 
 Both sides. Imports PyTorch, `errors`, `system`, `tracebacks`; nothing here knows of workers or messages.
 
-    private       every name of PyTorch's that is not public, in one file
-    behaviours    tries each of them before the first pool of a process is made
+    private       every name of PyTorch's that is not public, in one package, by subject
+    behaviours    tries each of them before the first pool of a process is made, by `probes`
     modes         grad mode, autocast, default dtype, random generators: noted, set, put back
     vmap_levels   tensors of vmap as levels and plain tensors, and back
 """

@@ -40,6 +40,8 @@ SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind r
 
 
 class Modes(NamedTuple):
+    """The modes of a thread, as they travel."""
+
     grad: bool
     inference: bool
     default_dtype: str
@@ -201,6 +203,7 @@ def split_mix(number: int) -> int:
 
 
 def finish_mix(number: int) -> int:
+    """The end of a step of SplitMix64."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
     return number ^ (number >> 31)

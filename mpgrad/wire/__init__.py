@@ -3,7 +3,9 @@
 Imports `memory` and `torch_state`. Nothing here decides anything; a message holds numbers, bytes and tensor references only.
 
     messages         one frozen type a hop
+    bundles          which tensors of many items belong to which
     frames           messages, small tensors and descriptors through a pipe
     tensor_refs      a tensor as a reference; how the receiver looks at it
+    tensor_cores     the memory that travels for a tensor, and the form that rebuilds it
     tensor_packing   tensors into messages or slots
 """

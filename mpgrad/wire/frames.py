@@ -67,6 +67,8 @@ class Traffic:
 
 
 class Frame(NamedTuple):
+    """What is sent, or received, at once."""
+
     messages: list[Message]
     payload: memoryview
 
@@ -287,6 +289,7 @@ def drained(queue: deque[Any]) -> list[Any]:
 
 
 def duplicates(descriptors: Sequence[int]) -> list[int]:
+    """Of all descriptors, or of none."""
     made: list[int] = []
     try:
         for descriptor in descriptors:

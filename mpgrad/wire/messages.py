@@ -38,6 +38,7 @@ __all__ = [
     "Missing",
     "ModulesState",
     "NewSlab",
+    "Parts",
     "Printed",
     "Progress",
     "Ready",
@@ -62,6 +63,8 @@ FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
 # (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
 Structure = int | bytes | None
+# Of each of many items, or results, whose tensors travel in a row: their structure and number. See `bundles`.
+Parts = Sequence[tuple[Structure, int]]
 
 
 class Progress:
@@ -102,6 +105,8 @@ class Carried(NamedTuple):
 
 
 class SlabsGone(NamedTuple):
+    """These slabs of the sender are no more."""
+
     numbers: list[int]
 
 
@@ -175,24 +180,26 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
+    """Functions that no call needs any more, and pickles that will be sent again if they are wanted again."""
+
     functions: list[int]
     codes: list[int]
     nbytes: int  # of the functions' captures
 
 
 class ForwardCall(NamedTuple):
-    """`claimed`: results of other calls among the arguments, the structure and number of tensors of each; these come last.
+    """`claimed`: results of other calls among the arguments, whose tensors come last.
 
-    `bundle`: where many items travel as one call, the structure and number of tensors of each one's arguments.
+    `bundle`: the arguments of each item, where many travel as one call.
     """
 
     call: int
     item: int  # its index; in a bundle that of the first
     structure: Structure
     tensors: Sequence[TensorRef]
-    claimed: Sequence[tuple[Structure, int]] = ()
+    claimed: Parts = ()
     origin: int = 0  # the device it comes from: where results go that lie on the worker's device
-    bundle: Sequence[tuple[Structure, int]] = ()
+    bundle: Parts = ()
 
 
 class Forward(NamedTuple):
@@ -261,6 +268,8 @@ class Rederive(NamedTuple):
 
 
 class Backward(NamedTuple):
+    """Run these backwards, under these modes."""
+
     chunk: int
     modes: Modes
     calls: list[BackwardCall]
@@ -276,6 +285,8 @@ class Collect(NamedTuple):
 
 
 class Release(NamedTuple):
+    """The graphs of these calls are not needed any more."""
+
     calls: list[int]
 
 
@@ -317,16 +328,16 @@ class StartFailed(NamedTuple):
 class Result(NamedTuple):
     """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
 
-    `for_one`: they say nothing of other gradients than one. `bundle`: the structure and number of tensors of each item's
-    result. `unused`: inputs that it does not depend on, by number among those that need gradients, where they have a history or
-    hooks in the caller.
+    `for_one`: they say nothing of other gradients than one. `bundle`: the result of each item, where there are many. `unused`:
+    inputs that it does not depend on, by number among those that need gradients, where they have a history or hooks in the
+    caller.
     """
 
     structure: Structure
     tensors: Sequence[TensorRef]
     has_graph: bool
     gradients: Sequence[TensorRef | None] | None
-    bundle: Sequence[tuple[Structure, int]] = ()
+    bundle: Parts = ()
     unused: Sequence[int] = ()
     for_one: bool = False
 

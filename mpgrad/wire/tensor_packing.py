@@ -20,6 +20,17 @@ import torch
 from mpgrad.memory.accelerator import Lane, code_of
 from mpgrad.memory.arena import Arena, Borrowed, Slot
 from mpgrad.torch_state.private import flattened, have_plain_memory, without_autocast
+from mpgrad.wire.tensor_cores import (
+    HOW,
+    OFFSET_OF,
+    RIDE_BYTES,
+    brought_here,
+    copy_into,
+    dense_core,
+    fill,
+    laid_out,
+    left_behind,
+)
 from mpgrad.wire.tensor_refs import (
     ALIGNMENT,
     DEVICE,
@@ -30,18 +41,12 @@ from mpgrad.wire.tensor_refs import (
     PLACE,
     REQUIRES_GRAD,
     SHARED,
-    SPARSE_LAYOUTS,
-    SPREAD,
-    WITHIN,
     Bucket,
     Columns,
     Form,
     Row,
-    Sparse,
     TensorRef,
     flags_of,
-    span_of,
-    strided,
     unit_of,
     view,
 )
@@ -49,7 +54,6 @@ from mpgrad.wire.tensor_refs import (
 __all__ = [
     "ANSWERED_BYTES",
     "BUCKETED_BYTES",
-    "RIDE_BYTES",
     "Bucketed",
     "Devices",
     "Packer",
@@ -57,23 +61,15 @@ __all__ = [
     "Placed",
     "Together",
     "are_alike",
-    "overlaps",
     "placed_again",
     "staged_again",
 ]
 
-RIDE_BYTES = 8192
 RIDE_TOGETHER = 32768  # bytes of a bucket, likewise
 BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
 ANSWERED_BYTES = 64 << 10  # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
 MANY = 8  # references in one message, from which they are pickled in columns
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
-BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
-ROOM_BYTES = 256  # at most travel of what lies before a tensor in its storage: less than a message; rows of a batch stay small
-GAPPED = 4  # times its elements is what travels with its gaps, at most: there most cache lines hold an element, and are read
-HOW = SPREAD | WITHIN | LONE  # the flags that say how a tensor travels
-AS_STRIDED = torch.Tensor.as_strided  # as they are here: in workers `surroundings` watches what functions do with them
-OFFSET_OF = torch.Tensor.storage_offset
 
 
 class Placed(NamedTuple):
@@ -275,138 +271,6 @@ def staged_again(packer: Packer, ref: TensorRef, payload: memoryview, memories: 
     return packer.place(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
 
 
-def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[list[TensorRef], list[torch.Tensor], int]:
-    """References to `tensors` one after another in one run of memory, their cores, and the size of that memory.
-
-    Where `sharing`, those that look at the same memory do so there too; but they do not share what autograd counts writes with.
-    """
-    refs, cores, offset = [], [], 0
-    known: dict[tuple[int, int], int] = {}
-    for tensor in tensors:
-        core, form, how = dense_core(tensor)
-        nbytes = core.numel() * core.element_size()
-        number = NUMBER_OF_DTYPE[tensor.dtype]
-        place = known.setdefault((core.data_ptr(), nbytes), offset) if sharing else offset
-        refs.append(TensorRef(number, tuple(tensor.shape), form, -1 - place, nbytes, flags_of(tensor) | how))
-        cores.append(core)
-        if place == offset:
-            offset += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-    return refs, cores, offset
-
-
-def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Tensor]) -> None:
-    for ref, core in zip(refs, cores, strict=True):
-        copy_into(memory[-1 - ref.place :], core, ref.nbytes)
-
-
-def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
-    """`core` is dense, so its bytes are one run of memory."""
-    if nbytes == 0:
-        return
-    target = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        core.untyped_storage(), core.storage_offset() * core.element_size(), (nbytes,), (1,)
-    )
-    target.copy_(source)
-
-
-def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """The memory that travels for `tensor`, one run; the form that rebuilds it from that, and what its flags say of it: `HOW`.
-
-    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits. What
-    lies in the gaps, and before the tensor in its storage, travels too where that is little: `as_strided` can reach it.
-    """
-    if tensor.layout is not torch.strided:
-        return sparse_core(tensor.detach())
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):
-        start = OFFSET_OF(tensor)
-        if start == 0:
-            return tensor, None, 0
-        if start * tensor.element_size() > ROOM_BYTES or not (tensor.dim() and tensor.numel()):
-            return tensor, None, LONE
-    if tensor._is_zerotensor():  # it has no memory
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None, 0
-    core, stride = tensor.detach(), tensor.stride()
-    if core.numel() == 0:
-        return core, stride, 0
-    how = LONE if OFFSET_OF(core) else 0
-    if not (any(stride) or tensor.is_complex() or tensor.is_neg()):  # one number everywhere: what a sum's gradient looks like
-        return AS_STRIDED(core, (1,) * len(stride), stride), stride, how
-    for dim, step in enumerate(stride):
-        if step == 0 and core.shape[dim] > 1:
-            core = core.narrow(dim, 0, 1)
-    if not (core.is_conj() or core.is_neg()):
-        span = span_of(core.shape, stride)
-        if span <= GAPPED * core.numel() or span * core.element_size() <= RIDE_BYTES:
-            return run_of(core, stride, span)
-    elif is_dense(core):
-        return core.resolve_conj().resolve_neg(), stride, how
-    return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD | how
-
-
-def run_of(core: torch.Tensor, stride: tuple[int, ...], span: int) -> tuple[torch.Tensor, Form, int]:
-    start = OFFSET_OF(core)
-    room = start if start * core.element_size() <= ROOM_BYTES else 0
-    how = 0 if start == 0 else WITHIN if room else LONE
-    return AS_STRIDED(core, (room + span,), (1,), start - room), stride, how
-
-
-def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
-    """The indices and values of `tensor` as one run of bytes, and how they go together."""
-    is_coo = tensor.layout is torch.sparse_coo
-    if is_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    else:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    refs, cores, nbytes = laid_out(parts)
-    memory = bytearray(nbytes)
-    fill(memoryview(memory), refs, cores)
-    core = torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-    return core, Sparse(SPARSE_LAYOUTS.index(tensor.layout), is_coo and tensor.is_coalesced(), tuple(refs)), 0
-
-
-def brought_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` on the CPU, with its strides."""
-    if tensor.is_cpu or tensor.layout is not torch.strided or tensor._is_zerotensor():
-        return tensor.detach().cpu()
-    core, stride, how = dense_core(tensor.detach())
-    here = core.cpu()
-    if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
-        return here
-    return strided(AS_STRIDED(here, (here.numel(),), (1,)), tuple(tensor.shape), stride, how)
-
-
-def left_behind(tensor: torch.Tensor, here: torch.Tensor) -> int:
-    """LONE, where `brought_here` has left what its storage holds before it."""
-    has_storage = tensor.layout is torch.strided and not tensor._is_zerotensor()
-    return LONE if has_storage and OFFSET_OF(tensor) > OFFSET_OF(here) else 0
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of dimensions, fill one run of memory."""
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def overlaps(core: torch.Tensor) -> bool:
-    """Whether some elements share memory, so that strides cannot be rebuilt from separate elements."""
-    reach = 0
-    for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
-        if size > 1:
-            if step <= reach:
-                return True
-            reach += step * (size - 1)
-    return False
-
-
 def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
     """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of one dtype."""
     found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
@@ -427,6 +291,7 @@ def filled_up(tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int)
 
 @functools.cache
 def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
+    """Zeros, of each number below `unit`."""
     with torch.inference_mode(False):
         return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
 

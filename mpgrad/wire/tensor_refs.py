@@ -212,6 +212,7 @@ def rows_of(refs: Sequence[TensorRef | None]) -> Iterable[Row | None]:
 
 
 def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
+    """Of each reference."""
     if type(refs) is Bucket:
         return [refs.flags] * len(refs)
     return refs.columns[FLAGS] if type(refs) is Columns else [ref.flags for ref in refs]
@@ -322,6 +323,7 @@ def strided(memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...
 
 
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """The elements of a dense run, laid out with the gaps that were left behind."""
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
     return AS_STRIDED_(
         torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(core.view(kept)), shape, stride
@@ -402,6 +404,7 @@ def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[Tensor
 
 
 def view_sparse(ref: TensorRef, form: Sparse, payload: memoryview, borrow: Callable[[TensorRef], memoryview]) -> torch.Tensor:
+    """A sparse tensor whose indices and values are views."""
     memory = payload[-1 - ref.place :] if ref.place < 0 else borrow(ref)
     parts = [view(part, memory, borrow) for part in form.parts]
     layout = SPARSE_LAYOUTS[form.layout]

@@ -1,0 +1,292 @@
+"""The pickler of the state: functions and classes of the user's own modules by value, and then what their code wants.
+
+It notes each object that it meets in a `Watch`, which says later whether the pickle is still true. What the caller may write to
+is compared by what it holds, or by the bytes that it gives; a large pickle by the identity of its object. Caller only.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import pathlib
+import re
+import sys
+import types
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
+
+from mpgrad.pickling import caches
+from mpgrad.pickling.classes import dynamic, made_like_own
+from mpgrad.pickling.modules import ABOUT_ITSELF, LeftOf, make_function
+from mpgrad.pickling.reducers import INHERITED
+from mpgrad.pickling.structure import CallerPickler
+from mpgrad.pickling.uses import Wanted, is_own, module_of, name_of, uses_in
+from mpgrad.pickling.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
+
+__all__ = ["CODE", "BareClassError", "StatePickler", "held_by"]
+
+LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
+CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
+OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
+CODE = types.FunctionType, types.MethodType, type, functools.partial
+STEADY = (
+    *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
+    *(types.MethodType, types.BuiltinFunctionType, types.CodeType, types.MappingProxyType, types.ModuleType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)  # never written to; or they show what they hold as they are pickled
+
+
+class StatePickler(CallerPickler):
+    """Functions and classes of the user's own modules by value, and what their code wants after them."""
+
+    def __init__(self, left: dict[Wanted, LeftOf], bare: set[tuple[type, str]]) -> None:
+        """`bare`: attributes that classes go without, as these cannot be carried; what is found of them is added."""
+        self.buffer = io.BytesIO()
+        super().__init__(self.buffer)
+        self.covered: set[Wanted] = set()
+        self.watch = Watch()
+        self._left = left
+        self._bare = bare
+        self._classes: list[type] = []
+        self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
+        self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
+
+    def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
+        """None; or what cannot be carried, by itself, so that all is in vain."""
+        self.wanted = dict.fromkeys(wanted)
+        own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
+        self.dump(sorted(own))
+        while self.wanted:
+            some, self.wanted = self.wanted, {}
+            if (culprit := self._dump_some([each for each in some if each not in self.covered])) is not None:
+                return culprit
+        return None
+
+    def _dump_some(self, wanted: Sequence[Wanted]) -> Wanted | None:
+        self.covered.update(wanted)
+        names: dict[str, dict[str, bool]] = {}  # by module: whether the name is wanted by itself
+        for module, name in wanted:
+            contents = vars(sys.modules[module])
+            of_module = names.setdefault(module, dict.fromkeys(ABOUT_ITSELF, True))
+            if name is not None:
+                of_module[name] = True
+                continue
+            for each in contents:
+                if not each.startswith("__"):
+                    of_module.setdefault(each, False)
+        self.watch.names(sys.modules, list(names))
+        for module, of_module in names.items():
+            contents = vars(sys.modules[module])
+            self.watch.names(contents, list(of_module))
+            for name, by_itself in of_module.items():
+                this = Wanted(module, name)
+                self.covered.add(this)
+                if name in contents and not self._dump_name(this, contents[name], by_itself):
+                    return this
+        return None
+
+    def _dump_name(self, wanted: Wanted, value: Any, by_itself: bool) -> bool:
+        mark, start = self.watch.mark(), self.buffer.tell()
+        try:
+            self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
+        except Exception as error:
+            if found := set(self._attributes_that_fail()) - self._bare:
+                self._bare |= found
+                raise BareClassError from error
+            if wanted in self._left or (by_itself and isinstance(value, types.FunctionType | type)):
+                error.args = (f"{wanted.module}.{wanted.name}: {error}",)
+                raise
+            return False
+        if wanted in self._left:
+            self.watch.content(held_by, value)
+        if self.buffer.tell() - start > LARGE_BYTES:
+            self.watch.forget_since(mark)
+        return True
+
+    # --- what is noted of each object
+
+    def persistent_id(self, value: object) -> Any:
+        kind = type(value)
+        if (kind is dict or kind is list or kind is set) and id(value) not in self._made:
+            self.watch.content(pairs_of if kind is dict else items_of, value)
+            return None
+        return super().persistent_id(value)
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.FunctionType):
+            return self._noted_function(value)
+        if isinstance(value, type):
+            return self._noted_class(value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.watch.content(caches.identities, value)
+            return caches.reduce_by_value(value)
+        if isinstance(value, types.CellType):
+            self.watch.content(contents_of_cell, value)
+        elif isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
+            raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
+        elif not isinstance(value, STEADY):
+            self._note(value)
+        return super(CallerPickler, self).reducer_override(value)
+
+    def _noted_function(self, value: types.FunctionType) -> Any:
+        reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
+        if reduced is not NotImplemented and reduced[0] is not make_function:  # the compiler made it
+            self.watch.function(value)
+        elif reduced is not NotImplemented:
+            self.watch.function(value)
+            given = reduced[2][1]["__globals__"]
+            self.watch.names(value.__globals__, list(given))
+            self._note_made(reduced, value.__annotations__)
+            self._want_name(value)
+        return reduced
+
+    def _noted_class(self, value: type) -> Any:
+        own = name_of(value)
+        if is_own(value.__module__):
+            self._hasten_methods(value)
+            self._classes.append(value)
+        reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
+        if self._bare and reduced is not NotImplemented and len(reduced) > 2:
+            make, arguments, (members, more), *rest = reduced
+            members = {name: each for name, each in members.items() if (value, name) not in self._bare}
+            reduced = make, arguments, (members, more), *rest
+        if reduced is not NotImplemented:
+            self.watch.content(contents_of_class, value)
+            self._note_made(reduced)
+            self._want_name(value)
+            if own is not None:
+                make, arguments, *rest = reduced
+                reduced = made_like_own, (value.__module__, value.__qualname__, tracker_id_of(value), make, arguments), *rest
+        return reduced
+
+    def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
+        if id(value) not in self._hastened:
+            return {}
+        home = module_of(value) or ""
+        return {name: self._left.get(Wanted(home, name), each) for name, each in given.items()}
+
+    def _hasten(self, value: Any) -> None:
+        """A function, and those that it calls."""
+        function = getattr(value, "__func__", value)
+        if not isinstance(function, types.FunctionType) or id(function) in self._hastened or module_of(function) is None:
+            return
+        self._hastened[id(function)] = function
+        for name in uses_in(function.__code__).names:
+            self._hasten(function.__globals__.get(name))
+
+    def _hasten_methods(self, kind: type) -> None:
+        """Those that Python calls by itself: when a subclass is made, an object is put into a set, and so on."""
+        for name, member in vars(kind).items():
+            if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
+                self._hasten(member)
+
+    def _attributes_that_fail(self) -> Iterator[tuple[type, str]]:
+        for kind in self._classes:
+            for name, member in list(vars(kind).items()):
+                if not isinstance(member, CODE) and not isinstance(member, STEADY) and cannot_be_carried(member):
+                    yield kind, name
+
+    def _want_name(self, value: Any) -> None:
+        """It is to be found under its own name too."""
+        if (own := name_of(value)) is not None:
+            self.wanted[own] = None
+
+    def _note_made(self, *made: Any) -> None:
+        for each in made:
+            if isinstance(each, dict | list):
+                self._made[id(each)] = each
+            elif isinstance(each, tuple):
+                self._note_made(*each)
+
+    def _note(self, value: Any) -> None:
+        kind = type(value)
+        if reduces_as_usual(kind):
+            if isinstance(value, dict):
+                self.watch.content(pairs_of, value)
+            elif isinstance(value, list):
+                self.watch.content(items_of, value)
+            if hasattr(value, "__dict__"):
+                self.watch.content(attributes_of, value)
+            if slots := [member for each in kind.__mro__ for member in slots_of(each)]:
+                self.watch.content(functools.partial(values_at, slots), value)
+            return
+        if kind in CONTAINERS:
+            self.watch.content(items_of if kind is collections.deque else pairs_of, value)
+            return
+        for each in kind.__mro__:
+            if is_own(each.__module__):
+                self._hasten_methods(each)
+        now = pickled_alone(value)
+        if len(now[0]) <= LARGE_BYTES:
+            self.watch.opaque(pickled_alone, value, now)
+
+
+def held_by(value: Any) -> Sequence[Any]:
+    """What a value holds, to compare it with later."""
+    if isinstance(value, dict):
+        return pairs_of(value)
+    if isinstance(value, list | tuple | set):
+        return items_of(value)
+    return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
+
+
+class BareClassError(Exception):
+    """A class has an attribute that cannot be carried, such as a pool; once more, without."""
+
+
+def cannot_be_carried(value: Any) -> bool:
+    try:
+        pickled_alone(value)
+    except Exception:
+        return True
+    return False
+
+
+def is_defined_there(wanted: Wanted) -> bool:
+    """Whether it would be imported, as pickle does."""
+    value = vars(sys.modules[wanted.module]).get(wanted.name or "")
+    return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
+
+
+def reduces_as_usual(kind: type) -> bool:
+    """Whether pickle takes an object's attributes, slots and items, and nothing else."""
+    if any("__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]):
+        return False
+    usual = getattr(object, "__getstate__", None)  # since Python 3.11
+    own = getattr(kind, "__getstate__", usual)
+    known = kind in CallerPickler.dispatch_table or not INHERITED.isdisjoint(kind.__mro__)
+    return (own is usual or own is OF_MODULES) and not known
+
+
+def slots_of(kind: type) -> list[types.MemberDescriptorType]:
+    return [member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)]
+
+
+def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
+    return [slot_value(member, value) for member in members]
+
+
+def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def pickled_alone(value: Any) -> Opaque:
+    """Its bytes, which tensors it has, and where its buffers lie."""
+    pickler = CallerPickler(buffer := io.BytesIO())
+    pickler.dump(value)
+    return buffer.getvalue(), [*pickler.tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]

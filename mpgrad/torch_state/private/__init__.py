@@ -1,0 +1,21 @@
+"""The private names of PyTorch that mpgrad leans on, all in one place, by subject.
+
+    autograd    nodes, graphs, and the backward that runs through them
+    modes       what a thread is in: autocast, hooks for saved tensors, tracing
+    memory      the memory of tensors, and storages that processes share
+    transforms  torch.func's tensors, levels of vmap, forward mode
+    compiler    what torch.compile makes, and code that it leaves alone
+    objects     modules and scripts made again, structures of tensors
+
+Everything else in the package uses the public API, and of tensors and nodes the attributes `_version`, `_is_view`,
+`_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`, `_indices` and `_values`. What is done here is tried by
+`behaviours` before a pool is made, so there are no other ways for where a name is missing: they would be ways that
+nobody has gone. The one exception is `never_compile`, which no result depends on. To be imported, this needs none of the names.
+"""
+
+from mpgrad.torch_state.private.autograd import *  # noqa: F403
+from mpgrad.torch_state.private.compiler import *  # noqa: F403
+from mpgrad.torch_state.private.memory import *  # noqa: F403
+from mpgrad.torch_state.private.modes import *  # noqa: F403
+from mpgrad.torch_state.private.objects import *  # noqa: F403
+from mpgrad.torch_state.private.transforms import *  # noqa: F403

@@ -1,0 +1,186 @@
+"""Nodes and graphs of autograd, and the backward that runs through them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = [
+    "NODE_IN_PYTHON",
+    "CallCounter",
+    "SharedHooks",
+    "apply",
+    "edge_that_keeps",
+    "gradients",
+    "graph_is_kept",
+    "graph_task",
+    "is_alive",
+    "leaf_will_run",
+    "node_type",
+    "plus",
+    "set_priority",
+    "wait_for_devices",
+    "when_backward_ends",
+    "will_run",
+]
+
+
+ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+NODE_IN_PYTHON: Any = getattr(torch._C, "_FunctionBase", None)
+
+
+def graph_task() -> int:
+    """The number of the backward that is running in this thread; -1 outside one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward needs `node`: false for what `torch.autograd.grad(inputs=...)` leaves out."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def leaf_will_run(node: Any) -> bool:
+    """`will_run` of a leaf's node, of which PyTorch refuses to say that `torch.autograd.grad` asked for it."""
+    try:
+        return will_run(node)
+    except RuntimeError:
+        return True
+
+
+def when_backward_ends(callback: Callable[[], object]) -> None:
+    """Have it called at the end of the backward that is running, if that does not fail before."""
+    ENGINE.queue_callback(callback)
+
+
+def is_alive(node: Any) -> bool:
+    """Whether the engine can still find `node`: one that is written in Python may outlive what it stands for."""
+    try:
+        return node.next_functions is not None
+    except RuntimeError:
+        return False
+
+
+def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
+    """The edge to a tensor whose node is written in Python, and with it the graph behind."""
+    if tensor.layout is torch.strided:
+        edge = get_gradient_edge(tensor)
+        if getattr(edge, "ownership_token", None) is not None:  # from torch 2.9 on, and made by way of a view
+            return edge
+    with torch.enable_grad():
+        # of sparse tensors there are no views
+        return get_gradient_edge(tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone())
+
+
+def plus(held: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`held + grad` as the engine adds gradients: torch adds a sparse tensor to a dense one, and not the other way round."""
+    return held + grad if held.layout is torch.strided else grad + held
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    grads: Sequence[torch.Tensor],
+    keep: bool,
+    create: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad(outputs, inputs, grads, keep, create, allow_unused=True)` without its checks.
+
+    Those cost as much as a small backward, and their first use imports sympy, which takes a fresh worker half a second.
+    """
+    found: tuple[torch.Tensor | None, ...] = ENGINE.run_backward(
+        tuple(outputs), tuple(grads), keep, create, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply` without its care for `torch.func`, of whose tensors none comes here: a third of the cost."""
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def set_priority(node: Any, number: int) -> None:
+    """Of the nodes that are ready, the engine runs the one with the highest number first; they are born counted up from 0."""
+    node._set_sequence_nr(number)
+
+
+def node_type(function: type[torch.autograd.Function]) -> Any:
+    """The type of the nodes that `function` leaves in a graph."""
+    return function._backward_cls
+
+
+class SharedHooks:
+    """Hooks for the gradients of many tensors, put in and taken out for all at once; while there are none they cost little.
+
+    Each tensor has to be the only output of its node.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+        # PyTorch takes them from a tensor: from none that is watched, so that its own hooks do not get into them
+        self._holder = torch.zeros((), device="cpu").requires_grad_()
+        self._holder._backward_hooks = self.hooks
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        node: Any = tensor.grad_fn
+        node._register_hook_dict(self._holder)
+
+
+class CallCounter:
+    """Counts calls of one of PyTorch's methods whose traces nothing in a graph shows, or only a walk through all of it."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.count = 0
+        self.is_watching = False
+        self._owner = owner
+        self._name = name
+
+    def watch(self) -> None:
+        """From here on, in a process that belongs to us."""
+        method: Any = inspect.getattr_static(self._owner, self._name)
+        in_c = isinstance(method, types.ClassMethodDescriptorType)  # `Function.apply` from torch 2.15 on
+        function = functools.partial(call_class_method, method) if in_c else getattr(method, "__func__", method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return function(*args, **kwargs)
+
+        functools.update_wrapper(counted, method)
+        bind = classmethod if in_c else type(method)
+        setattr(self._owner, self._name, counted if method is function else bind(counted))
+        self.is_watching = True
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """In the body only, where other threads may call it too, and are counted."""
+        method = inspect.getattr_static(self._owner, self._name)
+        self.watch()
+        try:
+            yield
+        finally:
+            setattr(self._owner, self._name, method)
+            self.is_watching = False
+
+
+def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, owner)(*args, **kwargs)
+
+
+def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Wait until what this thread has devices compute for `tensors` is there.
+
+    Between nodes on one device the engine sees to that itself, but not behind a node on the CPU.
+    """
+    for device in {tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()

@@ -1,0 +1,75 @@
+"""The memory of tensors: whether it is plain, and storages that processes share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpgrad.system import anonymous_memory
+
+__all__ = [
+    "descriptor_of",
+    "flattened",
+    "has_plain_memory",
+    "have_plain_memory",
+    "shared_storage",
+    "storage_from_descriptor",
+]
+
+
+SHARED_STORAGE: Any = torch.UntypedStorage  # its private names are not in torch's type hints
+
+
+def shared_storage(nbytes: int) -> torch.UntypedStorage:
+    """Shared memory mapped as torch.multiprocessing maps it.
+
+    torch itself opens a file in /dev/shm, which in a container often ends at 64 MiB, and writing past that end is a SIGBUS;
+    an anonymous memory file has no such limit, and never a name that could stay behind.
+    """
+    descriptor = anonymous_memory()
+    try:
+        os.truncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return storage_from_descriptor(descriptor, nbytes)
+
+
+def storage_from_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    """Map shared memory by its file descriptor, as torch.multiprocessing's reducers do, and close `descriptor`."""
+    try:
+        storage: torch.UntypedStorage = SHARED_STORAGE._new_shared_fd_cpu(descriptor, nbytes)
+        return storage
+    finally:
+        os.close(descriptor)  # torch keeps a duplicate of its own
+
+
+def descriptor_of(storage: torch.UntypedStorage) -> int:
+    """The file descriptor behind shared memory; it stays the storage's own."""
+    descriptor, _ = storage._share_fd_cpu_()
+    return int(descriptor)
+
+
+KEYS_OF: Any = getattr(torch._C, "_dispatch_keys", None)
+with torch.inference_mode(False):
+    PLAIN_KEYS = None if KEYS_OF is None else KEYS_OF(torch.empty(0, device="cpu")).raw_repr()
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in the CPU's memory as they are: no stand-in, sparse, quantized or conjugated tensor."""
+    return bool(KEYS_OF(tensor).raw_repr() == PLAIN_KEYS)
+
+
+def have_plain_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    return {KEYS_OF(tensor).raw_repr() for tensor in tensors} == {PLAIN_KEYS}
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The elements of the tensors, which are of one dtype, one after another, copied."""
+    dims = {tensor.dim() for tensor in tensors}
+    if dims == {1}:
+        return torch.cat(tensors)
+    return torch.stack(tensors) if dims == {0} else torch._C._nn.flatten_dense_tensors(tensors)

@@ -1,0 +1,82 @@
+"""Probes of `private.modes`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpgrad.torch_state import private
+from mpgrad.torch_state.probes.expectations import DiffersError, behaviour, expect
+from mpgrad.torch_state.probes.nodes import leaf
+
+
+@behaviour("what records operations can be seen")
+def tracers() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class AsMakeFx(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """In the place of the mode by which `make_fx` records, which it would take seconds to import."""
+
+        _mode_key = torch._C._TorchDispatchModeKey.PROXY
+
+    found: list[Any] = [private.tracer()]
+
+    def look(*args: Any) -> Any:
+        found.append(private.tracer())
+        return args[0] * 2
+
+    torch._C._create_graph_by_tracing(look, (leaf().detach(),), lambda tensor: "", True, False, None, [])
+    with AsMakeFx():  # type: ignore[no-untyped-call]  # nothing is run in it: that would import seconds of code
+        found.append(private.tracer())
+    expect([None, "torch.jit.trace", private.MAKE_FX, None], [*found, private.tracer()])
+
+
+@behaviour("autocast can be switched off for all devices")
+def switched_off_autocast() -> None:
+    matrix = torch.ones(2, 2, device="cpu", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expect(torch.bfloat16, (matrix @ matrix).dtype)
+        torch.set_autocast_enabled("cuda", True)  # of this thread, and there need be none
+        with private.without_autocast():
+            expect(torch.float32, (matrix @ matrix).dtype)
+            expect((False, False), (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
+
+
+@behaviour("the innermost hooks for saved tensors can be had")
+def hooks_for_saved_tensors() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    outside = private.saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(unpack, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        expect((None, (pack, unpack)), (outside, private.saved_tensor_hooks()))
+        with private.without_saved_tensor_hooks():
+            expect(None, private.saved_tensor_hooks())
+        expect((pack, unpack), private.saved_tensor_hooks())
+
+
+@behaviour("a mode can see, and refuse, that gradients are turned off")
+def refused_no_grad() -> None:
+    with torch.enable_grad(), private.refusing_no_grad():
+        expect(True, private.is_refusing_no_grad())
+        with private.grad_mode(False):
+            expect(False, torch.is_grad_enabled())
+        expect_refusal()
+        with private.without_refusal():
+            with torch.no_grad():
+                expect(False, torch.is_grad_enabled())
+            with private.refusing_no_grad():
+                expect_refusal()
+    expect((False, True), (private.is_refusing_no_grad(), torch.is_grad_enabled()))
+
+
+def expect_refusal() -> None:
+    try:
+        with torch.no_grad():
+            raise DiffersError("torch.no_grad was not refused")
+    except NotImplementedError:
+        pass
