@@ -10,6 +10,8 @@ Caller only. Public methods, with what they take and raise; what they do is in `
 because most of it is docstrings.
 """
 
+# long because: see the class
+
 from __future__ import annotations
 
 import atexit
@@ -40,7 +42,7 @@ from mpgrad.tracebacks import without_own_frames
 __all__ = ["Pool", "PoolWorker"]
 
 
-# longer than other classes: three lines in four are signatures and docstrings of the public interface
+# long because: three lines in four are signatures and docstrings of the public interface
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
@@ -97,6 +99,7 @@ class Pool:
     """
 
     @suggests("Pool")
+    # long because: it is public, as are its parameters
     def __init__(
         self,
         processes: int | None = None,

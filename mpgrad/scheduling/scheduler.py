@@ -43,11 +43,9 @@ from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
 __all__ = ["Scheduler"]
 
 
+# long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
 class Scheduler(ABC):
-    """Puts the parts together, and is what the caller's threads ask of them.
-
-    Many methods: one for each thing that may be asked, most of them a line that has the scheduling thread do it.
-    """
+    """Puts the parts together, and is what the caller's threads ask of them."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
