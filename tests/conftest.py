@@ -26,7 +26,7 @@ import mpgrad
 from mpgrad.scheduling.costs import Costs
 from mpgrad.system import PORTABLE
 
-collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py
+collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
 
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 

@@ -15,7 +15,7 @@ with torch's serial one.
 A queue does not make the machine larger: torch's own threads, which share one product out, are a row of their own, and need no
 copies. Where a row of several threads or workers kept about one CPU busy, something else had the machine: run it again.
 
-    python scripts/async_backend.py --chains 4 --length 8 --size 512
+    python scripts/benchmarks/async_backend.py --chains 4 --length 8 --size 512
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy has no setter, its l
 
 import psutil
 import torch
-from bench_overhead import Record, WrongResultError, at_least_1, surroundings
+from common import Record, WrongResultError, at_least_1, surroundings
 from figures import file_to_write, picture_to_write
 from torch import Tensor
 

@@ -7,7 +7,7 @@ Memory is what a fresh process needs beyond what it had: after a small warm-up, 
 (VmHWM) is put back, the way runs once, and the rise over the resident set before is read. In a pool this is summed over the
 caller and all its workers; pages that they share count in each that has touched them.
 
-    python scripts/batch_derivatives.py --processes 2
+    python scripts/benchmarks/batch_derivatives.py --processes 2
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from bench_overhead import WrongResultError, at_least_1, limited, surroundings
+from common import WrongResultError, at_least_1, limited, surroundings
 from torch import Tensor
 
 import mpgrad

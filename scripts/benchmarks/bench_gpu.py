@@ -8,7 +8,7 @@ rounds, and all have to give the serial loop's values and gradients, bit for bit
 
     simulations ──► | clock on ──► contender ──► values, gradients ──► synchronize ──► clock off |
 
-    python scripts/bench_gpu.py --workers 1 2 4 8
+    python scripts/benchmarks/bench_gpu.py --workers 1 2 4 8
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_overhead import Record, WrongResultError, at_least_1, surroundings
+from common import Record, WrongResultError, at_least_1, surroundings
 from torch import Tensor
 
 import mpgrad

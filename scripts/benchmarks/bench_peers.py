@@ -13,7 +13,7 @@ get multiprocessing.Pool's, four a worker. "the best serial" is the fastest seri
 Beside the clock, the CPU time of the caller's thread, of the other threads of its process, and of all other processes.
 
     pip install mpgrad[bench]
-    python scripts/bench_peers.py --json peers.json --picture peers.png      # about half an hour
+    python scripts/benchmarks/bench_peers.py --json peers.json --picture peers.png      # about half an hour
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overhead import at_least_1, calibrated, limited, surroundings
+from common import at_least_1, calibrated, limited, surroundings
 from figures import Figure, add_options, fail, interleaved, median_figure, picture_to_write, print_figures, ratios, report
 from jobs import OP, PYTHON, backward_at_once
 from peers.case import Case, WrongResultError

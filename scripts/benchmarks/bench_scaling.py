@@ -12,7 +12,7 @@ Balance: calls that sleep, in proportion to their size, so that there may be mor
 Growth: each point in a fresh process (growth.py); seconds and peaks of memory; slopes of the last points in a log-log
 picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
-    python scripts/bench_scaling.py --json scaling.json --picture scaling.png     # some ten minutes
+    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png     # some ten minutes
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from functools import partial
 
 import psutil
 import torch
-from bench_overhead import at_least_1, limited, surroundings
+from common import at_least_1, limited, surroundings
 from descendants import cpu_seconds
 from figures import Figure, Record, add_options, fail, interleaved, median_figure, picture_to_write, print_figures, report
 from growth import AXES, FLOATS, Axis, point

@@ -7,8 +7,8 @@ backward right after each item.
 
     row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json, ratios to an older --json
 
-    python scripts/bench_speed.py                             # all rows, some ten minutes
-    python scripts/bench_speed.py --rows tiny forward --repeats 15
+    python scripts/benchmarks/bench_speed.py                             # all rows, some ten minutes
+    python scripts/benchmarks/bench_speed.py --rows tiny forward --repeats 15
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from bench_overhead import WrongResultError, at_least_1, limited, surroundings
+from common import WrongResultError, at_least_1, limited, surroundings
 from figures import Figure, add_options, fail, print_figures, report
 from speed import budget, copies, floor, grains, processes, tail
 from speed.plan import QUICK, Plan, Pools

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from bench_overhead import Batch, Function, Loop, Outcome, Work, calibrated, op_item, python_item
+from common import Batch, Function, Loop, Outcome, Work, calibrated, op_item, python_item
 from losses import op_loss, python_loss
 from torch import Tensor
 

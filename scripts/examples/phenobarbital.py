@@ -9,7 +9,7 @@ script fits it with the pool's gradients, sets the result beside NONMEM's, then 
 serially and with the pool in turns, and compares times and gradients. Data, model and reference: data/README.md.
 
     pip install mpgrad[scripts]
-    python scripts/phenobarbital.py --processes 2
+    python scripts/examples/phenobarbital.py --processes 2
 """
 
 from __future__ import annotations

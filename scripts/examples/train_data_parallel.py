@@ -13,7 +13,7 @@ mean, and gets each loss times the number of processes. All ways stay alive and 
         ├── first part  ──► rank 0 ──► its share of the sum ─┐
         └── second part ──► rank 1 ──► its share of the sum ─┴──►   gloo: gradients averaged, the same SGD step in each
 
-    python scripts/train_data_parallel.py --processes 2
+    python scripts/examples/train_data_parallel.py --processes 2
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 import torch.multiprocessing
-from bench_overhead import at_least_1, surroundings
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+from common import at_least_1, surroundings
 
 import mpgrad
 import mpgrad.nn

@@ -7,7 +7,7 @@ process per peer, and every step in it a time limit, so that a hang is a result 
     fresh process: start ──► fault ──► map ──► next map ──► close ──► exit     each step noted in a file as it begins and ends
     this process:  watches the file and all descendants; a step beyond the limit "hangs"; counts what is left behind
 
-    python scripts/faults_of_peers.py --processes 2
+    python scripts/reliability/faults_of_peers.py --processes 2
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 import torch
 import torch.multiprocessing
-from descendants import MARK, Descendants
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+from common import at_least_1, surroundings
+from descendants import MARK, Descendants
 
 # mpgrad is imported only where it is the peer, or afterwards: what the others do must not depend on it
 
@@ -958,8 +962,6 @@ def print_row(cells: Sequence[str]) -> None:
 
 
 def bench(faults: Sequence[str], peers: Sequence[str], processes: int, limit: float) -> Record:
-    from bench_overhead import surroundings  # imports mpgrad, which a case of another peer must not
-
     around = surroundings(processes)
     versions = {name: version_of(name) for name in peers}
     print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}")
@@ -988,8 +990,6 @@ def bench(faults: Sequence[str], peers: Sequence[str], processes: int, limit: fl
 
 
 def command_line() -> argparse.ArgumentParser:
-    from bench_overhead import at_least_1
-
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--processes", type=at_least_1, default=2, metavar="N", help="default: %(default)s")

@@ -3,7 +3,7 @@
 Nothing may grow with the calls that a pool has done: memory, descriptors and threads are noted after a fifth of them and
 at the end. Each row has a fresh process, so that none finds another's memory.
 
-    python scripts/load.py --json load.json      # some five minutes
+    python scripts/reliability/load.py --json load.json      # some five minutes
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import growth
 import psutil
 import torch
-from bench_overhead import at_least_1, limited, surroundings
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+import growth
+from common import at_least_1, limited, surroundings
 from figures import Figure, add_options, fail, print_figures, report
 from growth import Taken, status
 from losses import doubled

@@ -11,7 +11,7 @@ takes a random worker at random moments, several within a millisecond at times, 
 A step that takes longer than `--hang` seconds counts as a hang and ends the run. So do injuries that follow each other faster
 than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is left that could get a step done.
 
-    python scripts/soak.py --kills 1000 --seconds 600
+    python scripts/reliability/soak.py --kills 1000 --seconds 600
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from bench_overhead import at_least_1, limited, surroundings
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+from common import at_least_1, limited, surroundings
 
 import mpgrad
 

@@ -3,7 +3,7 @@
 A thread kills (SIGKILL) the worker while it runs a call, while it runs a backward, or before the backward that needs its graph.
 The time from the kill (in the last case: from the start of the backward) to the `WorkerDiedError` in the caller.
 
-    python scripts/time_to_error.py --repeats 20
+    python scripts/reliability/time_to_error.py --repeats 20
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overhead import at_least_1, surroundings
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+from common import at_least_1, surroundings
 
 import mpgrad
 

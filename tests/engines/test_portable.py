@@ -21,7 +21,7 @@ from mpgrad import system
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import NewSlab
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # runs at the start of each interpreter, the workers' too
 WITHOUT_LINUX = """

@@ -18,7 +18,7 @@ import pytest
 import mpgrad
 from mpgrad.torch_state import behaviours
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "compatibility.py"
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>

@@ -405,7 +405,7 @@ def test_limits() -> None:
 
 def test_the_lowest_torch_is_that_of_the_package() -> None:
     setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parent.parent / "setup.cfg")
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
     (lowest,) = [line for line in setup["options"]["install_requires"].split() if line.startswith("torch")]
     assert lowest == "torch>=" + min(TRIED, key=minor_of)
     assert f"pip install '{lowest}'" in steps.TORCH

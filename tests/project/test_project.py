@@ -32,7 +32,7 @@ import mpgrad.testing
 from mpgrad.engines.traits import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/async_backend.py runs, compares all runs with the serial one and writes its figures, which are no test's business."""
+"""async_backend.py runs, compares all runs with the serial one and writes its figures, which are no test's business."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import mpgrad
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "async_backend.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "async_backend.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 6
 CPUS = len(os.sched_getaffinity(0))
 FRONT_ENDS = {

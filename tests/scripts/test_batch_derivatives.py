@@ -1,4 +1,4 @@
-"""scripts/batch_derivatives.py runs, compares its ways and writes its figures; the figures are no test's business."""
+"""batch_derivatives.py runs, compares its ways and writes its figures; the figures are no test's business."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mpgrad
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "batch_derivatives.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "batch_derivatives.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 TORCH_ITSELF = "ignore:`torch.jit"  # when forward-mode differentiation is first used
 JACOBIANS = ["reverse", "batched", "batched by 64", "forward", "forward by 64", "auto"]

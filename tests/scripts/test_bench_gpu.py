@@ -12,7 +12,7 @@ import mpgrad
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_gpu.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_gpu.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""scripts/bench_overhead.py runs, checks its contenders and writes its figures; the figures are no test's business."""
+"""bench_overhead.py runs, checks its contenders and writes its figures; the figures are no test's business."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_overhead.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_overhead.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 BY_HAND = ["torch arrays", "torch tensors"]
 

@@ -1,4 +1,4 @@
-"""scripts/bench_peers.py: every system that is installed agrees with the serial loop before it is timed, and nothing stays."""
+"""bench_peers.py: every system that is installed agrees with the serial loop before it is timed, and nothing stays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_peers.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_peers.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 SYSTEMS = ["serial", "mpgrad, eager"]
 CPU = ["the caller's thread", "other threads of its process", "other processes"]

@@ -1,4 +1,4 @@
-"""scripts/bench_scaling.py and scripts/load.py run, and compute with what they measure as they say."""
+"""bench_scaling.py and load.py run, and compute with what they measure as they say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_scaling.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_scaling.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 
 
@@ -47,7 +47,7 @@ def test_growth(tmp_path: Path) -> None:
 
 def test_load(tmp_path: Path) -> None:
     rows = ["graphs", "maps"]
-    figures = run(SCRIPT.parent / "load.py", "--rows", *rows, "--json", str(tmp_path / "quick.json"))
+    figures = run(SCRIPT.parents[1] / "reliability" / "load.py", "--rows", *rows, "--json", str(tmp_path / "quick.json"))
     values = {figure["name"]: figure["value"] for figure in figures}
     for name in ("descriptors of the parent", "threads of the parent", "descriptors of a worker", "threads of a worker"):
         assert values[f"{name}, after a fifth"] == values[f"{name}, at the end"] > 0

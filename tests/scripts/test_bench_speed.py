@@ -1,4 +1,4 @@
-"""scripts/bench_speed.py runs every row, checks before it times, and computes with its figures as it says."""
+"""bench_speed.py runs every row, checks before it times, and computes with its figures as it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_speed.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_speed.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 
 

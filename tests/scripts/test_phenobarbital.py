@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # as for a script that is run from there
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))  # as for a script that is run from there
 
 import foce
 import phenobarbital

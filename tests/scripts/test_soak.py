@@ -1,4 +1,4 @@
-"""scripts/soak.py runs, hurts its workers, compares both runs and notices what it is there to notice."""
+"""soak.py runs, hurts its workers, compares both runs and notices what it is there to notice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import mpgrad
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "soak.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "reliability" / "soak.py"
 LIMIT = 55  # seconds on a busy machine; a quiet one takes 11
 
 

@@ -1,4 +1,4 @@
-"""scripts/train_data_parallel.py trains the same model in every way, and notices where not; times are no test's business."""
+"""train_data_parallel.py trains the same model in every way, and notices where not; times are no test's business."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train_data_parallel.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "examples" / "train_data_parallel.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
 WAYS = ["one process, 1 thread", "one process, 2 threads", "mpgrad, 2 workers", "gloo, 2 ranks"]
 

@@ -31,7 +31,7 @@ from mpgrad.errors import UnsupportedTorchError
 from mpgrad.torch_state import behaviours, private
 from mpgrad.torch_state.modes import RandomState
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Patch = pytest.MonkeyPatch
 
 

@@ -21,7 +21,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.multiprocessing
-from bench_overhead import Function
+from common import Function
 from torch import Tensor
 
 __all__ = ["BarePool"]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_overhead import Batch, Contender, Outcome, batch_of, check, serial, timed, tiny_items
+from common import Batch, Contender, Outcome, batch_of, check, serial, timed, tiny_items
 from figures import Figure, interleaved, median_figure
 from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
 from losses import doubled

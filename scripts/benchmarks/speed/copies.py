@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from bench_overhead import (
+from common import (
     Batch,
     Contender,
     Function,
@@ -26,7 +26,7 @@ from bench_overhead import (
     serial,
     timed,
 )
-from bench_overhead import one_backward as backward_of_all
+from common import one_backward as backward_of_all
 from figures import Figure, interleaved, median_figure, ratios
 from jobs import PYTHON, backward_at_once, one_backward
 from losses import copied, python_bound

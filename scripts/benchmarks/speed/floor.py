@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_overhead import Function, tiny_items
+from common import Function, tiny_items
 from figures import Figure, interleaved, median_figure, ratios
 from losses import copied, doubled
 from torch import Tensor

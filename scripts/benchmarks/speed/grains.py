@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from bench_overhead import (
+from common import (
     Batch,
     Contender,
     Function,
@@ -19,7 +19,7 @@ from bench_overhead import (
     serial,
     tiny_items,
 )
-from bench_overhead import one_backward as backward_of_all
+from common import one_backward as backward_of_all
 from figures import Figure, median_figure, ratios
 from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
 from losses import doubled

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 
 import torch
-from bench_overhead import Batch, Function, Outcome
+from common import Batch, Function, Outcome
 from jobs import backward_at_once
 from torch import Tensor
 

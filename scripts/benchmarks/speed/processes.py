@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overhead import WrongResultError
+from common import WrongResultError
 from figures import Figure, interleaved, median_figure, ratios
 
 from speed.grains import LIMIT
@@ -139,6 +140,7 @@ def bench_idle(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
     import phenobarbital as script  # needs mpgrad[scripts], which the other rows do not
     from foce import scaled
     from infants import read_infants

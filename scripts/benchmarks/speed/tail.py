@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from bench_overhead import Batch, Contender, Function, Outcome, batch_of, calibrated, check, serial, timed
+from common import Batch, Contender, Function, Outcome, batch_of, calibrated, check, serial, timed
 from figures import Figure, interleaved, median_figure, ratios
 from jobs import PYTHON, backward_at_once, log_normal, longest_first, one_backward
 from losses import python_loss
