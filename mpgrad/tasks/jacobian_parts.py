@@ -28,7 +28,7 @@ from mpgrad.wire.tensor_packing import overlaps
 
 FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
 PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
-ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/batch_derivatives.py)
+ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/benchmarks/batch_derivatives.py)
 
 
 # --- the function at one place

@@ -57,7 +57,7 @@ DIFFERS = {  # these fail, and have to
 }
 
 LEFT_OUT = {
-    "sleeps for seconds, and tests/test_executor.py has the like": [
+    "sleeps for seconds, and test_executor.py has the like": [
         "ProcessPoolExecutorTest.test_map_timeout",
         "WaitTests.test_20369",
         "WaitTests.test_first_completed_some_already_completed",
@@ -69,7 +69,7 @@ LEFT_OUT = {
         "AsCompletedTests.test_duplicate_futures",
         "_TestPool.test_map_no_failfast",
     ],
-    "its program imports the standard library's by name; tests/test_executor.py and tests/test_lifecycle.py run ours": [
+    "its program imports the standard library's by name; test_executor.py and test_lifecycle.py run ours": [
         "ProcessPoolShutdownTest.test_interpreter_shutdown",
         "ProcessPoolShutdownTest.test_submit_after_interpreter_shutdown",
         "ProcessPoolShutdownTest.test_hang_gh83386",
