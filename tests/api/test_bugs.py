@@ -24,6 +24,8 @@ import mpgrad
 import mpgrad.derivatives.jacobians
 from mpgrad.testing import assert_same_as_serial
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 SPAN = torch.arange(3, dtype=torch.float64)
 
 

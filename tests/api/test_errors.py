@@ -26,6 +26,8 @@ from mpgrad.scheduling import scheduler
 from mpgrad.tracebacks import own_folders, shown
 from mpgrad.wire.messages import FAREWELL
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 KEPT_BY_OLD_PYTHON = int(sys.version_info < (3, 11))  # see `hide_own_frames`
 
 

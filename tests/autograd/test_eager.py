@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 Tensor = torch.Tensor
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 

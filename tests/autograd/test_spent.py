@@ -14,6 +14,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 Tensor = torch.Tensor
 Loop = Callable[[Callable[..., Any], list[Any]], list[Any]]
 

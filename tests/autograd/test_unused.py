@@ -21,7 +21,6 @@ from mpgrad import nn, per_item_grad
 Tensor = torch.Tensor
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
-ADAPTIVE = True
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"inline": "never"},

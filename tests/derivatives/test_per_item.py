@@ -11,7 +11,7 @@ import mpgrad
 from mpgrad import per_item_grad
 from mpgrad.scheduling.costs import Costs
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:

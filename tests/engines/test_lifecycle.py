@@ -22,6 +22,8 @@ import mpgrad
 import mpgrad.engines.dispatcher
 from mpgrad.system import PORTABLE
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 SCRIPT = """
 import torch, mpgrad
 

@@ -22,6 +22,8 @@ import torch
 
 import mpgrad
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 PATIENCE = 20.0  # seconds
 BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor)]
 both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])

@@ -19,7 +19,7 @@ import torch
 import mpgrad
 from mpgrad.wire.frames import Channel, Frame
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
 
 ITEMS = 9
 Tensor = torch.Tensor

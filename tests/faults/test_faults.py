@@ -20,7 +20,7 @@ import torch
 import mpgrad
 from mpgrad.memory import arena
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
 
 class OwnError(Exception):

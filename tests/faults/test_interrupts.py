@@ -28,7 +28,7 @@ from mpgrad.tracebacks import own_folders
 
 Tensor = torch.Tensor
 
-pytestmark = pytest.mark.usefixtures("interruptible")
+pytestmark = pytest.mark.usefixtures("calls_are_sent", "interruptible")
 
 FOR_EVER = 600.0  # seconds
 SOON = PATIENCE  # until a pool has its full strength again: on an idle machine a third of a second

@@ -29,7 +29,7 @@ from conftest import gone, linux_only
 import mpgrad
 from mpgrad.system import PORTABLE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -23,6 +23,8 @@ from mpgrad.calls.packing import PackedCall
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 Tensor = torch.Tensor
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import mpgrad
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
 
 PATIENCE = 20.0  # seconds
 

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
 
-ADAPTIVE = True
 OPTIONS: list[dict[str, Any]] = [{}, *({"inline": "never", "engine": each} for each in ("process", "thread", "inline"))]
 
 

@@ -17,7 +17,6 @@ from mpgrad.pickling import modules, state
 
 pytestmark = pytest.mark.quick
 
-ADAPTIVE = True
 OPTIONS: dict[str, dict[str, Any]] = {
     "here and sent": {},
     **{engine: {"inline": "never", "engine": engine} for engine in ("process", "thread", "inline")},

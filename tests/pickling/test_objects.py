@@ -30,6 +30,8 @@ from mpgrad.pickling import reducers, structure, uncarried
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.torch_state import private
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 FOLDER = Path(__file__).parent
 
 

@@ -32,6 +32,8 @@ import mpgrad.testing
 from mpgrad.engines.traits import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -28,7 +28,6 @@ from mpgrad.wire.messages import Results
 pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
-ADAPTIVE = True
 weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
 
 

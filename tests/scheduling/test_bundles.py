@@ -28,6 +28,8 @@ from mpgrad.pool import bundle_size
 from mpgrad.scheduling.queue import fed, guided_size
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 Tensor = torch.Tensor
 
 SIZE = 8  # from so many tensors on they travel in columns

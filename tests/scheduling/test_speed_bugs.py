@@ -20,7 +20,6 @@ from mpgrad.torch_state.modes import draw_seed
 pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
-ADAPTIVE = True
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 
 import mpgrad
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "reliability" / "soak.py"
 LIMIT = 55  # seconds on a busy machine; a quiet one takes 11

@@ -31,6 +31,8 @@ from mpgrad.errors import UnsupportedTorchError
 from mpgrad.torch_state import behaviours, private
 from mpgrad.torch_state.modes import RandomState
 
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
 ROOT = Path(__file__).parents[2]
 Patch = pytest.MonkeyPatch
 

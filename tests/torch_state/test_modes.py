@@ -14,7 +14,7 @@ import torch
 
 import mpgrad
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
 
 def test_no_grad(pool: mpgrad.Pool) -> None:

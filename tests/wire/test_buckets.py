@@ -19,7 +19,7 @@ from mpgrad.memory.arena import Arena
 from mpgrad.wire.tensor_packing import Packer, Payload, Together
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
 Tensor = torch.Tensor
 
