@@ -119,3 +119,17 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
         with pytest.raises(ValueError, match=message):
             per_item_grad(outputs, inputs, weights)
     assert len(per_item_grad(results, c, [torch.ones(3, dtype=torch.float64)] * 2)) == 2  # nothing was lost
+
+
+def test_per_item_gradients_of_what_is_item_and_capture(pool: mpgrad.Pool) -> None:
+    """Symptom: half of the gradient. Cause: a tensor was looked for among the items or among the captures."""
+    x = leaf(3)
+    results = pool.map(lambda t: (t * x).sum(), [x, x])
+    assert all(torch.equal(grad, 2 * x) for grad in mpgrad.per_item_grad(results, x))
+
+
+def test_a_complex_result_has_no_implied_gradient(pool2: mpgrad.Pool) -> None:
+    x = torch.ones(1, dtype=torch.complex64, requires_grad=True)
+    results = pool2.map(lambda x: x * 2, [x])
+    with pytest.raises(ValueError, match=r"results\[0\] is complex, and no grad_outputs says"):
+        mpgrad.per_item_grad(results, x)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.torch_state import modes
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
@@ -142,3 +143,22 @@ def test_the_callers_generators_are_left_alone_inline(shared_pools: Callable[[st
     torch.manual_seed(0)
     pool.map(noise, range(3))
     assert (torch.rand(1), random.getstate(), numpy.random.get_state()[1].tolist()) == expected
+
+
+def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert pool2.map(lambda _: torch.get_float32_matmul_precision(), [0]) == ["medium"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_split_mix_against_the_published_sequence() -> None:
+    # the first outputs of SplitMix64 seeded with 1234567, as printed on rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    golden = 0x9E3779B97F4A7C15
+    state = 1234567
+    outputs = []
+    for _ in range(3):
+        state = (state + golden) & modes.MASK
+        outputs.append(modes.finish_mix(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
