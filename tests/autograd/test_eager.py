@@ -33,7 +33,10 @@ def items(count: int = 12) -> list[Tensor]:
     return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
 
 
-@pytest.fixture(params=[{}, {"deterministic": True}, {"engine": "thread"}, {"engine": "inline"}], ids=str)
+ORDERED = pytest.param({"deterministic": True}, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[{}, ORDERED, {"engine": "thread"}, {"engine": "inline"}], ids=str)
 def eager(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, graphs="eager", **request.param) as pool:
         yield pool

@@ -151,6 +151,17 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:
     assert arrows(tmp_path) == {"pool": {"workers"}, "wire": {"pool"}, "workers": {"wire"}}
 
 
+@pytest.mark.quick
+def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
+    """And each file a name of its own, by which pytest imports it."""
+    files = list((ROOT / "tests").glob("*/test_*.py"))
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where a new test goes")[2].partition("\n## ")[0]
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted({file.parent.name for file in files})
+    assert {file.parent.name for file in files if "mark.quick" in file.read_text()} == set(rows)
+    assert len({file.name for file in files}) == len(files)
+
+
 DOCUMENTED = [
     mpgrad.pool,
     mpgrad.derivatives.jacobians,

@@ -49,8 +49,21 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpgrad.Pool, "_bundle_size", size)
 
 
-@pytest.fixture(params=[{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "eager")], ids=str)
-def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+OPTIONS = [{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "eager")]
+
+
+@pytest.fixture(params=OPTIONS, ids=str)
+def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[mpgrad.Pool]:
+    """Workers of the session where graphs are kept; eager ones of the test's own, as they learn from gradients."""
+    if request.param == {"graphs": "keep"}:
+        yield shared_pools("process", 2)
+    else:
+        with mpgrad.Pool(2, **request.param) as own:
+            yield own
+
+
+@pytest.fixture(params=OPTIONS, ids=str)
+def own_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, **request.param) as own:
         yield own
 
@@ -380,7 +393,7 @@ def test_workers_that_a_parent_cannot_feed() -> None:
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])
-def test_tensors_of_many_sizes(pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], one_thread: None) -> None:
+def test_tensors_of_many_sizes(own_pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], one_thread: None) -> None:
     def found(loop: Loop) -> list[Tensor]:
         xs = [torch.linspace(-1, 1 + k, n, dtype=torch.float64).requires_grad_() for k, n in enumerate(SIZES)]
         results = loop(function, xs)
@@ -388,13 +401,13 @@ def test_tensors_of_many_sizes(pool: mpgrad.Pool, function: Callable[[Tensor], T
         torch.autograd.backward([each.sum() for each in results])
         return [*map(torch.detach, results), *grads, *[x.grad for x in xs if x.grad is not None]]
 
-    for ours, theirs in zip(found(pool.map), found(serial), strict=True):
+    for ours, theirs in zip(found(own_pool.map), found(serial), strict=True):
         assert torch.equal(ours, theirs)
     del ours
     deadline = time.monotonic() + 10
-    while pool.stats().shared_bytes and time.monotonic() < deadline:
-        pool.map(abs, range(4))  # what was lent comes back with a worker's next answer
-    assert pool.stats().shared_bytes == 0
+    while own_pool.stats().shared_bytes and time.monotonic() < deadline:
+        own_pool.map(abs, range(4))  # what was lent comes back with a worker's next answer
+    assert own_pool.stats().shared_bytes == 0
 
 
 def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
