@@ -34,6 +34,7 @@ def quick(scikit_learn: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return ended.stdout, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_all_ways_train_the_same_model(quick: tuple[str, dict[str, Any]]) -> None:
     table, record = quick
     assert record["agree"] and "within the tolerance of 1e-05" in table
@@ -46,6 +47,7 @@ def test_all_ways_train_the_same_model(quick: tuple[str, dict[str, Any]]) -> Non
         assert row["accuracy"] == pytest.approx(record["ways"][0]["accuracy"], abs=0.01)  # an image between two digits
 
 
+@pytest.mark.slow
 def test_every_epoch_of_every_way_is_timed(quick: tuple[str, dict[str, Any]]) -> None:
     table, record = quick
     for row in record["ways"]:
@@ -56,6 +58,7 @@ def test_every_epoch_of_every_way_is_timed(quick: tuple[str, dict[str, Any]]) ->
         assert text in table
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found(scikit_learn: None, tmp_path: Path) -> None:
     out = tmp_path / "perturbed.json"
     ended = run("--epochs", "2", "--perturb", "0.001", "--out", str(out))
@@ -67,6 +70,7 @@ def test_a_wrong_gradient_is_found(scikit_learn: None, tmp_path: Path) -> None:
     assert wrong == ["mpgrad, 2 workers"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run(scikit_learn: None, script: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0, which waits for the gradients of the one that failed, does not keep the run waiting."""
     plan = script.Plan(batch=512, width=8)
