@@ -26,7 +26,7 @@ import mpgrad
 from mpgrad.scheduling.costs import Costs
 from mpgrad.system import PORTABLE
 
-collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["pretend"]  # in a process of its own, see test_devices.py
+collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
 
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
@@ -78,11 +78,13 @@ def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
         yield pool
 
 
-@pytest.fixture(autouse=True)
-def calls_are_sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cheap calls go to workers too, whose doings most tests are about; not so in modules that are `ADAPTIVE`."""
-    if not getattr(request.module, "ADAPTIVE", False):
-        monkeypatch.setattr(Costs, "pays", lambda *_: False)
+@pytest.fixture
+def calls_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools send cheap calls to workers too, whose doings most tests are about, instead of running them in the caller.
+
+    The fixtures' pools do so because of `inline="never"`. Modules whose tests make pools of their own ask for this one.
+    """
+    monkeypatch.setattr(Costs, "pays", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)

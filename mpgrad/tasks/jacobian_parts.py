@@ -19,7 +19,7 @@ from mpgrad.tasks.jacobian_arguments import Arguments, check_real, filled
 from mpgrad.tasks.points import ForwardModeBusyError, Graph, Point, Task, column, columns, derivatives, push
 from mpgrad.torch_state.private import grad_mode, transforms_are_active
 
-ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/batch_derivatives.py)
+ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/benchmarks/batch_derivatives.py)
 
 
 class Gradient:

@@ -1,0 +1,289 @@
+"""How cost grows: items a second that one parent can hand out and take in, and growth along every axis that a map has.
+
+Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent that is measured. Its
+threads share one interpreter lock, so its CPU seconds an item, p, bound the items a second by 1 / p on any machine. A
+worker has a cost of its own, w CPU seconds an item. So W workers with items of g seconds are at most min(g / (g + w),
+g / (W p)) busy, and are 80 % busy from this grain on:
+
+    g = max(0.8 W p, 4 w)
+
+Balance: calls that sleep, in proportion to their size, so that there may be more workers than CPUs; over the best schedule.
+
+Growth: each point in a fresh process (growth.py); seconds and peaks of memory; slopes of the last points in a log-log
+picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
+
+    python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png     # some ten minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import psutil
+import torch
+from common import at_least_1, limited, surroundings
+from descendants import cpu_seconds
+from figures import Figure, Record, add_options, fail, interleaved, median_figure, picture_to_write, print_figures, report
+from growth import AXES, FLOATS, Axis, point
+from jobs import log_normal, longest_first
+from losses import doubled
+
+import mpgrad
+
+EPILOG = "exit status: 0 if everything was measured, 1 if the time is up, 2 for wrong arguments"
+
+RATE_AIM = (">=", 20_000.0)  # items a second
+SLOPE_AIM = ("<=", 1.15)
+LAST_POINTS = 3  # that a slope is fitted to: what comes before is mostly fixed cost
+MIB = 2**20
+ENOUGH_BYTES = 16 * MIB  # growth of memory below this is pages here and there
+CROWDS = (16, 64, 256)  # workers whose grain is computed
+POINT_LIMIT = 900  # seconds
+SIGMA, MEAN_SLEEP, SLEEP_A_FLOAT = 1.0, 20e-3, 2e-6  # of costs that differ; seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    workers: Sequence[int] = (2, 4, 8, 16, 64)
+    items: int = 5000
+    repeats: int = 5
+    largest: float = math.inf  # of an axis
+    axes: Sequence[str] = tuple(AXES)
+    crews: Sequence[int] = (2, 16)  # workers whose balance is measured
+    rounds: Sequence[int] = (4, 16, 64)  # calls for each of them
+    limit: int = 3600
+
+
+QUICK = Plan(workers=(2, 4), items=100, repeats=1, largest=100, crews=(2,), rounds=(4,), limit=120)
+
+
+# --- dispatch
+
+
+class Costs(list[tuple[float, float, float]]):
+    """Of every round: wall, the parent's CPU seconds, the workers' CPU seconds; an item."""
+
+    def median(self, column: int) -> float:
+        return statistics.median(row[column] for row in self)
+
+
+def forward(pool: mpgrad.Pool, items: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        pool.map(doubled, items)
+
+
+def forward_and_backward(pool: mpgrad.Pool, items: Sequence[torch.Tensor]) -> None:
+    leaves = [item.clone().requires_grad_() for item in items]
+    torch.autograd.backward(pool.map(doubled, leaves), list(items))
+
+
+def costs(pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[torch.Tensor]], None], plan: Plan) -> Costs:
+    items = [torch.ones(FLOATS) for _ in range(plan.items)]
+    found = Costs()
+    for number in range(plan.repeats + 1):
+        workers = {psutil.Process(worker.pid) for worker in pool.stats().workers}
+        before = (time.perf_counter(), time.process_time(), cpu_seconds(workers))
+        run(pool, items)
+        after = (time.perf_counter(), time.process_time(), cpu_seconds(workers))
+        if number:  # the first one warms up
+            wall, parent, others = ((now - then) / plan.items for now, then in zip(after, before, strict=True))
+            found.append((wall, parent, others))
+    return found
+
+
+def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
+    runs = {"forward": forward, "forward and backward": forward_and_backward}
+    found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
+    for workers in plan.workers:
+        with mpgrad.Pool(workers, inline="never") as pool:
+            for name, run in runs.items():
+                found[name][workers] = costs(pool, run, plan)
+    yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
+
+
+def dispatch_figures(name: str, by_workers: dict[int, Costs]) -> Iterator[Figure]:
+    for workers, cost in by_workers.items():
+        row = f"dispatch: x * 2 on {FLOATS} floats, {name}, {workers} workers"
+        yield median_figure(row, "wall", [1e6 * wall for wall, _, _ in cost], "us/item")
+        yield median_figure(row, "CPU of the parent", [1e6 * parent for _, parent, _ in cost], "us/item")
+        yield median_figure(row, "CPU of all workers", [1e6 * others for _, _, others in cost], "us/item")
+        yield median_figure(row, "the parent could do", [1 / parent for _, parent, _ in cost], "items/s", RATE_AIM)
+    row = f"dispatch: smallest grain at which workers stay 80 % busy, {name}: max(0.8 W p, 4 w)"
+    for crowd in CROWDS:
+        yield Figure(row, f"{crowd} workers", 1e3 * smallest_grain(crowd, by_workers), "ms")
+
+
+def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
+    """p and w as measured with the nearest number of workers that is not larger."""
+    nearest = max((workers for workers in by_workers if workers <= crowd), default=min(by_workers))
+    cost = by_workers[nearest]
+    return max(0.8 * crowd * cost.median(1), 4 * cost.median(2))
+
+
+# --- balance
+
+
+def bench_balance(plan: Plan) -> Iterator[Sequence[Figure]]:
+    for workers in plan.crews:
+        with mpgrad.Pool(workers, inline="never") as pool:
+            while len(pool.stats().workers) < workers:
+                pool.map(abs, range(workers))
+            for rounds in plan.rounds:
+                yield list(balance_figures(pool, workers, rounds * workers, plan.repeats))
+
+
+def balance_figures(pool: mpgrad.Pool, workers: int, count: int, repeats: int) -> Iterator[Figure]:
+    """`imap` begins calls in the order of the items, `map` the largest first."""
+    seconds = [MEAN_SLEEP * cost for cost in log_normal(count, SIGMA)]
+    items = [torch.zeros(max(1, round(each / SLEEP_A_FLOAT))) for each in seconds]
+    ways: dict[str, Callable[[], object]] = {
+        "map": lambda: pool.map(sleeping, items),
+        "imap": lambda: list(pool.imap(sleeping, items)),
+    }
+    row = f"balance: {count} calls on {workers} workers, log-normal (sigma {SIGMA:g}, mean {1e3 * MEAN_SLEEP:g} ms)"
+    for name, walls in interleaved({name: partial(wall, way) for name, way in ways.items()}, repeats).items():
+        over = [each / longest_first(seconds, workers) for each in walls]
+        yield median_figure(row, f"{name} over the best schedule", over, "x")
+
+
+def sleeping(x: torch.Tensor) -> None:
+    time.sleep(SLEEP_A_FLOAT * len(x))
+
+
+def wall(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# --- growth
+
+
+def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
+    for name in plan.axes:
+        axis = AXES[name]
+        row = f"growth: {axis.what}"
+        points: dict[int, Record] = {}
+        for size in axis.sizes:
+            if size > plan.largest:
+                continue
+            if axis.bytes_each * size > psutil.virtual_memory().available:
+                print(f"{row}: {size:,} left out: it could take more memory than there is", flush=True)
+                continue
+            points[size] = fresh_point(name, size, 1 if size == axis.sizes[-1] else 3)
+        yield list(point_figures(row, points))
+
+
+def fresh_point(axis: str, size: int, rounds: int) -> Record:
+    command = [sys.executable, __file__, "--point", axis, str(size), str(rounds)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=POINT_LIMIT)
+    found: Record = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def point_figures(row: str, points: dict[int, Record]) -> Iterator[Figure]:
+    for size, found in points.items():
+        for phase in ("forward", "backward"):
+            yield Figure(row, f"{size:,}: {phase}", found[phase], "s")
+        for side in ("parent", "workers"):
+            yield Figure(row, f"{size:,}: peak of memory, {side}", found[side] / MIB, "MiB")
+    for what in ("forward", "backward", "parent", "workers"):
+        values = {size: found[what] for size, found in points.items()}
+        if what in ("parent", "workers"):
+            values = {size: value for size, value in values.items() if value >= ENOUGH_BYTES}
+        if len(values) >= 2:
+            yield Figure(row, f"slope of {what}", slope(values), "", SLOPE_AIM)
+
+
+def slope(values: dict[int, float]) -> float:
+    """Of the straight line through the last points in a log-log picture, by least squares."""
+    last = sorted(values.items())[-LAST_POINTS:]
+    return statistics.linear_regression(*zip(*((math.log(x), math.log(y)) for x, y in last), strict=True)).slope
+
+
+def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
+    from matplotlib.figure import Figure as Canvas  # which the table does not need
+
+    canvas = Canvas(figsize=(4.5 * len(axes), 8), layout="constrained")
+    panels = canvas.subplots(2, len(axes), squeeze=False)
+    for column, axis in enumerate(axes.values()):
+        row = f"growth: {axis.what}"
+        for panel, kinds, unit in (
+            (panels[0][column], ("forward", "backward"), "s"),
+            (panels[1][column], ("peak of memory, parent", "peak of memory, workers"), "MiB"),
+        ):
+            for kind in kinds:
+                values = {
+                    int(figure.name.partition(":")[0].replace(",", "")): figure.value
+                    for figure in figures
+                    if figure.row == row and figure.name.endswith(f": {kind}") and figure.value > 0
+                }
+                panel.loglog(list(values), list(values.values()), "o-", label=kind)
+            panel.set(xlabel=axis.what, ylabel=unit)
+            panel.set_aspect("equal", adjustable="datalim")  # linear growth has a slope of 45 degrees
+            panel.legend(frameon=False)
+    canvas.savefig(file, dpi=120)
+
+
+# --- the whole
+
+PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {
+    "dispatch": bench_dispatch,
+    "balance": bench_balance,
+    "growth": bench_growth,
+}
+
+
+def command_line() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), metavar="AXIS", help=", ".join(AXES))
+    parser.add_argument("--largest", type=at_least_1, metavar="N", help="of an axis (default: its own, quick: 100)")
+    parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds, but of growth (default: 5, quick: 1)")
+    parser.add_argument("--picture", type=picture_to_write, metavar="FILE", help="log-log, of growth")
+    add_options(parser)
+    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)  # what a fresh process is started with
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command_line().parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.point is not None:
+        axis, size, rounds = options.point
+        print(json.dumps(point(axis, int(size), 2, int(rounds), {"inline": "never"})))
+        return 0
+    given = {"axes": options.axes, "largest": options.largest, "repeats": options.repeats}
+    plan = replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})
+    around = surroundings(2)
+    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, load average {around['load_average']:.2f} before")
+    figures: list[Figure] = []
+    try:
+        with limited(plan.limit):
+            for part in options.parts:
+                for found in PARTS[part](plan):  # an axis takes minutes
+                    print_figures(found)
+                    figures += found
+    except TimeoutError as error:
+        return fail(error)
+    report(options, around, figures, repeats=plan.repeats)
+    if options.picture is not None:
+        draw(figures, {name: AXES[name] for name in options.axes}, options.picture)
+        print(f"picture: {options.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""One training three ways: in one process, `mpgrad.nn.DataParallel` over workers, DistributedDataParallel over gloo.
+
+PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with its own copy of the model,
+gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves the script as it is and wraps the model. Which is
+faster is measured here, and that both train the same model is checked: a small convolutional network learns scikit-learn's
+digits by SGD from the same parameters on the same batches, and every batch's loss has to be that of one process, to rounding.
+The loss is a sum over images, so that gradients of parts add up to those of the whole; DistributedDataParallel takes their
+mean, and gets each loss times the number of processes. All ways stay alive and take turns, an epoch each, in a random order.
+
+    rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread or on several
+        ├── first part  ──► worker 0 ─┐
+        └── second part ──► worker 1 ─┴► logits ──► sum of losses   mpgrad: one SGD step, here
+        ├── first part  ──► rank 0 ──► its share of the sum ─┐
+        └── second part ──► rank 1 ──► its share of the sum ─┴──►   gloo: gradients averaged, the same SGD step in each
+
+    python scripts/examples/train_data_parallel.py --processes 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+from common import at_least_1, surroundings
+
+import mpgrad
+import mpgrad.nn
+
+EPILOG = "exit status: 0 if all ways agree, 1 if they differ or a rank ended, 2 for wrong arguments or without scikit-learn"
+
+# Of a batch's loss, relative. Single precision rounds to 6e-8, and in the default run that had become 4e-7 at most; gradients
+# wrong by a thousandth show in the quick run's second epoch as 6e-5. The network has to be smooth for the two to stay apart:
+# with ReLU and max-pooling a first difference of 1e-7 had grown to 1e-2 after 15 epochs.
+TOLERANCE = 1e-5
+
+TEST_IMAGES = 360  # the last fifth of 1,797
+BRIGHTEST = 16.0  # of a pixel
+RATE, MOMENTUM = 0.05, 0.9  # rate for the mean over a batch: the sum's is divided by its size
+TO_END = 30.0  # seconds that a rank has for it
+Record = dict[str, Any]
+Losses = list[float]  # one a batch, each summed over the batch's images
+
+
+@dataclass(frozen=True)
+class Plan:
+    processes: int = 2
+    epochs: int = 15
+    batch: int = 256  # images
+    width: int = 32  # channels of the first convolution
+
+
+QUICK = Plan(epochs=3, batch=512, width=8)
+
+
+class Digits(NamedTuple):
+    images: Tensor  # N x 1 x 8 x 8, 0 to 1
+    labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+class MissingError(Exception):
+    pass
+
+
+class RankEndedError(Exception):
+    pass
+
+
+def load_images() -> Digits:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingError(f"the digits come with scikit-learn ({error}); pip install 'mpgrad[examples]'") from error
+    numbers, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy(numbers).to(torch.float32).div(BRIGHTEST).reshape(-1, 1, 8, 8)
+    y = torch.from_numpy(labels).to(torch.int64)
+    return Digits(x[:-TEST_IMAGES], y[:-TEST_IMAGES], x[-TEST_IMAGES:], y[-TEST_IMAGES:])
+
+
+def network(width: int) -> nn.Module:
+    """The same parameters whenever and wherever it is called."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * width, 4 * width),
+        nn.Tanh(),
+        nn.Linear(4 * width, 10),
+    )
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):  # with PyTorch's own, nothing is learned for five epochs
+            nn.init.kaiming_normal_(layer.weight)
+    return layers
+
+
+# --- the ways
+
+
+class Share(NamedTuple):
+    """The part of each batch that a process trains on, and what its loss is multiplied by before backward."""
+
+    part: int = 0
+    parts: int = 1
+    weight: float = 1.0
+
+
+@dataclass
+class Training:
+    """A model with its optimizer. All ways run this code; they differ in the model, and in the share of a batch."""
+
+    model: nn.Module
+    digits: Digits
+    plan: Plan
+    share: Share
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), RATE / self.plan.batch, MOMENTUM)
+
+    def epoch(self, number: int) -> Losses:
+        losses = []
+        for rows in torch.split(shuffled(len(self.digits.labels), number), self.plan.batch):
+            own = rows.tensor_split(self.share.parts)[self.share.part]  # maybe none of a short last batch: a sum over nothing
+            self.optimizer.zero_grad()
+            logits = self.model(self.digits.images[own])
+            loss = nn.functional.cross_entropy(logits, self.digits.labels[own], reduction="sum")
+            torch.autograd.backward(loss * self.share.weight)
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def accuracy(self) -> float:
+        with torch.no_grad():
+            found = self.model(self.digits.test_images).argmax(1)
+        return float((found == self.digits.test_labels).double().mean())
+
+
+def shuffled(count: int, epoch: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
+
+
+class Way(NamedTuple):
+    name: str
+    epoch: Callable[[int], Losses]
+    accuracy: Callable[[], float]
+
+
+def in_one_process(digits: Digits, plan: Plan, threads: int) -> Way:
+    training = Training(network(plan.width), digits, plan, Share())
+
+    def epoch(number: int) -> Losses:
+        torch.set_num_threads(threads)
+        try:
+            return training.epoch(number)
+        finally:
+            torch.set_num_threads(1)
+
+    return Way(f"one process, {threads} thread{'s' * (threads > 1)}", epoch, training.accuracy)
+
+
+@contextlib.contextmanager
+def over_workers(digits: Digits, plan: Plan, perturb: float) -> Iterator[Way]:
+    with mpgrad.Pool(plan.processes) as pool:
+        model = mpgrad.nn.DataParallel(network(plan.width), pool.workers)
+        training = Training(model, digits, plan, Share(weight=1.0 + perturb))
+        yield Way(f"mpgrad, {plan.processes} workers", training.epoch, training.accuracy)
+
+
+# --- ranks: processes that each run the training, as DistributedDataParallel has it
+
+
+@contextlib.contextmanager
+def over_ranks(digits: Digits, plan: Plan) -> Iterator[Way]:
+    """Ranks that wait for an epoch's number and answer with its losses, until the connection is closed."""
+    spawning = torch.multiprocessing.get_context("spawn")
+    connections: list[Connection[Any, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for rank in range(plan.processes):
+            here, there = spawning.Pipe()
+            process = spawning.Process(target=run_rank, args=(rank, digits, plan, f"{folder}/rendezvous", there), daemon=True)
+            process.start()
+            there.close()
+            connections.append(here)
+            stack.callback(end, process, here)
+
+        def asked(question: int | str) -> list[Any]:
+            try:
+                for connection in connections:
+                    connection.send(question)
+                return [connection.recv() for connection in connections]
+            except (EOFError, ConnectionError):
+                raise RankEndedError("a rank of DistributedDataParallel ended before its time; it says above why") from None
+
+        asked("ready")
+        yield Way(
+            f"gloo, {plan.processes} ranks",
+            lambda number: [sum(shares) for shares in zip(*asked(number), strict=True)],
+            lambda: float(asked("accuracy")[0]),
+        )
+
+
+def end(process: SpawnProcess, connection: Connection[Any, Any]) -> None:
+    connection.close()
+    process.join(TO_END)
+    if process.is_alive():  # it waits for another rank, which failed
+        process.kill()
+        process.join()
+    process.close()
+
+
+def run_rank(rank: int, digits: Digits, plan: Plan, rendezvous: str, connection: Connection[Any, Any]) -> None:
+    torch.set_num_threads(1)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo looks up the host's name, which need not have an address
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.processes)
+    try:
+        model = nn.parallel.DistributedDataParallel(network(plan.width))
+        training = Training(model, digits, plan, Share(rank, plan.processes, float(plan.processes)))
+        while (question := received(connection)) is not None:
+            match question:
+                case "ready":
+                    connection.send(None)
+                case "accuracy":
+                    connection.send(training.accuracy())
+                case number:
+                    connection.send(training.epoch(number))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def received(connection: Connection[Any, Any]) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
+# --- the run
+
+
+@dataclass
+class Result:
+    way: Way
+    losses: Losses
+    seconds: list[float]  # one an epoch
+    accuracy: float = 0.0
+
+    def record(self, one: Result) -> Record:
+        return {
+            "way": self.way.name,
+            "median_seconds_per_epoch": statistics.median(self.seconds),
+            "speed_up": statistics.median(theirs / own for theirs, own in zip(one.seconds, self.seconds, strict=True)),
+            "largest_loss_difference": largest_difference(self.losses, one.losses),
+            "accuracy": self.accuracy,
+            "seconds": self.seconds,
+            "losses": self.losses,
+        }
+
+
+def largest_difference(found: Losses, expected: Losses) -> float:
+    """Relative; infinite where a loss is not a number in either."""
+    pairs = torch.tensor([found, expected], dtype=torch.float64)
+    relative = (pairs[0] - pairs[1]).abs() / pairs[1].abs()
+    return float(relative.nan_to_num(nan=float("inf")).max())
+
+
+def trained(plan: Plan, perturb: float) -> list[Result]:
+    digits = load_images()
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        ways = [
+            in_one_process(digits, plan, 1),
+            in_one_process(digits, plan, plan.processes),
+            stack.enter_context(over_workers(digits, plan, perturb)),
+            stack.enter_context(over_ranks(digits, plan)),
+        ]
+        results = [Result(way, [], []) for way in ways]
+        order = random.Random(0)
+        for number in range(plan.epochs):
+            for result in order.sample(results, len(results)):
+                began = time.perf_counter()
+                losses = result.way.epoch(number)
+                result.seconds.append(time.perf_counter() - began)
+                result.losses += losses
+        for result in results:
+            result.accuracy = result.way.accuracy()
+    return results
+
+
+def print_surroundings(around: Record, plan: Plan) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
+    print(f"{versions}, Python {around['python']}, {around['date']}")
+    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs; load average {around['load_average']:.2f} before")
+    print(f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a process but where it says more")
+
+
+def print_table(rows: Sequence[Record]) -> None:
+    print(f"\n{'':26}{'s an epoch':>12}{'speed-up':>10}{'difference':>12}{'accuracy':>10}")
+    for row in rows:
+        print(
+            f"{row['way']:26}{row['median_seconds_per_epoch']:12.3f}{row['speed_up']:10.2f}"
+            f"{row['largest_loss_difference']:12.1e}{row['accuracy']:10.3f}"
+        )
+    print("medians; speed-up over the first within a round; difference: of a batch's loss, from the first's, relative, largest")
+
+
+def command_line() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="a little training, only to see that it runs")
+    for name, what in (("epochs", "of each way"), ("batch", "images in it"), ("width", "channels of the first convolution")):
+        default = f"(default: {getattr(Plan, name)}, quick: {getattr(QUICK, name)})"
+        parser.add_argument(f"--{name}", type=at_least_1, metavar="N", help=f"{what} {default}")
+    processes = "workers, and ranks (default: %(default)s)"
+    parser.add_argument("--processes", type=at_least_1, default=Plan.processes, metavar="N", help=processes)
+    parser.add_argument("--perturb", type=float, default=0.0, help=argparse.SUPPRESS)  # to see that a wrong gradient is found
+    out = Path("train_data_parallel.json")
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="default: %(default)s")
+    return parser
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    given = {name: getattr(options, name) for name in ("processes", "epochs", "batch", "width")}
+    return replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command_line().parse_args(arguments)
+    plan = plan_of(options)
+    around = surroundings(plan.processes)
+    try:
+        results = trained(plan, options.perturb)
+    except (MissingError, RankEndedError) as error:
+        print(f"train_data_parallel.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, MissingError) else 1
+    around["versions"]["scikit-learn"] = importlib.metadata.version("scikit-learn")
+    print_surroundings(around, plan)
+    rows = [result.record(results[0]) for result in results]
+    print_table(rows)
+    largest = max(row["largest_loss_difference"] for row in rows)
+    agree = largest <= TOLERANCE
+    print(f"largest difference: {largest:.1e}, {'within' if agree else 'above'} the tolerance of {TOLERANCE:.0e}")
+    record = {"surroundings": around, "plan": asdict(plan), "tolerance": TOLERANCE, "agree": agree, "ways": rows}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"all epochs: {options.out}")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The nodes of calls with a home that is no process: what is sent, waited for and released, and when."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mpgrad.autograd.call_node import attach
+from mpgrad.autograd.capture_gate import Captures
+from mpgrad.autograd.input_gates import gate
+from mpgrad.autograd.remote_graph import Grads, Order, RemoteGraph
+
+pytestmark = pytest.mark.quick
+
+
+class FakeHome:
+    """Answers a backward with the gradient times 10, and records the order of events."""
+
+    deterministic = False
+    timeout = None
+    reach: Any = None
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> FakeHome.Reply:
+        self.events.append(("send", graph.index))
+        return self.Reply(self, graph.index, [grad * 10 for (grad,) in grads for _ in order.wanted])
+
+    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[()], list[torch.Tensor | None]]]:
+        self.events.append(("captures", -1))
+        yield (), [torch.full((2,), 7.0)]
+
+    def release(self, graph: RemoteGraph) -> None:
+        self.events.append(("release", graph.index))
+
+    class Reply:
+        graph = None
+
+        def __init__(self, home: FakeHome, index: int, grads: list[torch.Tensor | None]) -> None:
+            self.home, self.index, self.grads = home, index, grads
+
+        def gradients(self) -> list[torch.Tensor | None]:
+            self.home.events.append(("wait", self.index))
+            return self.grads
+
+
+def test_everything_is_sent_before_anything_is_waited_for() -> None:
+    home = FakeHome()
+    xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
+    capture = torch.ones(2, requires_grad=True)
+    token = Captures(home, [capture]).token()
+    results = [
+        attach(RemoteGraph(home, None, 0, index), [torch.ones(3)], token, [gate(x * 2)])[0] for index, x in enumerate(xs)
+    ]
+    sum(result.sum() for result in results).backward()
+    names = [name for name, _ in home.events]
+    assert names == ["send"] * 4 + ["wait"] * 4 + ["captures"]
+    assert [index for name, index in home.events if name == "wait"] == [3, 2, 1, 0]
+    assert all(torch.equal(x.grad, torch.full((3,), 20.0)) for x in xs)
+    assert torch.equal(capture.grad, torch.full((2,), 7.0))
+    home.events.clear()
+    del results
+    gc.collect()
+    assert sorted(home.events) == [("release", index) for index in range(4)]

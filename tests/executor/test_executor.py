@@ -1,0 +1,495 @@
+"""mpgrad.Executor is a ProcessPoolExecutor: the same program gives the same with either, and gradients with ours."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+PATIENCE = 20.0  # seconds
+BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor)]
+both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])
+
+
+@pytest.fixture(autouse=True)
+def kept_nursery(nursery: mpgrad.Pool) -> None:
+    """Executors start in milliseconds."""
+
+
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def fails(x: Any) -> Any:
+    raise LookupError(f"nothing at {x}")
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(1e-3)
+
+
+class Unpicklable:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+    def __call__(self, *args: Any) -> None:
+        raise AssertionError("it cannot have been sent")
+
+
+def exits(x: Any) -> Any:
+    os._exit(3)
+
+
+def pid(x: Any) -> int:
+    return os.getpid()
+
+
+def note(path: Path, x: int) -> int:
+    (path / str(x)).touch()
+    return x
+
+
+def slow_note(path: Path, x: int) -> int:
+    time.sleep(0.05)
+    return note(path, x)
+
+
+def set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+# --- what both do
+
+
+@both
+@pytest.mark.quick
+def test_submit_and_map(kind: Any) -> None:
+    with kind(2) as executor:
+        assert isinstance(executor, concurrent.futures.Executor)
+        assert executor.submit(divmod, 7, 3).result() == (2, 1)
+        assert executor.submit(int, "11", base=2).result() == 3
+        assert list(executor.map(pow, [2, 3, 4], [5, 2])) == [32, 9]
+        assert list(executor.map(abs, range(-50, 0), chunksize=7)) == list(range(50, 0, -1))
+        assert list(executor.map(abs, [])) == []
+        results = executor.map(fails, [1, 2])
+        with pytest.raises(LookupError, match="nothing at 1"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+        with pytest.raises(LookupError):
+            executor.submit(fails, 1).result()
+
+
+@both
+def test_items_that_come_from_the_executor(kind: Any) -> None:
+    with kind(2) as executor:
+        assert list(executor.map(abs, (executor.submit(abs, -k).result() for k in range(4)))) == [0, 1, 2, 3]
+        with pytest.raises(ZeroDivisionError):
+            executor.map(abs, (1 // k for k in (1, 0)))
+
+
+@both
+def test_a_map_that_nobody_looks_at_is_cancelled(kind: Any, tmp_path: Path) -> None:
+    executor = kind(1)
+    executor.map(functools.partial(slow_note, tmp_path), range(40), chunksize=1)
+    while not list(tmp_path.iterdir()):
+        time.sleep(1e-3)
+    executor.shutdown(cancel_futures=True)
+    assert len(list(tmp_path.iterdir())) < 20
+
+
+@pytest.mark.slow
+@both
+def test_a_timeout_of_map(kind: Any) -> None:
+    with kind(1) as executor:
+        results = executor.map(nap, [0, 2], timeout=0.3)
+        started = time.monotonic()
+        with pytest.raises(concurrent.futures.TimeoutError):
+            list(results)
+        assert time.monotonic() - started < 1.8
+    with pytest.raises(ValueError, match="chunksize"), kind(1) as executor:
+        executor.map(abs, [1], chunksize=0)
+
+
+@both
+@pytest.mark.quick
+def test_shutdown(kind: Any, tmp_path: Path) -> None:
+    executor = kind(1)
+    future = executor.submit(nap, 0.2)
+    executor.map(functools.partial(note, tmp_path), range(5))  # nobody looks at the results
+    executor.shutdown()
+    assert future.done() and len(list(tmp_path.iterdir())) == 5
+    for use in (lambda: executor.submit(abs, 1), lambda: executor.map(abs, [1])):
+        with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+            use()
+    executor.shutdown()
+
+
+@both
+def test_shutdown_without_waiting(kind: Any) -> None:
+    executor = kind(1)
+    future = executor.submit(nap, 1)
+    started = time.monotonic()
+    executor.shutdown(wait=False)
+    assert time.monotonic() - started < 0.9 and not future.done()
+    assert future.result(PATIENCE) == 1
+
+
+@both
+def test_shutdown_that_cancels(kind: Any) -> None:
+    executor = kind(1)
+    futures = [executor.submit(nap, 0.2) for _ in range(10)]
+    while not futures[0].running():
+        time.sleep(1e-3)
+    executor.shutdown(cancel_futures=True)
+    assert futures[0].result() == 0.2 and futures[-1].cancelled()
+    assert all(future.done() for future in futures)
+    if kind is mpgrad.Executor:  # the other one leaves them where `wait` does not see that they are done
+        assert concurrent.futures.wait(futures, timeout=PATIENCE).not_done == set()
+
+
+@both
+def test_an_initializer(kind: Any) -> None:
+    with kind(1, initializer=set_variable, initargs=("MPGRAD_TEST", "here")) as executor:
+        assert executor.submit(os.getenv, "MPGRAD_TEST").result() == "here"
+
+
+@pytest.mark.filterwarnings("ignore")
+@both
+def test_an_initializer_that_fails(kind: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with kind(1, initializer=fails, initargs=(3,)) as executor:
+        with pytest.raises(BrokenProcessPool):
+            executor.submit(abs, 1).result()
+        with pytest.raises(concurrent.futures.BrokenExecutor):
+            executor.submit(abs, 1).result()
+
+
+@both
+def test_wrong_arguments(kind: Any) -> None:
+    with pytest.raises(ValueError, match="max_workers"):
+        kind(0)
+    if kind is mpgrad.Executor or sys.version_info >= (3, 11):  # before, the standard library's takes none
+        with pytest.raises(ValueError, match="max_tasks_per_child"):
+            kind(1, max_tasks_per_child=0)
+    with pytest.raises(TypeError, match="initializer must be"):
+        kind(1, initializer=3)
+
+
+@both
+def test_asyncio(kind: Any) -> None:
+    async def main(executor: Any) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return list(await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5))))
+
+    with kind(2) as executor:
+        assert asyncio.run(main(executor)) == [0, 1, 4, 9, 16]
+
+
+@both
+def test_as_completed_and_callbacks(kind: Any) -> None:
+    called: list[float] = []
+    with kind(2) as executor:
+        futures = [executor.submit(nap, seconds) for seconds in (0.5, 0.0)]
+        for future in futures:
+            future.add_done_callback(lambda future: called.append(future.result()))
+        assert [future.result() for future in concurrent.futures.as_completed(futures)] == [0.0, 0.5]
+    assert called == [0.0, 0.5]
+
+
+@both
+def test_waiting_for_the_first_exception(kind: Any, tmp_path: Path) -> None:
+    """Symptom: it waited for all. Cause: futures that failed were told that they had a result."""
+    with kind(2) as executor:
+        slow, failing = executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)
+        started = time.monotonic()
+        for _ in range(2):  # the second time it has failed before
+            found = concurrent.futures.wait([slow, failing], PATIENCE, concurrent.futures.FIRST_EXCEPTION)
+            assert found == ({failing}, {slow}) and time.monotonic() - started < PATIENCE
+        (tmp_path / "go").touch()
+        error = failing.exception()
+        assert isinstance(error, LookupError) and failing.exception() is error
+        with pytest.raises(LookupError, match="nothing at 1"):
+            failing.result()
+
+
+@both
+def test_the_first_exception_in_asyncio(kind: Any, tmp_path: Path) -> None:
+    async def main(executor: Any) -> None:
+        slow, failing = map(asyncio.wrap_future, (executor.submit(until, tmp_path / "go"), executor.submit(fails, 1)))
+        assert await asyncio.wait([slow, failing], return_when=asyncio.FIRST_EXCEPTION) == ({failing}, {slow})
+        (tmp_path / "go").touch()
+        with pytest.raises(LookupError, match="nothing at 1"):
+            await failing
+        await slow
+
+    with kind(2) as executor:
+        asyncio.run(main(executor))
+
+
+@both
+def test_callbacks_of_failures(kind: Any) -> None:
+    seen: list[Any] = []
+    with kind(1) as executor:
+        executor.submit(fails, 1).add_done_callback(lambda future: seen.append((future.done(), str(future.exception()))))
+    assert seen == [(True, "nothing at 1")]
+
+
+def generator() -> Iterator[None]:
+    """What nothing carries."""
+    yield
+
+
+@both
+def test_what_cannot_be_pickled_fails_its_future(kind: Any) -> None:
+    """Symptom: `submit` raised."""
+    with kind(1) as executor:
+        for error, arguments in ((KeyError, (Unpicklable(KeyError("no")),)), (TypeError, (generator(),))):
+            future = executor.submit(note, *arguments)
+            with pytest.raises(error) as caught:
+                future.result(PATIENCE)
+            assert future.exception() is caught.value
+            assert isinstance(caught.value.__cause__, concurrent.futures.process._RemoteTraceback)
+        with pytest.raises(KeyError, match="no"):
+            executor.submit(Unpicklable(KeyError("no"))).result(PATIENCE)
+        results = executor.map(identity, [1, Unpicklable(KeyError("no")), 3])
+        assert next(results) == 1
+        with pytest.raises(KeyError, match="no"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+        results = executor.map(Unpicklable(KeyError("no")), [1, 2])
+        with pytest.raises(KeyError, match="no"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+        assert executor.submit(abs, -1).result() == 1
+
+
+@both
+def test_errors_of_workers_are_the_standard_librarys(kind: Any) -> None:
+    with kind(1) as executor:
+        cause = executor.submit(fails, 1).exception().__cause__
+        assert isinstance(cause, concurrent.futures.process._RemoteTraceback)
+        assert 'LookupError(f"nothing at {x}")' in cause.tb and str(cause) == cause.tb
+        with pytest.raises(TypeError, match="cannot pickle"):
+            executor.submit(generator).result()
+
+
+@both
+def test_many_threads(kind: Any) -> None:
+    with kind(2) as executor, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda k: executor.submit(pow, k, 2).result(), range(40))) == [k**2 for k in range(40)]
+
+
+EXIT = """
+import time, {module}
+def say(x):
+    time.sleep(0.3); print("done", x, flush=True); return x
+if __name__ == "__main__":
+    executor = {module}.{name}(1)
+    executor.submit(say, 1); executor.submit(say, 2)
+    {last}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["pass", "del executor", "executor.shutdown(wait=False)"])
+@pytest.mark.parametrize(("module", "name"), [("mpgrad", "Executor"), ("concurrent.futures", "ProcessPoolExecutor")])
+def test_what_was_submitted_is_done_before_the_interpreter_ends(tmp_path: Path, module: str, name: str, last: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(EXIT.format(module=module, name=name, last=last))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("done 1\ndone 2\n", "", 0)
+
+
+NEVER_SHUT_DOWN = """
+import atexit, multiprocessing
+@atexit.register
+def run_last():
+    try:
+        executors[0].submit(abs, 1)
+    except RuntimeError as error:
+        print(error)
+import mpgrad
+def say(x):
+    import slow
+    print("done", x, flush=True)
+{guard}
+    executors = []
+    for number, method in enumerate({methods}):
+        executors.append(mpgrad.Executor(1, mp_context=method and multiprocessing.get_context(method)))
+        import slow
+        executors[-1].submit(say, number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("runs", "guard", "methods"),
+    [
+        ("script.py", "if True:", ("fork", None)),
+        ("-c", "if __name__ == '__main__':", ("spawn",)),
+        ("import", "if True:", ("fork",)),
+    ],
+    ids=["script", "-c", "import"],
+)
+@pytest.mark.slow
+def test_executors_that_nobody_shuts_down(tmp_path: Path, runs: str, guard: str, methods: tuple[str | None, ...]) -> None:
+    """Symptom: a program with a forked worker never ended. Cause: it was forked while another thread imported a module.
+
+    That was one that the caller imported next, or the one whose import makes the executor.
+    """
+    (tmp_path / "slow.py").write_text("import time; time.sleep(0.3)")
+    script = tmp_path / "script.py"
+    script.write_text(NEVER_SHUT_DOWN.format(guard=guard, methods=methods))
+    arguments = {"script.py": [script], "-c": ["-c", script.read_text()], "import": ["-c", "import script"]}[runs]
+    ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    *done, last = ended.stdout.splitlines()
+    assert (sorted(done), ended.stderr, ended.returncode) == ([f"done {k}" for k in range(len(methods))], "", 0)
+    assert last == "cannot schedule new futures after interpreter shutdown"
+
+
+# --- what ours does
+
+
+def test_a_future_that_failed_before_it_was_sent() -> None:
+    """It keeps no arguments, and what is given it fails with it."""
+    x = torch.rand(3)
+    reference = weakref.ref(x)
+    with mpgrad.Executor(1) as executor:
+        future = executor.submit(abs, x, generator())
+        del x
+        assert future.done() and not future.running() and not future.cancelled() and not future.cancel()
+        assert reference() is None  # no cycle either
+        with pytest.raises(mpgrad.AncestorFailedError, match="cannot pickle") as caught:
+            executor.submit(abs, future).result()
+        assert caught.value.__cause__ is future.exception()
+        with pytest.raises(TypeError, match="item 0 cannot be carried to or from a worker: cannot pickle"):
+            future.result()
+        with pytest.raises(TypeError, match="the function must be callable"):
+            executor.submit(3)  # type: ignore[arg-type]
+
+
+def test_gradients_after_the_shutdown() -> None:
+    x = torch.rand(3000, requires_grad=True)
+    before = threading.active_count()
+    with mpgrad.Executor(2) as executor:
+        results = list(executor.map(torch.mul, [x, x], [2, 3]))
+        top = executor.submit(torch.exp, x)
+        last = executor.submit(torch.mul, top, 2)
+    reference = weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert reference() is None
+    (sum(results).sum() + last.result().sum()).backward(retain_graph=True)
+    torch.testing.assert_close(x.grad, 5 + 2 * x.detach().exp())
+    assert threading.active_count() > before  # the graphs are kept
+    del results, top, last
+    wait_for_threads(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "eager"}], ids=str)
+def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> None:
+    """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made again, counted as done."""
+    before = threading.active_count()
+    weight = torch.rand(3, requires_grad=True)
+    xs = [torch.rand(3, requires_grad=True) for _ in range(6)]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).exp().sum()
+
+    with mpgrad.Executor(2, inline="never", **options) as executor:
+        losses = list(executor.map(loss, xs))
+    expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
+    torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)
+    del losses
+    wait_for_threads(before)
+
+
+def wait_for_threads(count: int) -> None:
+    """Until there are no more: the workers have ended."""
+    deadline = time.monotonic() + PATIENCE
+    while threading.active_count() > count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_workers_end_with_the_backward_that_leaves_nothing_of_their_graphs() -> None:
+    """After the shutdown, and though the results are still held."""
+    x = torch.rand(3000, requires_grad=True)
+    before = threading.active_count()
+    with mpgrad.Executor(2) as executor:
+        results = list(executor.map(torch.mul, [x, x], [2, 3]))
+    assert threading.active_count() > before
+    sum(results).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 5))
+    wait_for_threads(before)
+    with pytest.raises(mpgrad.PoolClosedError, match="its workers and their graphs are gone"):
+        sum(results).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["thread", "inline"])
+def test_other_engines(engine: str) -> None:
+    x = torch.rand(3, requires_grad=True)
+    with mpgrad.Executor(2, engine=engine) as executor:
+        found = list(executor.map(torch.square, [x]))
+    assert torch.equal(found[0], x**2)
+
+
+def test_items_are_taken_as_needed() -> None:
+    taken: list[int] = []
+
+    def source() -> Any:
+        for k in range(1000):
+            taken.append(k)
+            yield k
+
+    with mpgrad.Executor(2) as executor:
+        results = executor.map(abs, source(), buffersize=4)
+        assert next(results) == 0 and len(taken) <= 6
+        results.close()  # type: ignore[attr-defined]
+        assert len(taken) <= 6
+    with pytest.raises(ValueError, match="buffersize must be at least 1"), mpgrad.Executor(1) as executor:
+        executor.map(abs, [1], buffersize=0)
+
+
+def test_a_call_that_kills_its_workers_fails_alone() -> None:
+    with mpgrad.Executor(2) as executor:
+        others = [executor.submit(abs, -k) for k in range(5)]
+        with pytest.raises(concurrent.futures.BrokenExecutor) as caught:
+            executor.submit(exits, 1).result()
+        assert isinstance(caught.value, mpgrad.WorkerDiedError) and isinstance(caught.value, BrokenProcessPool)
+        assert [future.result() for future in others] == list(range(5))
+        assert executor.submit(abs, -1).result() == 1
+
+
+def test_workers_are_replaced() -> None:
+    with mpgrad.Executor(1, max_tasks_per_child=2) as executor:
+        pids = list(executor.map(pid, range(6), chunksize=1))
+    assert len(set(pids)) == 3

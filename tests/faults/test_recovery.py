@@ -1,0 +1,722 @@
+"""What a dead worker had is done again by others: the results are those of the serial loop, whatever died and when."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import linux_only, staffed
+
+import mpgrad
+from mpgrad.calls.packing import PackedCall
+from mpgrad.system import PORTABLE
+from mpgrad.testing import assert_same_as_serial
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+Tensor = torch.Tensor
+
+
+class Once:
+    """In a task: does something the first time only, whichever worker comes first; a file remembers."""
+
+    def __init__(self, file: Path, what: Callable[[], object]) -> None:
+        self.file = file
+        self.what = what
+
+    def __call__(self) -> None:
+        try:
+            os.close(os.open(self.file, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        self.what()
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault() -> None:
+    import ctypes
+    import faulthandler
+
+    faulthandler.disable()
+    ctypes.string_at(0)
+
+
+def exits() -> None:
+    os._exit(3)
+
+
+def items(count: int = 6) -> list[Tensor]:
+    return [torch.linspace(-1, k, 4, dtype=torch.float64, requires_grad=True) for k in range(count)]
+
+
+def workers_of(pool: mpgrad.Pool) -> list[int]:
+    return [worker.pid for worker in pool.stats().workers]
+
+
+def kill_all(pool: mpgrad.Pool) -> None:
+    """Kill every worker, and wait until the pool has noticed."""
+    deaths = pool.stats().deaths
+    victims = workers_of(pool)
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    assert pool._scheduler.wait_until(lambda: pool.stats().deaths >= deaths + len(victims), timeout=10)
+
+
+class Around(torch.autograd.Function):
+    """An identity whose backward does something first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, before: Callable[[], object]) -> Tensor:
+        ctx.before = before
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.before()
+        return grad * 1, None
+
+
+@pytest.mark.parametrize("death", [killed, segfault, exits])
+@pytest.mark.parametrize("phase", ["forward", "backward", "double backward"])
+def test_a_death_in_a_phase(fresh_pool: mpgrad.Pool, tmp_path: Path, death: Callable[[], None], phase: str) -> None:
+    xs, weight = items(), torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def derivatives(loop: Callable[..., list[Tensor]], die: Callable[[], object]) -> list[Tensor]:
+        class Second(Around):
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+                return Around.apply(grad * 1, die if phase == "double backward" else int), None
+
+        def fn(x: Tensor) -> Tensor:
+            if phase == "forward" and x[-1] == 3:
+                die()
+            y = Second.apply(x, int) if phase == "double backward" else Around.apply(x, die if phase == "backward" else int)
+            return (y * weight).exp() * torch.rand(())
+
+        torch.manual_seed(1)
+        results = loop(fn, xs)
+        first = torch.autograd.grad(sum(y.sum() for y in results), [weight, *xs], create_graph=True)
+        second = torch.autograd.grad(sum((grad**2).sum() for grad in first), [weight, *xs])
+        return [each.detach() for each in (*results, *first, *second)]
+
+    expected = derivatives(fresh_pool.map, int)
+    assert fresh_pool.stats().deaths == 0
+    found = derivatives(fresh_pool.map, Once(tmp_path / "once", death))
+    assert fresh_pool.stats().deaths == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)  # sums of captures depend on who adds them up
+
+
+def assert_same(run: Callable[[Callable[..., list[Tensor]]], Sequence[Sequence[Tensor | None]]], pool: mpgrad.Pool) -> None:
+    """What `run` gives with the pool's map, and with the serial loop."""
+    for found, expected in zip(run(pool.map), run(lambda fn, items: [fn(item) for item in items]), strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+
+
+def test_all_die_between_forward_and_backward(fresh_pool: mpgrad.Pool) -> None:
+    weight, xs = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True), items()
+
+    def run(loop: Callable[..., list[Tensor]]) -> Any:
+        results = loop(lambda x: (x * weight).sin(), xs)
+        kill_all(fresh_pool)
+        first = torch.autograd.grad(results[2].sum(), [xs[2], weight], retain_graph=True)
+        kill_all(fresh_pool)
+        some = torch.autograd.grad(results[2].sum() + results[4].prod(), [xs[2], weight])
+        kill_all(fresh_pool)
+        rest = torch.autograd.grad([results[0].sum(), results[5].sum()], [*xs, weight], allow_unused=True)
+        return [first, some, rest]
+
+    assert_same(run, fresh_pool)
+
+
+def test_the_only_worker_dies(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    once = Once(tmp_path / "once", killed)
+    with mpgrad.Pool(1) as pool:
+        xs = items(3)
+        results = pool.map(lambda x: Around.apply(x, once) ** 2, xs)
+        sum(y.sum() for y in results).backward()
+        assert pool.stats().deaths == 1
+        assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
+
+
+def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
+    xs, weight = items(3), torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def derivatives(loop: Callable[..., list[Tensor]], between: Callable[[], object]) -> list[Tensor]:
+        results = loop(lambda x: (x * weight).exp(), xs)
+        inputs = [weight, *xs]
+        first = torch.autograd.grad(sum(y.sum() for y in results), inputs, create_graph=True)
+        between()
+        second = torch.autograd.grad(sum((grad**2).sum() for grad in first), inputs, create_graph=True)
+        between()
+        # a loss and a penalty in one pass: graphs of both orders are made again, with the one they derive from
+        everything = [(each**2).sum() for each in (*results, *first, *second)]
+        return [*first, *second, *torch.autograd.grad(everything, inputs)]
+
+    expected = derivatives(lambda fn, xs: [fn(x) for x in xs], int)
+    found = derivatives(fresh_pool.map, lambda: kill_all(fresh_pool))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All backwards are done and answered when the workers die; what they had added up for the capture went with them."""
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    xs = items(8)
+    results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
+    scheduler: Any = fresh_pool._scheduler
+    request = scheduler.gradients.request_captures
+    replies = []
+    send = scheduler.gradients.send_gradients
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        replies.append(send(*arguments, **options))
+        return replies[-1]
+
+    def after_a_massacre(*arguments: Any) -> Any:
+        if len(replies) == 8 and not fresh_pool.stats().deaths:  # once: the sum of the other worker is asked for as well
+            assert scheduler.wait_until(lambda: all(reply.arrived for reply in replies), timeout=10)
+            kill_all(fresh_pool)
+        return request(*arguments)
+
+    monkeypatch.setattr(scheduler.gradients, "send_gradients", noted)
+    monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_massacre)
+    sum(y.sum() for y in results).backward()
+    assert fresh_pool.stats().deaths == 2
+    torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
+    assert all(torch.equal(x.grad, torch.ones(4, dtype=torch.float64)) for x in xs)
+
+
+def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a derived graph another makes its graph again: a gradient of a capture was in the sum there, and came apart too."""
+    weight = torch.linspace(0.5, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def penalized(loop: Any, xs: list[Tensor]) -> Iterator[Any]:
+        losses = list(loop(lambda x: ((x * weight).sin() * weight).sum(), xs))
+        slopes = torch.autograd.grad(sum(losses), xs, create_graph=True)
+        yield
+        yield torch.autograd.grad(sum(losses) + sum((slope**2).sum() for slope in slopes), [*xs, weight])
+
+    with mpgrad.Pool(2, inline="never") as pool:
+        scheduler: Any = pool._scheduler
+        place = scheduler.gradients._place
+        rehomed = []
+
+        def after_a_death(parts: Any, worker: Any) -> Any:
+            graph = sys._getframe(1).f_locals["graph"]
+            if not rehomed and isinstance(graph.recipe, PackedCall):
+                os.kill(worker.pid, signal.SIGKILL)
+                rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
+            return place(parts, worker)
+
+        steps = penalized(functools.partial(pool.map, chunksize=1), items())
+        next(steps)
+        monkeypatch.setattr(scheduler.gradients, "_place", after_a_death)
+        found = next(steps)
+        assert rehomed == [True]
+    _, expected = penalized(map, items())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered every call, and hangs when it is to hand over what it added up: that may time out too."""
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with mpgrad.Pool(2, timeout=1) as pool:
+        results = pool.map(lambda x: x * weight, items(8), 1)
+        scheduler: Any = pool._scheduler
+        request = scheduler.gradients.request_captures
+        victims = workers_of(pool)
+
+        def after_a_stop(*arguments: Any) -> Any:
+            if victims:
+                os.kill(victims.pop(), signal.SIGSTOP)
+            return request(*arguments)
+
+        monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_stop)
+        sum(y.sum() for y in results).backward()
+    torch.testing.assert_close(weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14)
+
+
+def test_an_input_that_the_task_writes_to(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """The second worker has to find it as the first one did, not half written."""
+    once = Once(tmp_path / "once", killed)
+    xs = [torch.arange(float(n)) for n in (5, 5_000, 500_000)]  # in the message, copied, mapped
+
+    def fn(x: Tensor) -> Tensor:
+        x.mul_(2)
+        once()
+        return x.add_(1)
+
+    for ours, x in zip(fresh_pool.map(fn, [x * 1 for x in xs]), xs, strict=True):
+        assert torch.equal(ours, 2 * x + 1)
+    graphs = fresh_pool.map(lambda x: (x.mul_(2) ** 2).sum(), [(x * 1).requires_grad_() * 1 for x in xs])
+    kill_all(fresh_pool)
+    leaves = [x.clone().requires_grad_() for x in xs]
+    graphs = fresh_pool.map(lambda x: (x.mul_(2) ** 2).sum(), [x * 1 for x in leaves])
+    kill_all(fresh_pool)
+    torch.stack(graphs).sum().backward()
+    assert all(torch.equal(leaf.grad, 8 * x) for leaf, x in zip(leaves, xs, strict=True))
+
+
+def test_results_of_dead_workers_as_inputs(fresh_pool: mpgrad.Pool) -> None:
+    """They lie in the memory of the dead, and are read there by the living."""
+    x = torch.linspace(0, 1, 10_000, dtype=torch.float64, requires_grad=True)
+    first = fresh_pool.map(lambda x: x * 2, [x, x + 1])
+    kill_all(fresh_pool)
+    second = fresh_pool.map(lambda y: y.sin(), first)
+    kill_all(fresh_pool)
+    sum(z.sum() for z in second).backward()
+    expected = torch.autograd.grad((x * 2).sin().sum() + ((x + 1) * 2).sin().sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("operation", ["starmap", "imap", "submit", "reduce", "map_reduce", "map_async"])
+def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str) -> None:
+    weight = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
+    xs = items(4)
+    once = Once(tmp_path / "once", killed)
+
+    def fn(x: Tensor, y: Any = None) -> Tensor:
+        once()
+        return x * weight if y is None else x * weight + y
+
+    ways: dict[str, Callable[[], Any]] = {
+        "starmap": lambda: torch.stack(fresh_pool.starmap(fn, [(x, 1.0) for x in xs])).sum(0) - 4,
+        "imap": lambda: torch.stack(list(fresh_pool.imap(fn, xs))).sum(0),
+        "submit": lambda: torch.stack([each.result() for each in [fresh_pool.submit(fn, x) for x in xs]]).sum(0),
+        "reduce": lambda: fresh_pool.reduce(lambda target, x: fn(x, target), xs, torch.zeros(4, dtype=torch.float64)),
+        "map_reduce": lambda: fresh_pool.map_reduce(fn, xs, "sum"),
+        "map_async": lambda: torch.stack(fresh_pool.map_async(fn, xs).get()).sum(0),
+    }
+    total = ways[operation]()
+    kill_all(fresh_pool)
+    grads = torch.autograd.grad(total.sum(), [weight, *xs])
+    expected = torch.autograd.grad(sum((x * weight).sum() for x in xs), [weight, *xs])
+    assert fresh_pool.stats().deaths >= 2
+    for ours, theirs in zip((total, *grads), (sum(x * weight for x in xs), *expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+
+
+def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool) -> None:
+    def fn(k: int) -> int:
+        if k == 7:
+            killed()
+        return k
+
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"was killed by SIGKILL \(phase: forward, item 7\)") as caught:
+        fresh_pool.map(fn, range(20))
+    assert caught.value.item == 7 and fresh_pool.stats().deaths == 3
+    found = fresh_pool.map(fn, range(20), on_error="return")
+    assert isinstance(found.pop(7), mpgrad.WorkerDiedError) and found == [*range(7), *range(8, 20)]
+
+
+def test_the_likely_cause_is_named(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpgrad.scheduling.recovery.kills_for_memory", lambda: 10**9)
+    with pytest.raises(mpgrad.WorkerDiedError, match="the kernel has killed for want of memory meanwhile; use fewer workers"):
+        fresh_pool.apply(killed)
+    with pytest.raises(mpgrad.WorkerDiedError) as caught:
+        fresh_pool.apply(exits)
+    assert "memory" not in str(caught.value)
+
+
+def test_a_function_that_is_another_the_second_time(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    x = torch.ones(2, requires_grad=True)
+    file = tmp_path / "ran"
+
+    def fn(x: Tensor) -> Any:
+        first = not file.exists()
+        file.touch()
+        return x * 2 if first else (x * 2, x * 3)
+
+    (y,) = fresh_pool.map(fn, [x])
+    kill_all(fresh_pool)
+    with pytest.raises(RuntimeError, match="2 outputs of the function needed gradients, not 1 as before"):
+        y.sum().backward()
+
+
+def test_warnings_are_given_once(fresh_pool: mpgrad.Pool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        warnings.warn("told once", stacklevel=1)
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match="told once"):
+        (y,) = fresh_pool.map(fn, [x])
+    kill_all(fresh_pool)
+    y.sum().backward()  # a second warning would be an error
+    assert x.grad.tolist() == [2, 2]
+
+
+# --- time-outs
+
+
+def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    once = Once(tmp_path / "once", lambda: time.sleep(60))
+
+    def fn(k: int) -> int:
+        if k == 5:
+            once()
+        return k * k
+
+    with mpgrad.Pool(2, timeout=1) as pool:
+        begin = time.monotonic()
+        assert pool.map(fn, range(12)) == [k * k for k in range(12)]
+        assert 1 < time.monotonic() - begin < 10
+        assert pool.stats().deaths == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        if x[-1] == 2 and phase == "forward":
+            time.sleep(60)
+        return Around.apply(x, (lambda: time.sleep(60)) if x[-1] == 2 else int)
+
+    xs = items(4)
+    with mpgrad.Pool(2, retries=1) as pool:
+        begin = time.monotonic()
+        message = rf"item 2 ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed with its worker"
+        with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
+            results = pool.map(fn, xs, timeout=1)
+            sum(y.sum() for y in results).backward()
+        assert 2 < time.monotonic() - begin < 12
+        assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 1.0)
+        assert isinstance(caught.value, TimeoutError)
+        assert pool.map(abs, [-1], timeout=5) == [1]
+
+
+def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2, timeout=1) as pool:
+        assert pool.map(abs, range(4)) == list(range(4))
+        victim = workers_of(pool)[0]
+        os.kill(victim, signal.SIGSTOP)
+        assert pool.map(abs, range(40), 1) == list(range(40))
+        assert victim not in workers_of(pool)
+
+
+def test_a_timeout_is_that_of_a_call_and_not_of_a_chunk(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, timeout=1.5) as pool:
+        assert pool.map(time.sleep, [0.2] * 12, 12) == [None] * 12
+        assert pool.stats().deaths == 0
+
+
+# --- errors in the place of results
+
+
+def test_errors_are_returned_where_asked_for(pool: mpgrad.Pool) -> None:
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    xs = items(5)
+
+    def fn(x: Tensor) -> Tensor:
+        if x[-1] in (1, 3):
+            raise ValueError(f"refused {int(x[-1])}")
+        return x * weight
+
+    found = pool.map(fn, xs, on_error="return")
+    assert [str(found[k]) for k in (1, 3)] == ["refused 1", "refused 3"]
+    assert any("item 3" in note for note in found[3].__notes__)
+    sum(found[k].sum() for k in (0, 2, 4)).backward()
+    assert [x.grad is None for x in xs] == [False, True, False, True, False]
+    torch.testing.assert_close(weight.grad, (xs[0] + xs[2] + xs[4]).detach(), rtol=1e-14, atol=1e-14)
+    assert [type(each) for each in pool.starmap(pow, [(1, 2), (0, -1)], on_error="return")] == [int, ZeroDivisionError]
+    assert [type(each) for each in pool.imap(lambda k: 1 / k, [1, 0], on_error="return")] == [float, ZeroDivisionError]
+    assert [type(each) for each in pool.map_async(lambda k: 1 / k, [1, 0], on_error="return").get()] == [
+        float,
+        ZeroDivisionError,
+    ]
+    with pytest.raises(ValueError, match=r"on_error must be one of raise, return \(on_error: 'ignore'\)"):
+        pool.map(fn, xs, on_error="ignore")
+    with pytest.raises(NotImplementedError, match=r"not for torch\.func transforms"):
+        torch.func.grad(lambda x: pool.map(torch.sum, [x], on_error="return")[0])(xs[0])
+
+
+def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    def fn(k: int) -> None:
+        if k == 0:
+            raise ValueError("first")
+        time.sleep(0.05)
+        (tmp_path / str(k)).touch()
+
+    with pytest.raises(ValueError, match="first"):
+        pool2.map(fn, range(100), 50)
+    assert pool2.apply(abs, (-1,)) == 1 and pool2.map(abs, [1, 2], 1) == [1, 2]
+    assert len(list(tmp_path.iterdir())) < 10
+
+
+# --- graphs that are not kept
+
+
+@pytest.fixture(
+    params=[{"graphs": "recompute"}, {"graphs": "eager"}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str
+)
+def frugal(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Any:
+    return request.param
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_derivatives_of_graphs_that_are_not_kept(frugal: dict[str, Any], engine: str) -> None:
+    weight = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(loop: Callable[..., list[Tensor]]) -> Any:
+        xs = items()
+        results = loop(lambda x: (x * weight).exp(), xs)
+        return [
+            torch.autograd.grad(results[2].sum(), [xs[2], weight], retain_graph=True),
+            torch.autograd.grad(results[2].sum(), [xs[2], weight], retain_graph=True),
+            torch.autograd.grad(sum(y.sum() for y in results), [weight, *xs]),
+        ]
+
+    with mpgrad.Pool(2, engine=engine, **frugal) as pool:
+        for order in (1, 2, 3):
+            assert_same_as_serial(lambda x: (x * weight).exp(), items(3), pool, order=order)
+        assert_same(run, pool)
+
+
+def test_recomputing_runs_the_function_again_and_keeps_nothing(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    def fn(x: Tensor) -> Tensor:
+        (tmp_path / f"{time.monotonic_ns()}").touch()
+        return torch.nn.functional.dropout(x, 0.5) * 1.0
+
+    xs = [torch.ones(50, requires_grad=True) for _ in range(4)]
+    with mpgrad.Pool(2, graphs="recompute") as pool:
+        results = pool.map(fn, xs)
+        assert len(list(tmp_path.iterdir())) == 4
+        assert sum(worker.graphs for worker in pool.stats().workers) == 0
+        sum(y.sum() for y in results).backward(retain_graph=True)
+        assert len(list(tmp_path.iterdir())) == 8
+        kill_all(pool)
+        sum(y.sum() for y in results).backward()
+    assert all(torch.equal(x.grad, 2 * y.detach()) for x, y in zip(xs, results, strict=True))  # the same mask each time
+
+
+@linux_only("mallinfo2: the allocator's own count")
+def test_graphs_stay_within_their_memory(nursery: mpgrad.Pool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(50):  # 400 kB each
+            x = x.sin()
+        return x.sum()
+
+    xs = [torch.linspace(0, 1 + k, 50_000, dtype=torch.float64, requires_grad=True) for k in range(40)]  # 800 MB of graphs
+    limit = 60_000_000
+    with mpgrad.Pool(2, graph_memory=limit) as pool:
+        staffed(pool).map(fn, xs[:2])
+        before = [worker.resident_bytes for worker in pool.stats().workers]
+        results = pool.map(fn, xs)
+        stats = pool.stats()
+        assert all(0.5 * limit < worker.graph_bytes <= limit for worker in stats.workers)
+        assert 2 <= sum(worker.graphs for worker in stats.workers) <= 6
+        sum(results).backward()
+        after = [worker.resident_bytes for worker in pool.stats().workers]
+    assert all(now - then < 3 * limit for now, then in zip(after, before, strict=True))  # 400 MB each without a limit
+    for x in (xs[0], xs[20], xs[39]):
+        expected = torch.autograd.grad(fn(x), x)[0]
+        torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_released_graph_takes_its_input_with_it(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1) as pool:
+        x = torch.ones(1_000_000, requires_grad=True)
+        for _ in range(3):
+            (y,) = pool.map(lambda t: t.sin().sum(), [x])
+            held = pool.stats().shared_bytes
+            assert held >= 4_000_000
+            y.backward()
+            del y
+            x.grad = None  # it lies in the worker's memory
+            deadline = time.monotonic() + 5
+            while pool.stats().shared_bytes >= 4_000_000:  # until the worker has given it back, along with some answer
+                assert time.monotonic() < deadline
+                pool.apply(abs, (1,))
+
+
+# --- workers that come and go
+
+
+def test_resize_while_graphs_are_held(nursery: mpgrad.Pool) -> None:
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    xs = items(12)
+    with mpgrad.Pool(3) as pool:
+        results = pool.map(lambda x: x * weight, xs, 1)
+        needed = {worker.pid for worker in pool.stats().workers if worker.graphs}
+        pool.resize(1)
+        more = pool.map(lambda x: x * weight, xs, 1)
+        workers = pool.stats().workers
+        assert sum(not worker.retiring for worker in workers) == 1
+        assert needed <= {worker.pid for worker in workers if worker.graphs}
+        sum(y.sum() for y in (*results, *more)).backward()
+        del results, more
+        pool.resize(2)
+        assert pool.map(abs, range(-20, 0), 1) == list(range(20, 0, -1))
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) == 2, timeout=10)
+        assert "processes=2" in repr(pool)
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match="processes must be at least 1"):
+                pool.resize(wrong)
+    torch.testing.assert_close(weight.grad, 2 * sum(x.detach() for x in xs))
+    with pytest.raises(mpgrad.PoolClosedError):
+        pool.resize(3)
+    with mpgrad.Pool(engine="inline") as pool, pytest.raises(ValueError, match="an inline pool has one worker"):
+        pool.resize(2)
+
+
+def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> None:
+    xs = items(6)
+    with mpgrad.Pool(2, graphs="recompute", maxtasksperchild=1) as pool:
+        results = pool.map(lambda x: x**2, xs, 1)
+        pool.map(abs, range(4), 1)
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 2, timeout=10)
+        sum(y.sum() for y in results).backward()
+    assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
+
+
+def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(nursery: mpgrad.Pool) -> None:
+    """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was ended."""
+    weight, xs = torch.ones(4, dtype=torch.float64, requires_grad=True), items(6)
+    with mpgrad.Pool(2, maxtasksperchild=1, inline="never") as pool:
+        results = pool.map(lambda x: x * weight, xs, 1)
+        sum(y.sum() for y in results).backward()
+        assert pool.stats().reruns == 0
+        assert pool._scheduler.wait_until(lambda: not any(each.retiring for each in pool.stats().workers), timeout=10)
+    torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
+
+
+def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
+    """A backward that fails leaves them behind; who has but these is not kept for long."""
+    weight, (x,) = torch.ones(4, dtype=torch.float64, requires_grad=True), items(1)
+
+    def fails(grad: Tensor) -> None:
+        raise LookupError("in the caller")
+
+    def times(x: Tensor) -> Tensor:
+        return x * weight
+
+    with mpgrad.Pool(1, maxtasksperchild=1, inline="never") as pool:
+        results = []
+        for _ in range(6):
+            inner = x * 2
+            inner.register_hook(fails)
+            results += pool.map(times, [inner])
+            with pytest.raises(LookupError):
+                results[-1].sum().backward()
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 3, timeout=10), pool.stats()
+        assert weight.grad is None
+
+
+def test_a_retiring_worker_dies(nursery: mpgrad.Pool) -> None:
+    xs = items(6)
+    with mpgrad.Pool(2, maxtasksperchild=2) as pool:
+        results = pool.map(lambda x: x**2, xs, 1)
+        kill_all(pool)
+        sum(y.sum() for y in results).backward()
+        assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
+        assert pool.map(abs, range(10), 1) == list(range(10))
+        assert sum(not worker.retiring for worker in pool.stats().workers) <= 2
+
+
+@pytest.mark.slow
+@linux_only("the nursery")
+def test_the_nursery_dies_with_graphs_in_its_children() -> None:
+    assert run_with_own_nursery() == "ok"
+
+
+def run_with_own_nursery() -> str:
+    """In a process of its own: the nursery of this one is shared by all tests."""
+    import subprocess
+
+    program = """
+import os, signal, psutil, torch, mpgrad
+xs = [torch.ones(3, requires_grad=True) for _ in range(4)]
+with mpgrad.Pool(2) as pool:
+    results = pool.map(lambda x: x ** 3, xs)
+    (child,) = psutil.Process().children()
+    os.kill(child.pid, signal.SIGKILL)
+    sum(y.sum() for y in results).backward()
+    assert all(x.grad.tolist() == [3, 3, 3] for x in xs)
+    assert pool.map(abs, range(5)) == list(range(5))
+print("ok")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_deaths_while_several_threads_use_the_pool(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2, retries=1000) as pool:
+        run_threads_under_fire(pool)
+
+
+BETWEEN_SHOTS = 1.0 if PORTABLE else 0.05  # a worker that is spawned takes a second to start
+
+
+def run_threads_under_fire(pool: mpgrad.Pool) -> None:
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    rounds: list[int] = []
+
+    def use(seed: int) -> None:
+        try:
+            for done in range(1000):
+                if done >= 12 and pool.stats().deaths > 3:  # however fast it goes
+                    break
+                weight = torch.full((3,), float(seed), requires_grad=True)
+                xs: Sequence[Tensor] = [torch.full((3,), float(k), requires_grad=True) for k in range(6)]
+                results = pool.map(lambda x: x * weight, xs)
+                sum(y.sum() for y in results).backward()
+                assert weight.grad is not None and weight.grad.tolist() == [15.0] * 3
+                assert all(x.grad is not None and x.grad.tolist() == [seed] * 3 for x in xs)
+                rounds.append(seed)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for pid in workers_of(pool)[:1]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.kill(pid, signal.SIGKILL)
+        stop.wait(BETWEEN_SHOTS)
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert len(rounds) >= 48 and pool.stats().deaths > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"retries": -1}, ValueError, r"retries must be at least 0 \(retries: -1\)"),
+        ({"timeout": 0}, ValueError, r"timeout must be more than 0 seconds \(timeout: 0\)"),
+        ({"timeout": "1"}, TypeError, r"timeout must be a number of seconds, or None \(timeout: '1'\)"),
+        ({"timeout": 1, "engine": "thread"}, ValueError, r"a timeout needs workers that can be killed.*\(engine: 'thread'\)"),
+        ({"graphs": "drop"}, ValueError, r"graphs must be one of keep, recompute, eager \(graphs: 'drop'\)"),
+        ({"graph_memory": "2 GB of it"}, ValueError, r'graph_memory must be like "2 GiB"'),
+        ({"graph_memory": "2 gb"}, ValueError, r'graph_memory must be like "2 GiB"'),
+        ({"graph_memory": 0}, ValueError, r"graph_memory must be at least 1 byte \(graph_memory: 0\)"),
+        ({"graph_memory": 1.5}, TypeError, r"graph_memory must be a number of bytes"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        mpgrad.Pool(1, **arguments)

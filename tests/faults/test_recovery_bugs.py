@@ -1,0 +1,569 @@
+"""Faults within faults: each test is what a hostile reading of the recovery found, with its symptom."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+from conftest import linux_only, staffed
+from torch import Tensor
+
+import mpgrad
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+
+PATIENCE = 20.0  # seconds
+
+
+def kill_all(pool: mpgrad.Pool) -> None:
+    """Kill all workers, and wait until others have taken their places."""
+    dead = {worker.pid for worker in pool.stats().workers}
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    while dead & {worker.pid for worker in pool.stats().workers} or len(pool.stats().workers) < pool.processes:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[Any]:
+    """Take all descriptors away, and give them back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def run(code: str, **environment: str) -> str:
+    """What a program prints on both streams."""
+    command = [sys.executable, "-W", "error", "-c", "import os, resource, sys, time, psutil, torch, mpgrad\n" + code]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- wrong numbers
+
+
+def test_without_retries_nothing_runs_twice(nursery: mpgrad.Pool) -> None:
+    """Calls of the chunk that were done before another one killed the worker added to their inputs once more."""
+
+    def adds(x: Tensor) -> float:
+        if x[1] == 7:
+            os._exit(3)
+        return float(x.add_(1)[0])
+
+    items = [torch.zeros(20_000) for _ in range(4)]
+    items[2][1] = 7
+    with mpgrad.Pool(1, retries=0) as pool:
+        found = pool.map(adds, items, chunksize=4, on_error="return")
+    assert [type(each) for each in found] == [mpgrad.WorkerDiedError] * 3 + [float]
+    assert found[3] == 1.0 and all(each.item == 2 for each in found[:3])
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_derived_graph_whose_input_was_changed(fresh_pool: mpgrad.Pool, kills: bool) -> None:
+    """The second derivative was taken at the changed input, if a worker had died; the serial loop raises."""
+    x = torch.ones(5000, requires_grad=True)
+    (y,) = fresh_pool.map(lambda x: x * 2, [x])
+    (z,) = fresh_pool.map(lambda y: y**3, [y])
+    (d,) = torch.autograd.grad(z.sum(), y, create_graph=True)
+    with torch.no_grad():
+        y.mul_(10)
+    if kills:
+        kill_all(fresh_pool)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(d.sum(), y)
+
+
+# --- hangs
+
+
+def test_a_call_that_needs_no_gradient_when_it_is_run_again(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """For a derived graph, the backward was sent again without end."""
+    flag = tmp_path / "flag"
+    x = torch.ones(3, requires_grad=True)
+    (y,) = fresh_pool.map(lambda x: (x**3).detach() if flag.exists() else x**3, [x])
+    (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    flag.touch()
+    kill_all(fresh_pool)
+    with pytest.raises(RuntimeError, match="nothing that the function gave needed gradients when it was run again"):
+        torch.autograd.grad(d.sum(), x)
+
+
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_worker_that_dies_and_leaves_a_child(nursery: mpgrad.Pool, tmp_path: Path, timeout: float | None) -> None:
+    """The child held the worker's end of the pipe, so that nobody saw the death."""
+    flag = tmp_path / "child"
+
+    def forks(x: int) -> int:
+        if not flag.exists():
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(PATIENCE)
+                os._exit(0)
+            flag.write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    started = time.monotonic()
+    with mpgrad.Pool(1, timeout=timeout) as pool:
+        assert pool.map(forks, [1]) == [1]
+    assert time.monotonic() - started < PATIENCE / 2
+    os.kill(int(flag.read_text()), signal.SIGKILL)
+
+
+def test_an_exception_of_a_module_that_is_being_imported(tmp_path: Path) -> None:
+    """The pool's thread waited for the import, which waited for the pool."""
+    (tmp_path / "simulation.py").write_text(
+        "import mpgrad\n"
+        "from mpgrad.place import PLACE\n"
+        "class MyError(Exception): pass\n"
+        "def fails(x): raise MyError('boom')\n"
+        "if not PLACE.in_worker:\n"
+        "    with mpgrad.Pool(1) as pool:\n"
+        "        try: pool.map(fails, [1])\n"
+        "        except MyError as error: print(repr(error))\n"
+    )
+    assert run(f"sys.path.insert(0, {str(tmp_path)!r}); import simulation") == "MyError('boom')\n"
+
+
+class OddError(Exception):
+    """Pickles as a text."""
+
+    def __reduce__(self) -> Any:
+        return str, ("gone",)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+    def __reduce__(self) -> Any:
+        return FrozenError, (self.code,)
+
+
+@pytest.mark.parametrize("kind", [OddError, FrozenError])
+def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Exception]) -> None:
+    """They broke the pool."""
+
+    def fails(x: int) -> None:
+        raise kind(x)
+
+    with pytest.raises(Exception, match=r"Odd|Frozen|1") as caught:
+        pool.map(fails, [1])
+    assert kind.__name__ in f"{type(caught.value).__name__}: {caught.value}"
+    assert pool.map(abs, [-1]) == [1]
+
+
+@pytest.mark.parametrize("moment", [pytest.param("in the launcher", marks=linux_only("the nursery")), "in the arena"])
+def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its finalizer waited for a thread that waited for the lock."""
+    dropped: Any = mpgrad.Pool(1)
+    x = torch.ones(5000, requires_grad=True)
+    (y,) = dropped.map(lambda x: x * 2, [x])
+    dropped.itself = dropped  # a cycle
+    gc.disable()
+    try:
+        del dropped
+        if moment == "in the launcher":
+            alive: Any = mpgrad.engines.launch.NurseryProcess.alive.fget  # type: ignore[attr-defined]
+            collecting = property(lambda self: (gc.collect(), alive(self))[1])
+            monkeypatch.setattr("mpgrad.engines.launch.NurseryProcess.alive", collecting)
+            mpgrad.Pool(1).terminate()
+        else:
+            memory = psutil.virtual_memory
+            monkeypatch.setattr("psutil.virtual_memory", lambda: (gc.collect(), memory())[1])
+            with pytest.raises(mpgrad.PoolClosedError):
+                y.backward(torch.ones(5000) * 2)
+    finally:
+        gc.enable()
+
+
+def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptors: Any, tmp_path: Path) -> None:
+    """The successor of a worker that had done its calls could not be started, and nobody tried again."""
+    word, go = tmp_path / "word", tmp_path / "go"
+
+    def waits(x: int) -> int:
+        word.touch()
+        while not go.exists():
+            time.sleep(1e-3)
+        return x
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with mpgrad.Pool(1, maxtasksperchild=1) as pool:
+        pool.map(abs, [1])
+        result = pool.map_async(waits, [1, 2], chunksize=1)
+        while not word.exists():
+            time.sleep(1e-3)
+        no_descriptors()
+        os.symlink("/", go)  # takes no descriptor
+        while pool._scheduler.staff._understaffed_since is None:
+            time.sleep(1e-3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert result.get(PATIENCE) == [1, 2]
+
+
+# --- broken pools
+
+
+def test_many_open_files() -> None:
+    """Above 1,024 descriptors any death, and the end, broke the pool: `select` knows no more."""
+    code = (
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))\n"
+        "held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1100)]\n"
+        "with mpgrad.Pool(2) as pool:\n"
+        "    pool.map(abs, range(8), chunksize=1)\n"
+        "    result = pool.map_async(lambda x: time.sleep(0.3) or x, [1, 2])\n"
+        "    time.sleep(0.1); os.kill(pool.stats().workers[0].pid, 9)\n"
+        "    print(result.get(20))\n"
+    )
+    assert run(code) == "[1, 2]\n"
+
+
+@linux_only("the nursery")
+def test_a_fork_that_fails(tmp_path: Path) -> None:
+    """It ended the nursery, and with it all workers of all pools."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "fork, count = os.fork, [0]\n"
+        "def failing():\n"
+        "    count[0] += 1\n"
+        "    if count[0] == 3: raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\n"
+        "os.fork = failing\n"
+    )
+    code = (
+        "with mpgrad.Pool(2) as pool:\n"
+        "    pool.map(abs, range(8), chunksize=1)\n"
+        "    pids = {worker.pid for worker in pool.stats().workers}\n"
+        "    pool.resize(3)\n"
+        "    while len(pool.stats().workers) < 3: time.sleep(0.01)\n"
+        "    print(pids <= {worker.pid for worker in pool.stats().workers}, pool.map(abs, [-1]))\n"
+    )
+    assert run(code, PYTHONPATH=str(tmp_path)) == "True [1]\n"
+
+
+def test_many_workers_that_start_die_at_once() -> None:
+    """Three starts in a row failed, it seemed; it was one event."""
+    code = (
+        "with mpgrad.Pool(4) as pool:\n"
+        "    while not psutil.Process().children(): time.sleep(0.001)\n"
+        "    psutil.Process().children()[0].kill()\n"
+        "    print(pool.map(abs, [-1, -2]))\n"
+    )
+    assert run(code) == "[1, 2]\n"
+
+
+@linux_only("the nursery")
+def test_the_nursery_is_dying_and_nobody_can_know() -> None:
+    """A process that is killed closes its pipes before its parent is told; successors of its workers were asked of it."""
+    code = (
+        "from mpgrad.engines.launch import NurseryProcess\n"
+        "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
+        "with mpgrad.Pool(2, inline='never') as first, mpgrad.Pool(1, inline='never') as second:\n"
+        "    (nursery,) = psutil.Process().children()\n"
+        "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
+        "    nursery.kill()\n"
+        "    while first.stats().deaths < 2 or second.stats().deaths < 1: time.sleep(0.001)\n"
+        "    print(first.map(abs, [-4, -5]), second.map(abs, [-6]))\n"
+        "    print(len(psutil.Process().children()))\n"
+        "print(len(psutil.Process().children()))\n"
+    )
+    assert run(code).splitlines() == ["[1, 2] [3]", "[4, 5] [6]", "1", "0"]
+
+
+# --- limits of time
+
+
+def test_calls_that_ended_in_time_while_nobody_looked(nursery: mpgrad.Pool) -> None:
+    """A slow callback held up the pool's thread, which then killed workers for calls that were done long ago."""
+    with mpgrad.Pool(1, timeout=1, retries=0) as pool:
+        pool.map(abs, [1])
+        result = pool.map_async(lambda x: time.sleep(0.2) or x, [1, 2, 3], chunksize=1)
+        pool.map_async(abs, [], callback=lambda values: time.sleep(2))
+        assert result.get(PATIENCE) == [1, 2, 3] and pool.stats().deaths == 0
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(0.8)
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x**2
+
+
+def test_each_step_to_a_lost_graph_has_its_own_time(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, timeout=1.5) as pool:
+        x = torch.ones(3, requires_grad=True)
+        (y,) = pool.map(lambda x: (time.sleep(0.8), Slow.apply(x))[1], [x])
+        (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        kill_all(pool)
+        assert torch.equal(torch.autograd.grad(d.sum(), x)[0], torch.full((3,), 6.0))
+
+
+# --- leaks
+
+
+def test_gradients_for_graphs_that_are_missing(nursery: mpgrad.Pool) -> None:
+    """Their shared memory was never given back."""
+    with mpgrad.Pool(1, graphs="recompute") as pool:
+        for _ in range(4):
+            x = torch.ones(50_000, requires_grad=True)
+            (y,) = pool.map(lambda x: x**3, [x])
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (y.sum() + (g**2).sum()).backward()
+            assert torch.equal(x.grad, torch.full_like(x, 3 + 2 * 3 * 6.0))
+            del x, y, g
+        deadline = time.monotonic() + PATIENCE
+        while pool._scheduler.memory.arena.bytes_in_use:
+            assert time.monotonic() < deadline, pool.stats()
+            pool.map(abs, [1])
+
+
+def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
+    """A survivor kept a mapping, and a descriptor, for each worker whose results it had read after its death."""
+
+    def slowly(y: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return y.sum()
+
+    staffed(fresh_pool).map(slowly, [torch.ones(3)] * 4)
+    survivor = min(worker.pid for worker in fresh_pool.stats().workers)
+    counts = []
+    for _ in range(8):
+        results = fresh_pool.map(lambda x: x + 1, [torch.ones(300_000)] * 4, chunksize=1)
+        others = {worker.pid for worker in fresh_pool.stats().workers} - {survivor}
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+        while others & {worker.pid for worker in fresh_pool.stats().workers} or len(fresh_pool.stats().workers) < 2:
+            time.sleep(1e-3)
+        fresh_pool.map(slowly, results, chunksize=1)
+        del results
+        fresh_pool.map(slowly, [torch.ones(3)] * 4, chunksize=1)
+        counts.append(len(os.listdir(f"/proc/{survivor}/fd")))
+    assert counts[-1] <= counts[2] + 1, counts
+
+
+def test_graphs_that_were_released_as_they_were_dropped(nursery: mpgrad.Pool) -> None:
+    """They counted as missing for ever, and the number of graphs went below 0."""
+    with mpgrad.Pool(1, graph_memory="12 MB") as pool:
+        for _ in range(3):
+            x = torch.ones(1_500_000, requires_grad=True)
+            first = pool.map(lambda x: (x * 2).exp(), [x])
+            later = pool.map_async(lambda x: (time.sleep(0.2), (x * 2).exp())[1], [x])
+            del first
+            del x
+            later.get()
+            del later
+        deadline = time.monotonic() + PATIENCE
+        (worker,) = pool._scheduler.workers.values()
+        while worker.graphs:
+            assert time.monotonic() < deadline, pool.stats()
+            pool.map(abs, [1])
+        assert pool.stats().workers[0].graphs == 0
+
+
+def test_the_sizes_of_graphs_that_are_gone() -> None:
+    """The heap of sizes kept them all."""
+    from mpgrad.workers.graphs import GraphEdges, GraphTable
+
+    table = GraphTable(1 << 40)
+    for call in range(10_000):
+        table.keep(call, GraphEdges(cast("Any", None), [], []), 1000)
+        table.spend(call)
+        table.release(call)
+    assert table.nbytes == 0 and len(table._largest) < 2000
+
+
+# --- beyond the pool's own processes and threads
+
+
+def test_a_program_that_a_call_started_and_that_outlives_its_worker(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """It held the worker's end of the pipe open: the death was seen when it had ended."""
+
+    def starts(flag: Path) -> bool:
+        if not flag.exists():
+            flag.touch()
+            os.system("sleep 20 &")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    begin = time.monotonic()
+    assert fresh_pool.map(starts, [tmp_path / "flag"]) == [True]
+    assert time.monotonic() - begin < 15
+
+
+@linux_only("the nursery")
+def test_a_fork_while_another_thread_starts_the_nursery() -> None:
+    """The child waited for ever for a lock whose owner it did not have."""
+    code = (
+        "import threading\n"
+        "from mpgrad.engines.launch import NurseryLauncher\n"
+        "held, go = threading.Event(), threading.Event()\n"
+        "def holds():\n"
+        "    with NurseryLauncher._lock: held.set(), go.wait()\n"
+        "thread = threading.Thread(target=holds)\n"
+        "thread.start(), held.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    with mpgrad.Pool(1) as pool: print(pool.map(abs, [-1]), flush=True)\n"
+        "    os._exit(0)\n"
+        "status = os.waitpid(child, 0)[1]\n"
+        "go.set(), thread.join(), print(status)\n"
+    )
+    assert run(code) == "[1]\n0\n"
+
+
+def test_a_forked_child_of_a_program_with_executors() -> None:
+    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its own."""
+    code = (
+        "executors = [mpgrad.Executor(1) for _ in range(3)]\n"
+        "assert [each.submit(abs, -1).result() for each in executors] == [1] * 3\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    own = mpgrad.Executor(1)\n"
+        "    own.submit(lambda: (time.sleep(0.3), print('done', flush=True)))\n"
+        "    sys.exit(0)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert run(code) == "done\n0\n"
+
+
+def test_a_pool_for_which_no_descriptor_is_left() -> None:
+    """It counted as a user of the nursery, which stayed when all pools had ended; and so did its pipe."""
+    code = (
+        "first = mpgrad.Pool(1, inline='never')\n"
+        "assert first.map(abs, [-1]) == [1]\n"
+        "before = psutil.Process().num_fds()\n"
+        "for spare in range(3):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "    held = []\n"
+        "    try:\n"
+        "        while True: held.append(os.dup(0))\n"
+        "    except OSError: pass\n"
+        "    for _ in range(spare): os.close(held.pop())\n"
+        "    try: mpgrad.Pool(1)\n"
+        "    except OSError as error: print(error.errno == 24, end=' ')\n"
+        "    for each in held: os.close(each)\n"
+        "    assert psutil.Process().num_fds() == before, spare\n"
+        "first.terminate()\n"
+        "print(psutil.Process().children())\n"
+    )
+    assert run(code) == "True True True []\n"
+
+
+def test_a_nursery_that_somebody_has_stopped() -> None:
+    """The end of the last pool waited for it for ever."""
+    code = (
+        "pool = mpgrad.Pool(1, inline='never')\n"
+        "assert pool.map(abs, [-1]) == [1]\n"
+        "psutil.Process().children()[0].suspend()\n"
+        "pool.terminate()\n"
+        "print(psutil.Process().children())\n"
+    )
+    assert run(code) == "[]\n"
+
+
+def test_a_caller_that_blocks_signals() -> None:
+    """The nursery had that from it, and never learnt that a worker had ended: nobody got its exit code, and all waited."""
+    code = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "with mpgrad.Pool(1, retries=0, inline='never') as pool:\n"
+        "    try: pool.map(lambda x: os.kill(os.getpid(), 9), [1])\n"
+        "    except mpgrad.WorkerDiedError as error: print(error.exit_code)\n"
+    )
+    assert run(code) == "-9\n"
+
+
+class Refusing(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("refused")
+
+
+def test_a_handler_and_a_stream_of_the_callers_that_raise(
+    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The pool was broken for good."""
+    handler = Refusing()
+    logging.getLogger().addHandler(handler)
+    try:
+        monkeypatch.setattr("sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None))
+        assert fresh_pool.map(lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]) == [1]
+        future = fresh_pool.submit(abs, -1)
+        future.add_done_callback(lambda future: 1 / 0)
+        assert future.result() == 1
+        assert fresh_pool.map(abs, [-1]) == [1]
+    finally:
+        logging.getLogger().removeHandler(handler)
+    monkeypatch.undo()
+    assert fresh_pool.map(abs, [-1]) == [1]
+    told = capfd.readouterr().err
+    assert told.count("RuntimeError: refused") >= 3 and "ZeroDivisionError" in told
+
+
+def test_a_chunk_stays_called_off_while_another_is() -> None:
+    """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
+    from mpgrad.scheduling.chunks import Chunk
+    from mpgrad.scheduling.under_way import UnderWay
+    from mpgrad.wire.messages import Progress
+
+    def chunk(operation: Any, numbers: range) -> Any:
+        return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
+
+    first, second = (types.SimpleNamespace(chunksize=None, limit=9) for _ in range(2))
+    under_way = UnderWay()
+    under_way.progress, under_way.can_call_off = memoryview(bytearray(8 * Progress.COUNT)).cast("q"), True
+    under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
+    under_way.progress[Progress.CHUNK] = 1  # which it runs
+    ((_, taken),) = under_way.call_off()
+    assert len(taken) == 4
+    del under_way.chunks[1]  # it is answered, and the worker has yet to look at the next
+    under_way.chunks[3] = chunk(second, range(1))
+    second.limit = 0
+    under_way.cancel(second)  # type: ignore[arg-type]
+    assert set(under_way.progress[Progress.CANCELLED :]) == {2, 3}
+
+
+def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
+    """It has to answer that it ran none of them, and may die, or be given up, before it does."""
+    from mpgrad.scheduling.chunks import Chunk
+    from mpgrad.scheduling.lifecycle import Lifecycle
+    from mpgrad.scheduling.recovery import Recovery
+    from mpgrad.scheduling.worker_handle import WorkerHandle
+    from mpgrad.wire.messages import Progress
+
+    operation: Any = types.SimpleNamespace(limit=9)
+    worker = WorkerHandle(1, None)  # type: ignore[arg-type]
+    worker.under_way.progress, worker.under_way.can_call_off = memoryview(bytearray(8 * Progress.COUNT)).cast("q"), True
+    for number in (1, 2):
+        worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
+    worker.under_way.call_off_behind()
+    ((_, taken),) = worker.under_way.take_back_behind()
+    assert [call.index for call in taken] == [2] and 2 in worker.under_way.progress[Progress.CANCELLED :]
+    assert worker.under_way.is_at_wanted
+    del worker.under_way.chunks[1]
+    assert not worker.under_way.is_at_wanted
+    Recovery({}, None, 0, Lifecycle(), lambda operation: None).blame(worker, -9, worker.under_way.chunks[2], -1, -1)  # type: ignore[arg-type]

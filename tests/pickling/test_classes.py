@@ -1,0 +1,260 @@
+"""Items and results of classes that are carried by value: always as they are now."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+
+import mpgrad
+
+pytestmark = pytest.mark.quick
+
+Tensor = torch.Tensor
+
+OPTIONS: list[dict[str, Any]] = [{}, *({"inline": "never", "engine": each} for each in ("process", "thread", "inline"))]
+
+
+@pytest.fixture(params=OPTIONS, ids=str)
+def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
+        yield pool
+
+
+def made() -> Any:
+    @dataclasses.dataclass
+    class Item:
+        x: Tensor
+        scale = 2.0
+        weight = None
+
+        def scaled(self) -> Tensor:
+            kind = type(self)
+            return self.x * kind.scale * (1.0 if kind.weight is None else kind.weight)
+
+    return Item
+
+
+def leaves(count: int) -> list[Tensor]:
+    return [torch.full((3,), 1.0 + number, dtype=torch.float64).requires_grad_() for number in range(count)]
+
+
+def test_classes_and_gradients(any_pool: mpgrad.Pool) -> None:
+    item = made()
+
+    def fn(given: Any) -> Any:
+        assert type(given) is item
+        return item(given.scaled())
+
+    for _ in range(3):
+        xs = leaves(40)
+        results = any_pool.map(fn, [item(x) for x in xs])
+        assert all(type(result) is item for result in results)
+        torch.stack([result.scaled() for result in results]).sum().backward()
+        assert all(torch.equal(x.grad, torch.full_like(x, 4)) for x in xs if x.grad is not None)
+        assert all(x.grad is not None for x in xs)
+
+
+def sentinels() -> Any:
+    """A class that is carried by value, and whose items have objects in common with it."""
+    nothing = object()
+
+    class Item:
+        EMPTY = object()
+        shared: ClassVar[list[int]] = []
+
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.empty, self.nothing, self.log = x, Item.EMPTY, nothing, Item.shared
+
+        def is_whole(self) -> bool:
+            return self.empty is type(self).EMPTY and self.nothing is nothing and self.log is type(self).shared
+
+    return Item
+
+
+@pytest.mark.parametrize("inline", ["auto", "never"])
+def test_what_an_item_and_its_class_have_in_common_stays_one(inline: str, nursery: mpgrad.Pool) -> None:
+    item = sentinels()
+    with mpgrad.Pool(2, inline=inline) as pool:
+        for _ in range(4):
+            assert all(pool.map(lambda given: given.is_whole(), [item(x) for x in leaves(40)]))
+
+
+def test_the_callers_classes_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
+    item = sentinels()
+    before = {name: value for name, value in vars(item).items() if name != "__slotnames__"}  # a cache of pickle's
+    items = [item(x) for x in leaves(40)]
+    for fn in (lambda given: given.x * 2, lambda given: given, lambda given: item(given.x)):
+        for _ in range(3):
+            results = any_pool.map(fn, items)
+        assert {name: vars(item)[name] for name in before} == before and all(each.is_whole() for each in items)
+    assert all(type(each) is item for each in results)
+
+
+def test_a_class_that_only_the_worker_has(any_pool: mpgrad.Pool) -> None:
+    def fn(given: int) -> Any:
+        class Local:
+            twice = 2 * given
+
+            def __init__(self) -> None:
+                self.number = given
+
+        return Local()
+
+    results = any_pool.map(fn, range(20))
+    assert [(each.number, each.twice) for each in results] == [(number, 2 * number) for number in range(20)]
+    assert len(set(map(type, results))) == 20
+
+
+def test_a_class_is_as_it_is_when_the_operation_begins(any_pool: mpgrad.Pool) -> None:
+    item = made()
+    for scale in (2.0, 3.0, 2.0):
+        item.scale = scale
+        xs = leaves(40)
+        results = any_pool.map(lambda given: given.scaled(), [item(x) for x in xs])
+        assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
+
+
+def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
+    item = made()
+    with mpgrad.Pool(1, inline="never") as pool:
+        for scale in (2.0, 3.0, 2.0):
+            item.scale = scale
+            xs = leaves(10)
+            if scale == 2:
+                results = pool.map(lambda given: given.scaled(), [item(x) for x in xs])
+            else:
+                results = pool.map(lambda x: item(x).scaled(), xs)
+            assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> None:
+    item = made()
+    weight = torch.full((), 5.0, dtype=torch.float64, requires_grad=True)
+    with mpgrad.Pool(1, inline="never", engine=engine) as pool:
+        for held in (None, weight, None):
+            item.weight, weight.grad = held, None
+            xs = leaves(20)
+            torch.stack(pool.map(lambda given: given.scaled().sum(), [item(x) for x in xs])).sum().backward()
+            assert (weight.grad is None) == (held is None)
+            if weight.grad is not None:
+                assert weight.grad == 2 * sum(x.sum() for x in xs)
+
+
+def slotted() -> list[type]:
+    class Slots:
+        __slots__ = ("__weakref__", "x")
+
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    class Inheriting(Slots):
+        __slots__ = ("_Inheriting__own",)
+
+        def __init__(self, x: Tensor) -> None:
+            super().__init__(x)
+            self.__own = x
+
+    class Emptied(Inheriting):
+        __slots__ = ()
+
+    class Open(Slots):
+        __slots__ = "__dict__"
+
+    @dataclasses.dataclass(slots=True)
+    class Data:
+        x: Tensor
+
+    @dataclasses.dataclass(slots=True, frozen=True)
+    class Frozen:
+        x: Tensor
+
+    class Named(NamedTuple):
+        x: Tensor
+
+    return [Slots, Inheriting, Emptied, Open, Data, Frozen, Named]
+
+
+def test_a_metaclass_that_adds_slots_of_its_own(any_pool: mpgrad.Pool) -> None:
+    class Adding(type):
+        def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+            namespace["__slots__"] = (*namespace.get("__slots__", ()), "__weakref__")
+            return super().__new__(cls, name, bases, namespace)
+
+    class Operations(metaclass=Adding):
+        __slots__ = ()
+
+        @staticmethod
+        def twice(x: int) -> int:
+            return 2 * x
+
+    assert any_pool.map(lambda x: Operations.twice(x), [1, 2]) == [2, 4]
+
+
+def test_a_slot_with_two_names(any_pool: mpgrad.Pool) -> None:
+    class Named:
+        __slots__ = ("x",)
+
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    Named.alias = Named.x  # type: ignore[attr-defined]
+    (x,) = leaves(1)
+    (result,) = any_pool.map(lambda given: given.alias * 2, [Named(x)])
+    assert torch.equal(result, x * 2)
+
+
+def is_open(instance: Any) -> bool:
+    return hasattr(instance, "__dict__")
+
+
+@pytest.mark.parametrize("item", slotted(), ids=lambda item: item.__name__)
+def test_slots_are_slots_in_workers(any_pool: mpgrad.Pool, item: Any) -> None:
+    """cloudpickle makes such classes again without them: then what came back had a __dict__ that is none of the caller's."""
+    for _ in range(2):
+        xs = leaves(10)
+        results = any_pool.map(lambda given: (item(given.x * 2), is_open(given)), [item(x) for x in xs])
+        assert all(type(result) is item and had == is_open(result) for result, had in results)
+        torch.stack([result.x.sum() for result, _ in results]).sum().backward()
+        assert all(x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2)) for x in xs)
+
+
+def test_classes_of_exceptions_and_warnings_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
+    class Unlucky(Exception):
+        NOTHING = object()
+
+        def __init__(self, number: int, why: object) -> None:
+            super().__init__(number)
+            self.why = why
+
+    class Odd(UserWarning):
+        NOTHING = object()
+
+    def fn(number: int) -> int:
+        warnings.warn(Odd("so"), stacklevel=1)
+        if number:
+            raise Unlucky(number, "no luck")
+        return number
+
+    before = [dict(vars(each)) for each in (Unlucky, Odd)]
+    for _ in range(3):
+        with pytest.warns(Odd), pytest.raises(Unlucky) as caught:
+            any_pool.map(fn, [0, 0, 3])
+        assert type(caught.value) is Unlucky and (caught.value.args, caught.value.why) == ((3,), "no luck")
+        assert [dict(vars(each)) for each in (Unlucky, Odd)] == before
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_classes_of_an_initializer_stay_as_they_are(engine: str, nursery: mpgrad.Pool) -> None:
+    class Settings:
+        NOTHING = object()
+
+    before = dict(vars(Settings))
+    with mpgrad.Pool(1, initializer=lambda: Settings.NOTHING, engine=engine) as pool:
+        assert pool.map(lambda x: x, [1]) == [1]
+    assert dict(vars(Settings)) == before

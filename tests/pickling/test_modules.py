@@ -1,0 +1,503 @@
+"""The user's own modules: every call of an operation has them as they are in the caller when it begins."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.pickling import state, uses
+
+pytestmark = pytest.mark.quick
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "here and sent": {},
+    **{engine: {"inline": "never", "engine": engine} for engine in ("process", "thread", "inline")},
+}
+SOURCES = {
+    "simulation": """
+        import functools
+        import threading
+        import torch
+        import constants
+        import constants as other_name
+        from package import deep
+        from package.deep import helper as imported_helper
+
+        DT = 0.5
+        TABLE = {"k": [1.0, 2.0]}
+        WEIGHT = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
+        LOCK = threading.Lock()
+        ENTRY = object()
+
+        def helper(x):
+            return x + 1
+
+        def constant(x): return x * DT
+        def container(x): return x * TABLE["k"][1]
+        def through_helper(x): return helper(x)
+        def attribute(x): return x * constants.C
+        def renamed(x): return x * other_name.C
+        def passed_on(x): return takes_module(x, constants)
+        def takes_module(x, module): return x * module.C
+        def dynamic(x): return x * getattr(constants, "C")
+        def in_package(x): return deep.helper(x) + imported_helper(x)
+        def default(x, dt=TABLE): return x * dt["k"][0]
+        def local_import(x):
+            import constants as within
+            from package import deep as inner
+            return x * within.C + inner.D
+        def weighted(x): return x * WEIGHT
+        @functools.lru_cache(maxsize=8)
+        def table(n): return [n + 0.5] * 3
+        def cached(x): return x * table(2)[1]
+        @functools.cache
+        def made(): return torch.full((2,), 5.0, dtype=torch.float64, requires_grad=True)
+        def through_cache(x): return x * made()
+        def entry(x): return x + (constants.NOTHING is constants.nothing())
+
+        def closure(factor):
+            def inner(x):
+                return helper(x) * factor * DT
+            return inner
+
+        SALT = 5
+        class Keyed:
+            registry = {}
+            def __init__(self, n):
+                self.n = n
+            def __init_subclass__(cls):
+                register(cls)
+            def __hash__(self):
+                return hash(salted(self.n))
+            def __eq__(self, other):
+                return self.n == other.n
+        def register(cls): Keyed.registry[cls.__name__] = cls
+        def salted(n): return n * SALT
+        class Derivative(Keyed): pass
+        KEYED = {Derivative(1): 2.0, Keyed(2): 3.0}
+        def keyed(x): return x * KEYED[Keyed(2)] * KEYED[Derivative(1)] * len(Keyed.registry)
+
+        class Item:
+            SCALE = 3.0
+            def __init__(self, x):
+                self.x = x
+            def scaled(self):
+                return self.x * self.SCALE * DT
+
+        class Derived(Item):
+            def scaled(self):
+                return super().scaled() + constants.C
+
+        def of_item(item):
+            return item.scaled() + isinstance(item, Item)
+
+        def makes_item(x):
+            return Derived(x)
+    """,
+    "constants": """
+        import simulation  # and it imports us
+        C = 10.0
+        NOTHING = object()
+        def nothing(): return NOTHING
+        def circular(x): return simulation.DT * x
+    """,
+    "package/__init__": "",
+    "package/deep": """
+        from . import beside
+        from .beside import twice
+        D = 7.0
+        def helper(x):
+            from .beside import OFFSET
+            return twice(x) + D + OFFSET + beside.OFFSET
+    """,
+    "package/beside": """
+        OFFSET = 0.25
+        def twice(x): return x * 2 + OFFSET
+    """,
+}
+NAMES = ["simulation", "constants", "package", "package.deep", "package.beside"]
+
+
+class User:
+    """A program of several files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, source in SOURCES.items():
+            self.write(name, source)
+        self.simulation, self.constants, _, self.deep, self.beside = map(importlib.import_module, NAMES)
+
+    def write(self, name: str, source: str) -> None:
+        path = self.folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files change within a second
+    yield User(tmp_path)
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
+def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool, user: Any) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
+        yield pool
+
+
+def xs(count: int) -> list[torch.Tensor]:
+    return [torch.full((2,), 1.0 + number, dtype=torch.float64) for number in range(count)]
+
+
+def check(pool: mpgrad.Pool, fn: Callable[[Any], Any], items: list[Any]) -> None:
+    for given, found in zip(items, pool.map(fn, items), strict=True):
+        assert torch.equal(found, fn(given)), fn
+
+
+def functions(user: Any) -> list[Callable[[Any], Any]]:
+    simulation, constants, deep = user.simulation, user.constants, user.deep
+    names = (
+        *("constant", "container", "through_helper", "attribute", "renamed", "passed_on", "dynamic", "in_package"),
+        *("default", "local_import", "weighted", "entry", "cached", "keyed"),
+    )
+    return [
+        *(getattr(simulation, name) for name in names),
+        simulation.closure(1.5),
+        constants.circular,
+        deep.helper,
+        lambda x: simulation.constant(x) + constants.C + simulation.deep.D,
+        lambda x: simulation.Derived(x).scaled(),
+    ]
+
+
+def write_everywhere(user: Any, number: int) -> None:
+    """All that a user may do to a module between two operations."""
+    user.simulation.DT = 1.5 + number
+    user.simulation.TABLE["k"][1] = 4.0 + number
+    user.simulation.TABLE["k"][0] = 8.0 * number
+    user.simulation.helper = (lambda x: x * 3) if number % 2 else (lambda x: x - 5)
+    user.constants.C = 11.0 + number
+    user.deep.D += 1
+    user.beside.OFFSET = -2.0 * number
+    user.simulation.Item.SCALE = 6.0 + number
+    user.simulation.Item.extra = number
+    with torch.no_grad():
+        user.simulation.WEIGHT += 1
+
+
+def test_all_calls_have_what_the_caller_has(any_pool: mpgrad.Pool, user: Any) -> None:
+    """Symptom: some calls had old values, others new ones. Cause: workers imported the modules, and the caller ran some."""
+    for number in range(3):
+        for fn in functions(user):
+            check(any_pool, fn, xs(40))
+        check(any_pool, user.simulation.of_item, [user.simulation.Derived(x) for x in xs(40)])
+        check(any_pool, lambda item: item.scaled(), [user.simulation.Item(x) for x in xs(3)])
+        results = any_pool.map(user.simulation.makes_item, xs(20))
+        assert all(type(each) is user.simulation.Derived for each in results)
+        write_everywhere(user, number)
+
+
+def test_gradients_of_tensors_in_modules(any_pool: mpgrad.Pool, user: Any) -> None:
+    simulation = user.simulation
+
+    def through_an_import(x: torch.Tensor) -> torch.Tensor:
+        import simulation  # type: ignore[import-not-found]
+
+        return x * simulation.WEIGHT
+
+    fns: list[Callable[[Any], Any]] = [simulation.weighted, lambda x: x * simulation.WEIGHT, through_an_import]
+    for fn in fns:
+        for _ in range(2):
+            found = torch.autograd.grad(torch.stack(any_pool.map(fn, xs(20))).sum(), simulation.WEIGHT)[0]
+            expected = torch.autograd.grad(torch.stack([fn(x) for x in xs(20)]).sum(), simulation.WEIGHT)[0]
+            assert torch.equal(found, expected)
+            with torch.no_grad():
+                simulation.WEIGHT.mul_(2)
+
+
+def test_what_a_cache_holds_is_a_capture(any_pool: mpgrad.Pool, user: Any) -> None:
+    """Each worker made one of its own, and the caller's had no gradient; also where the module was known before it was made."""
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    cold = any_pool.map(user.simulation.through_cache, [x, x])
+    with torch.no_grad():
+        user.simulation.made().fill_(7.0)
+    for value in (7.0, 8.0):
+        with torch.no_grad():
+            user.simulation.made().fill_(value)
+        ys = any_pool.map(user.simulation.through_cache, [x, x, x])
+        assert [y.tolist() for y in ys] == [[value, value]] * 3
+        (gradient,) = torch.autograd.grad(torch.stack(ys).sum(), user.simulation.made())
+        assert gradient.tolist() == [3.0, 3.0]
+    user.simulation.made.cache_clear()
+    user.simulation.made.scale = 2
+    assert all(y.tolist() == [5.0, 5.0] for y in (*cold, *any_pool.map(user.simulation.through_cache, [x, x])))
+
+
+def test_reloaded_from_another_file(any_pool: mpgrad.Pool, user: Any) -> None:
+    check(any_pool, user.simulation.of_item, [user.simulation.Derived(x) for x in xs(20)])
+    for offset in (1.0, 2.0):
+        user.write("constants", f"C = {offset}\nNOTHING = 1\ndef nothing(): return 1\ndef added(x): return x + {offset}\n")
+        check(any_pool, user.constants.nothing.__call__ and user.simulation.attribute, xs(20))  # the file alone changes nothing
+        importlib.reload(user.constants)
+        check(any_pool, user.constants.added, xs(20))
+        check(any_pool, user.simulation.attribute, xs(20))
+        old = user.simulation.Derived(xs(1)[0])
+        importlib.reload(user.simulation)
+        check(any_pool, user.simulation.of_item, [user.simulation.Derived(x) for x in xs(20)])
+        check(any_pool, user.simulation.of_item, [old] * 3)  # of the class before
+        check(any_pool, user.simulation.of_item, [old, user.simulation.Derived(xs(1)[0])])
+
+
+def test_code_replaced_within_a_function(any_pool: mpgrad.Pool, user: Any) -> None:
+    """As IPython's autoreload does."""
+    check(any_pool, user.simulation.through_helper, xs(20))
+    user.simulation.helper.__code__ = (lambda x: x * 9).__code__
+    check(any_pool, user.simulation.through_helper, xs(20))
+    user.simulation.default.__defaults__ = ({"k": [5.0]},)
+    check(any_pool, user.simulation.default, xs(20))
+
+
+@pytest.mark.parametrize("inline", ["never", "auto"])
+def test_calls_that_wait_keep_what_was_there_before(inline: str, user: Any, nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2, inline=inline) as pool:
+        futures, expected = [], []
+        for number in range(20):
+            user.simulation.DT = float(number)
+            futures.append(pool.submit(user.simulation.constant, xs(1)[0]))
+            expected.append(user.simulation.constant(xs(1)[0]))
+        assert all(torch.equal(future.result(), value) for future, value in zip(futures, expected, strict=True))
+
+
+def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, inline="never") as pool:
+        write_everywhere(user, 3)
+        check(pool, user.simulation.in_package, xs(10))
+        user.write("package/deep", "raise RuntimeError('half edited')")
+        pool.resize(3)
+        for _ in range(3):
+            check(pool, user.simulation.in_package, xs(40))
+
+
+def test_nothing_is_sent_while_nothing_changes(user: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    make = state.States._made
+    monkeypatch.setattr(state.States, "_made", lambda self, wanted: made.append(wanted) or make(self, wanted))
+
+    def bytes_sent(fn: Callable[[Any], Any], items: list[Any]) -> int:
+        before = pool.stats().bytes_sent
+        pool.map(fn, items)
+        return pool.stats().bytes_sent - before
+
+    with mpgrad.Pool(1, inline="never") as pool:
+        small = [bytes_sent(torch.sin, xs(1)) for _ in range(2)][1]
+        for fn in (user.simulation.in_package, user.simulation.constant):
+            assert bytes_sent(fn, xs(1)) > small + 500
+            made.clear()
+            assert bytes_sent(fn, xs(1)) < small + 100
+            assert not made
+        items = [user.simulation.Item(x) for x in xs(30)]
+        bytes_sent(user.simulation.of_item, items)
+        made.clear()
+        assert bytes_sent(user.simulation.of_item, items) < 30 * 400  # by name
+        bytes_sent(lambda item: item.scaled(), items)
+        assert len(made) == 1
+
+
+def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Pool) -> None:
+    user.write("held", "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + LOG.readable()\n")
+    held = importlib.import_module("held")
+    try:
+        with mpgrad.Pool(2, inline="never") as pool:
+            check(pool, held.f, xs(4))
+            held.LOG.close()
+            held.LOG = open(__file__)  # noqa: SIM115
+            with pytest.raises(TypeError, match=r"held\.LOG was replaced by what cannot be carried \(TextIOWrapper\)"):
+                pool.map(held.f, xs(4))
+            held.LOG.close()
+            held.LOG = type("Log", (), {"name": "", "readable": lambda self: True})()
+            check(pool, held.f, xs(4))
+    finally:
+        del sys.modules["held"]
+
+
+def test_whose_modules_are_the_users_own(user: Any) -> None:
+    assert all(map(uses.is_own, [*NAMES, __name__]))
+    libraries = "torch", "torch.nn", "torch._C", "json", "builtins", "numpy", "pytest", "mpgrad", "mpgrad.pool"
+    for name in (*libraries, "__main__", "no"):
+        assert not uses.is_own(name), name
+
+
+def test_a_library_can_be_declared_ones_own(user: Any, nursery: mpgrad.Pool) -> None:
+    import cloudpickle
+    import tqdm
+
+    cloudpickle.register_pickle_by_value(tqdm)
+    try:
+        tqdm.of_ours = 3.0  # type: ignore[attr-defined]
+        with mpgrad.Pool(2, inline="never") as pool:
+            check(pool, lambda x: x * tqdm.of_ours, xs(4))  # type: ignore[attr-defined]
+            tqdm.of_ours = 4.0  # type: ignore[attr-defined]
+            check(pool, lambda x: x * tqdm.of_ours, xs(4))  # type: ignore[attr-defined]
+    finally:
+        cloudpickle.unregister_pickle_by_value(tqdm)
+        del tqdm.of_ours  # type: ignore[attr-defined]
+
+
+def test_globals_that_an_initializer_sets(user: Any, nursery: mpgrad.Pool) -> None:
+    """As with multiprocessing: functions of the module find them in the worker."""
+    user.write(
+        "served",
+        """
+        MODEL, CACHE, UNTOUCHED = None, {}, 1.0
+        class Settings: pass
+        SETTINGS = Settings()
+        def load(value):
+            global MODEL
+            MODEL, CACHE["k"], SETTINGS.scale = value, value + 1, value + 2
+        def f(x): return x * MODEL + CACHE["k"] + SETTINGS.scale + UNTOUCHED
+        """,
+    )
+    served = importlib.import_module("served")
+    try:
+        with mpgrad.Pool(2, inline="never", initializer=served.load, initargs=(2.0,)) as pool:
+            for served.UNTOUCHED in (1.0, 5.0):
+                assert [r.tolist() for r in pool.map(served.f, xs(3))] == [[x[0] * 2 + 7 + served.UNTOUCHED] * 2 for x in xs(3)]
+    finally:
+        del sys.modules["served"]
+
+
+MORE = """
+    import collections, enum, io, numpy, torch
+    class Opaque:
+        def __init__(self): self.w = None
+        def __getstate__(self): return {"w": self.w.detach()}
+    OPAQUE = Opaque()
+    def opaque(x): return x + OPAQUE.w.sum()
+    class Config: pass
+    CONFIG = Config()
+    CONFIG.dt = 0.5
+    LARGE = {"config": CONFIG, "data": [float(n) for n in range(20000)]}
+    def large(x): return x * CONFIG.dt + len(LARGE["data"])
+    class Table:
+        data, dt = [float(n) for n in range(20000)], 0.5
+    def of_class(x): return x * Table.dt
+    SETTINGS = {"a": 1.0}
+    def __getattr__(name):
+        try:
+            return SETTINGS[name]
+        except KeyError:
+            raise AttributeError(name) from None
+    class Slots:
+        __slots__ = ("__dt",)
+        def __init__(self): self.__dt = 1.0
+        def set(self, dt): self.__dt = dt
+        def get(self): return self.__dt
+    SLOTS = Slots()
+    def slots(x): return x * SLOTS.get()
+    def in_strings(x): return x * globals()["SETTINGS"]["a"] * eval("SETTINGS['a']")
+    class Planet(enum.Enum):
+        EARTH = (1.0, 2.0)
+        def __init__(self, mass, radius): self.mass, self.radius = mass, radius
+    def planet(x): return x * Planet.EARTH.mass
+    DEQUE, ORDERED = collections.deque([1.0]), collections.OrderedDict(a=1.0)
+    def containers(x): return x * DEQUE[0] * ORDERED["a"]
+    ARRAY = numpy.ones(3)
+    def array(x): return x * float(ARRAY[1])
+    NET = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).double()
+    def net(x): return NET(x) * NET.training
+"""
+
+
+def test_what_is_hard_to_watch(any_pool: mpgrad.Pool, user: Any) -> None:
+    user.write("more", textwrap.dedent(MORE))
+    more = importlib.import_module("more")
+    try:
+        for number in range(4):
+            more.OPAQUE.w = torch.full((3,), float(number), dtype=torch.float64)
+            more.CONFIG.dt = more.Table.dt = 1.0 + number
+            more.SETTINGS["a"] = 2.0 + number
+            more.SLOTS.set(3.0 + number)
+            more.DEQUE[0] = more.ORDERED["a"] = 4.0 + number
+            more.ARRAY[1] = 5.0 + number
+            more.NET[0].bias.data += 1
+            more.NET.train(number % 2 == 0)
+            names = "opaque", "large", "of_class", "slots", "in_strings", "planet", "containers", "array", "net"
+            for fn in (*(getattr(more, name) for name in names), lambda x: x * more.a):
+                check(any_pool, fn, xs(6))
+    finally:
+        del sys.modules["more"]
+
+
+def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> None:
+    user.write(
+        "mixed",
+        """
+        MIXED = {"dt": 1.0, "log": open(__file__)}
+        MADE = None
+        def f(x): return x * MIXED["dt"]
+        def g(x):
+            global MADE
+            if MADE is None:
+                MADE = open(__file__)
+            return x * MADE.readable()
+        """,
+    )
+    mixed = importlib.import_module("mixed")
+    try:
+        with mpgrad.Pool(2, inline="never") as pool:
+            check(pool, mixed.f, xs(3))
+            mixed.MIXED["dt"] = 9.0
+            with pytest.raises(TypeError, match=r"mixed\.MIXED was written to, and cannot be carried \(dict\)"):
+                pool.map(mixed.f, xs(3))
+            for _ in range(2):
+                check(pool, mixed.g, xs(3))  # which makes one here, too
+    finally:
+        mixed.MIXED["log"].close()
+        mixed.MADE.close()
+        del sys.modules["mixed"]
+
+
+def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
+    user.write(
+        "trainer",
+        """
+        class Trainer:
+            pool = None
+            rate = 0.5
+            def step(self, x): return x * self.rate
+            def all(self, xs): return self.pool.map(self.step, xs)
+        """,
+    )
+    trainer = importlib.import_module("trainer")
+    try:
+        with mpgrad.Pool(2, inline="never") as trainer.Trainer.pool:
+            for trainer.Trainer.rate in (0.5, 2.0):
+                found = trainer.Trainer().all(xs(4))
+                assert all(torch.equal(r, x * trainer.Trainer.rate) for r, x in zip(found, xs(4), strict=True))
+    finally:
+        del sys.modules["trainer"]
+
+
+def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
+    names = "\n".join(f"N{number} = {number}" for number in range(300))
+    added = " + ".join(f"N{number}" for number in range(300))
+    user.write("many", f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + total\n")
+    many = importlib.import_module("many")
+    try:
+        with mpgrad.Pool(2, inline="never") as pool:
+            check(pool, many.f, xs(3))
+            many.N299 = user.constants.C = 1.5
+            check(pool, many.f, xs(3))
+    finally:
+        del sys.modules["many"]

@@ -1,0 +1,281 @@
+"""Whatever a script can hold: run as scripts, because what stands in one travels by value; and what cannot travel at all."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import fcntl
+import functools
+import os
+import pickle
+import queue
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.pickling import reducers, structure, uncarried
+from mpgrad.testing import assert_same_as_serial
+from mpgrad.torch_state import private
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+FOLDER = Path(__file__).parent
+
+
+def run_script(name: str, *arguments: str) -> list[str]:
+    command = [sys.executable, "-W", "ignore", str(FOLDER / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.splitlines()
+
+
+def test_what_a_script_holds() -> None:
+    lines = run_script("held_by_a_script.py")
+    assert len(lines) > 10 and all(line.endswith(" ok") for line in lines), "\n".join(lines)
+
+
+@pytest.mark.slow
+def test_what_torch_compile_made(tmp_path: Path) -> None:
+    lines = run_script("compiled_by_a_script.py", str(tmp_path / "compilations"))
+    assert len(lines) > 15 and all(line.endswith(" ok") for line in lines), "\n".join(lines)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+@pytest.mark.skipif("MPGRAD_INDUCTOR" not in os.environ, reason="MPGRAD_INDUCTOR=1 runs it: to compile takes half a minute")
+def test_workers_share_what_inductor_compiles(tmp_path: Path, nursery: mpgrad.Pool) -> None:
+    folder = tmp_path / "cache"
+
+    def use_folder() -> None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+    compiled = torch.compile(lambda x: (x * 2).sin().sum(-1), options={"epilogue_fusion": False})
+    xs = [torch.ones(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    with mpgrad.Pool(2, initializer=use_folder) as pool:
+        loss = torch.stack(pool.map(compiled, xs, chunksize=1)).sum()
+        ours = torch.autograd.grad(loss, xs)
+    theirs = torch.autograd.grad(torch.stack([compiled(x) for x in xs]).sum(), xs)
+    assert all(map(torch.equal, ours, theirs))
+    assert len(list((folder / "locks").glob("mpgrad-*"))) == 1
+
+
+def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private.compiler, "cache_folder", lambda: str(tmp_path))
+    others = [threading.Event() for _ in range(2)]
+    together = threading.Barrier(3)
+
+    def wait(other: threading.Event) -> None:
+        with private.compiler.first_of_those_that_compile("graph"):
+            other.set()
+            together.wait(30)  # who has waited goes on beside the others
+
+    threads = [threading.Thread(target=wait, args=(other,)) for other in others]
+    with private.compiler.first_of_those_that_compile("graph"):
+        for thread in threads:
+            thread.start()
+        with private.compiler.first_of_those_that_compile("another graph"):
+            assert not any(other.wait(0.05) for other in others)
+    together.wait(30)
+    for thread in threads:
+        thread.join()
+
+
+def test_a_child_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: who compiled the same graph waited for the end of a child that was forked meanwhile, and had the lock too."""
+    monkeypatch.setattr(private.compiler, "cache_folder", lambda: str(tmp_path))
+    with private.compiler.first_of_those_that_compile("graph"):
+        (lock,) = (tmp_path / "locks").iterdir()
+        (descriptor,) = [int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(lock)]
+        inherited = os.dup(descriptor)  # as a fork does
+    try:
+        with lock.open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(inherited)
+
+
+# --- what cannot travel
+
+
+class Log:
+    def __init__(self) -> None:
+        self.file = open(os.devnull, "wb")  # noqa: SIM115  # as scripts do
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    made = Log()
+    yield made
+    made.file.close()
+
+
+def numbers() -> Iterator[int]:
+    yield 1
+
+
+def refusal(pool: mpgrad.Pool, fn: Callable[..., Any], *items: Any) -> str:
+    with pytest.raises((TypeError, pickle.PicklingError)) as caught:
+        pool.map(fn, list(items or [1]))
+    return str(caught.value)
+
+
+def test_the_path_to_what_cannot_travel(pool: mpgrad.Pool, log: Log) -> None:
+    held = SimpleNamespace(log=log, shared={"logs": [log]})
+
+    def closes_over(x: Any) -> Any:
+        return held.log
+
+    def calls(x: Any) -> Any:
+        return closes_over(x)
+
+    for fn, path in (
+        (closes_over, "closes_over's closure: held.log.file"),
+        (calls, "calls's closure: closes_over, closes_over's closure: held.log.file"),
+        (functools.partial(closes_over, log), "func, closes_over's closure: held.log.file"),
+        (functools.partial(max, {"a": (1, log)}), "args[0]['a'][1].file"),
+        (lambda x, log=log: log, "<lambda>'s default 0.file"),
+        (log.__init__, "file"),  # a method
+    ):
+        said = refusal(pool, fn)
+        assert said.startswith("the function cannot be carried to or from a worker: cannot pickle")
+        assert f"({path}); pass its name, and open it in the function" in said
+    assert "item 1 cannot be carried" in (said := refusal(pool, str, 1, [2, {"log": log}])) and "([1]['log'].file)" in said
+    with pytest.raises(TypeError, match=r"item 0 .*\(\['1'\].file\)"):
+        pool.starmap(max, [(1, log)])
+
+
+def test_the_path_in_a_result(pool: mpgrad.Pool) -> None:
+    assert "(['numbers'][0]); make a list of what it gives" in refusal(pool, lambda x: {"numbers": [numbers()]})
+
+
+def test_what_to_do(pool2: mpgrad.Pool) -> None:
+    thread = threading.Thread(target=print)
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    with socket.socket() as open_socket, sqlite3.connect(":memory:") as connection:
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        for value, remedy in (
+            (open_socket, "connect in the function, or once a worker, with Pool(initializer=...)"),
+            (connection, "connect in the function"),
+            (numbers(), "make a list of what it gives"),
+            (thread, "start it in the function"),
+            (child, "it is the caller's child"),
+            (queue.Queue(), "return what was to be put into it"),
+            (queue.SimpleQueue(), "return what was to be put into it"),
+            (future, "pass its result()"),
+            (sys._getframe(), "pass its text"),
+        ):
+            said = refusal(pool2, closing_over(value))
+            assert f"(<lambda>'s closure: value); {remedy}" in said
+        child.wait()
+    connection.close()
+
+
+def closing_over(value: Any) -> Callable[[Any], Any]:
+    return lambda x: value
+
+
+def test_the_search_ends(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    cycle: list[Any] = []
+    cycle.append([cycle, log])
+    fails = functools.partial(uncarried.fails, False)
+    assert uncarried.find(cycle, fails) == ("[0][1].file", log.file)
+    monkeypatch.setattr(uncarried, "SECONDS", 0.0)
+    assert uncarried.find(cycle, fails) == ("", cycle)
+
+
+class Unruly(dict[Any, Any]):
+    """Of which an error's search learns nothing."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no name yet")
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"no {name} yet")
+
+
+def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
+    """Symptom: "ValueError: no name yet" in place of what could not be pickled."""
+    held = {Unruly(): log}
+    assert "closure: held[<Unruly instance at 0x" in (said := refusal(pool, lambda x: held)) and "].file)" in said
+    long = {"name" * 100: {log}}
+    assert len(said := refusal(pool, lambda x: long)) < 500 and "(<lambda>'s closure: long['namename" in said
+    unruly = Unruly(log=log)
+    unruly.items = None  # type: ignore[assignment,method-assign]
+    assert "'NoneType' object is not callable (<lambda>'s closure: unruly)" in refusal(pool, lambda x: unruly)
+
+
+def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
+    proxy = weakref.proxy(Holder(torch.ones(1)))
+    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(pool, lambda x: proxy)
+    held = [proxy, log]
+    assert "closure: held[1].file)" in refusal(pool, lambda x: held)
+    assert pool.map(len, [held[:1]]) == [1]
+
+
+def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
+    """Symptom: "cannot pickle 'torch._C._DispatchModule'", or an AttributeError without a word of where and why."""
+    library = torch.library.Library("registered_here", "FRAGMENT")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+        twice: Any = torch.ops.registered_here.twice
+        register = torch.library.custom_op("registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor")
+        thrice = register(lambda x: x * 3)
+        with mpgrad.Pool(1, inline="never") as pool:
+            for value in (thrice, library):
+                said = refusal(pool, closing_over(value))
+                assert "(<lambda>'s closure: value); register operators in a module that workers import" in said
+            with pytest.raises(AttributeError, match=r"no operator registered_here\.twice .* register operators in a module"):
+                pool.map(lambda x: twice(x), [torch.ones(1)])
+    finally:
+        library._destroy()
+
+
+def test_no_remedy_beside_one(pool2: mpgrad.Pool) -> None:
+    said = refusal(pool2, lambda x: pool2)
+    assert said.endswith("make one in the task instead (<lambda>'s closure: pool2)")
+
+
+def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
+    """Not only of functions."""
+    (lock,) = pool.map(lambda given: given, [threading.RLock()])
+    with lock:
+        assert type(lock) is type(threading.RLock())
+    kept = Holder(torch.ones(2, requires_grad=True))
+    assert_same_as_serial(lambda reference: reference().x * 2, [weakref.ref(kept)], pool)
+
+
+def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: each map looked through all names of all modules for each context variable of a script; 3 ms for one."""
+    searches: list[object] = []
+    search = reducers.name_in_a_module
+    monkeypatch.setattr(reducers, "name_in_a_module", lambda value: searches.append(value) or search(value))
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=3)
+    local = threading.local()
+    for _ in range(2):
+        for value in (variable, local):
+            structure.dumps([value])
+    assert searches == [variable, local]
+    library_of_variables = types.ModuleType("library_of_variables")
+    library_of_variables.variable = variable  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "library_of_variables", library_of_variables)
+    assert b"library_of_variables" in structure.dumps([variable])[0]
+
+
+class Holder:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x

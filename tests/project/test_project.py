@@ -1,0 +1,631 @@
+"""The project around the code: the wheel, the wall between the folders, docstring examples, the progress bar."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import doctest
+import graphlib
+import importlib
+import math
+import os
+import random
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import mpgrad
+import mpgrad.derivatives.jacobians
+import mpgrad.derivatives.per_item
+import mpgrad.executor
+import mpgrad.functions.contexts
+import mpgrad.functions.parallel
+import mpgrad.pool
+import mpgrad.testing
+from mpgrad.engines.kinds import ENGINES
+from mpgrad.testing import assert_same_as_serial, copies
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob(f"mpgrad-{mpgrad.__version__}-*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {f"mpgrad/{path.relative_to(ROOT / 'mpgrad')}" for path in (ROOT / "mpgrad").rglob("*.py")}
+    expected |= {f"mpgrad/workers/{path.relative_to(ROOT / 'workers')}" for path in (ROOT / "workers").rglob("*.py")}
+    assert names == expected | {"mpgrad/py.typed"}
+
+
+def test_the_workers_folder_refuses_a_second_name() -> None:
+    done = subprocess.run([sys.executable, "-c", "import workers"], cwd=ROOT, capture_output=True, text=True)
+    assert "this package is mpgrad.workers (imported as: 'workers')" in done.stderr
+
+
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and all below it, except what only type checkers read."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            yield from nodes_that_run(child)
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    for node in nodes_that_run(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """The file of each module of mpgrad, by its full name."""
+    files = {("mpgrad", *file.relative_to(root / "mpgrad").parts): file for file in (root / "mpgrad").rglob("*.py")}
+    files |= {("mpgrad", *file.relative_to(root).parts): file for file in (root / "workers").rglob("*.py")}
+    return {".".join(parts).removesuffix(".py").removesuffix(".__init__"): file for parts, file in files.items()}
+
+
+def package_of(module: str) -> str:
+    return f"{module}..".split(".")[1]
+
+
+def arrows(root: Path) -> dict[str, set[str]]:
+    """Which packages, and modules beside them, each one imports; not so the package's root, which fetches what is asked for."""
+    modules = sources(root)
+    found: dict[str, set[str]] = {package_of(name): set() for name in modules}
+    for name, file in modules.items():
+        for imported in imports_of(file):
+            if imported.startswith("mpgrad."):
+                found[package_of(name)].add(package_of(imported))
+    del found[""]
+    found.pop("__main__", None)  # the commands
+    return {name: targets & found.keys() - {name} for name, targets in found.items()}
+
+
+def rooms() -> dict[str, tuple[str, set[str]]]:
+    """Where each package runs, and what it may import, as docs/design.md says."""
+    page = (ROOT / "docs" / "design.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| `")]
+    return {name: (side.strip(), set(named(imports))) for names, side, imports in rows for name in named(names)}
+
+
+def named(cell: str) -> list[str]:
+    return cell.replace("`", "").split()
+
+
+@pytest.mark.quick
+def test_the_arrows_are_those_of_the_drawing() -> None:
+    assert arrows(ROOT) == {name: imports for name, (_, imports) in rooms().items()}
+
+
+@pytest.mark.quick
+def test_the_arrows_form_no_circle() -> None:
+    modules = sources(ROOT)
+    order = graphlib.TopologicalSorter({name: known_in(modules, imports_of(file)) for name, file in modules.items()})
+    order.prepare()  # raises CycleError
+    packages = graphlib.TopologicalSorter(arrows(ROOT))
+    packages.prepare()
+
+
+def known_in(modules: dict[str, Path], imported: Iterator[str]) -> set[str]:
+    """Modules, of which some name is imported."""
+    named = {name if name in modules else name.rpartition(".")[0] for name in imported}
+    return named & modules.keys() - {"mpgrad"}
+
+
+@pytest.mark.quick
+def test_who_runs_in_a_worker_imports_nothing_of_the_callers() -> None:
+    sides = rooms()
+    for name, (side, imports) in sides.items():
+        others = {sides[each][0] for each in imports}
+        assert "worker" not in others, name
+        assert side == "caller" or "caller" not in others, name
+
+
+def test_only_engines_compare_the_names_of_engines() -> None:
+    for name, file in sources(ROOT).items():
+        compared = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Compare)]
+        constants = {each.value for node in compared for each in ast.walk(node) if isinstance(each, ast.Constant)}
+        assert package_of(name) == "engines" or not constants & ENGINES.keys(), name
+
+
+def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:
+    """In any folder, also from within a function."""
+    for folder in ("mpgrad/wire/deep", "workers"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("mpgrad", "mpgrad/wire", "mpgrad/wire/deep", "workers"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "mpgrad" / "pool.py").write_text("import mpgrad.workers.main")
+    (tmp_path / "mpgrad" / "wire" / "deep" / "late.py").write_text("def f():\n    from mpgrad.pool import Pool")
+    (tmp_path / "workers" / "main.py").write_text("from mpgrad import wire\nfrom mpgrad.wire.deep import late")
+    assert arrows(tmp_path) == {"pool": {"workers"}, "wire": {"pool"}, "workers": {"wire"}}
+
+
+# --- sizes
+
+MODULE_LINES, CLASS_LINES, CLASS_METHODS, PARAMETERS = 450, 350, 25, 8
+EXCUSE = "# long because: "  # and a reason: at the head of the module, class or function
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def named_nodes(node: ast.AST, path: str) -> Iterator[tuple[str, ast.ClassDef | FUNCTIONS]]:
+    """The classes and functions below `node`, by their full names."""
+    for child in ast.iter_child_nodes(node):
+        inner = path
+        if isinstance(child, ast.ClassDef | FUNCTIONS):
+            inner = f"{path}.{child.name}"
+            yield inner, child
+        yield from named_nodes(child, inner)
+
+
+def parameters(function: FUNCTIONS) -> list[str]:
+    given = function.args
+    several = [each for each in (given.vararg, given.kwarg) if each is not None]
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, *several)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def is_excused(node: ast.Module | ast.ClassDef | FUNCTIONS, lines: list[str]) -> bool:
+    """Whether there is a reason between the line above `node` and its first statement."""
+    statements = node.body[ast.get_docstring(node) is not None :]
+    start = 0 if isinstance(node, ast.Module) else min(each.lineno for each in (node, *node.decorator_list)) - 2
+    stop = statements[0].lineno if statements else len(lines)
+    return any(line.strip().startswith(EXCUSE) for line in lines[max(start, 0) : stop])
+
+
+def beyond_limits(root: Path) -> set[str]:
+    """Modules, classes and functions that are too large, and say no reason."""
+    found = set()
+    for name, file in sources(root).items():
+        lines = file.read_text().splitlines()
+        module = ast.parse(file.read_text())
+        if len(lines) > MODULE_LINES and not is_excused(module, lines):
+            found.add(name)
+        for path, node in named_nodes(module, name):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(each, FUNCTIONS) for each in node.body)
+                length = (node.end_lineno or 0) - node.lineno + 1
+                is_long = length > CLASS_LINES or methods > CLASS_METHODS
+            else:
+                is_long = len(parameters(node)) > PARAMETERS
+            if is_long and not is_excused(node, lines):
+                found.add(path)
+    return found
+
+
+@pytest.mark.quick
+def test_nothing_is_beyond_the_limits_without_a_reason() -> None:
+    assert not beyond_limits(ROOT)
+
+
+def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "mpgrad").mkdir()
+    (tmp_path / "workers").mkdir()
+    nine = ", ".join(f"p{number}" for number in range(9))
+    methods = "".join(f"    def m{number}(self): ...\n" for number in range(26))
+    rows = "    x = 1\n"
+    wrong = {
+        "module": "x = 1\n" * 451,
+        "lines": "class Long:\n" + rows * 350,
+        "methods": "class Full:\n" + methods,
+        "parameters": f"class A:\n    def f(self, {nine}):\n        def g({nine}): ...\n",
+        "starred": f"async def f({nine[4:]}, *, k, **more): ...\n",
+    }
+    right = {
+        "module": "x = 1\n" * 450,
+        "lines": "class Long:\n" + rows * 349,
+        "methods": "class Full:\n" + methods[methods.index("\n") + 1 :],
+        "parameters": f"class A:\n    def f(self, {nine[4:]}): ...\n",
+        "starred": f"@decorated\n{EXCUSE}it is asked for\nasync def f({nine}, **more): ...\n",
+    }
+    excused = {
+        "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * 451,
+        "lines": f'class Long:\n    """A table."""\n\n    {EXCUSE}it is one\n' + rows * 350,
+        "methods": f"{EXCUSE}the public interface\nclass Full:\n" + methods,
+        "parameters": f"class A:\n    def f(self, {nine}):\n        {EXCUSE}public\n        return 1\n",
+        "starred": "",
+    }
+    found = []
+    for texts in (wrong, right, excused):
+        for name, text in texts.items():
+            (tmp_path / "mpgrad" / f"{name}.py").write_text(text)
+        found.append(beyond_limits(tmp_path))
+    of_wrong = {"module", "lines.Long", "methods.Full", "parameters.A.f", "parameters.A.f.g", "starred.f"}
+    assert found == [{f"mpgrad.{name}" for name in of_wrong}, set(), set()]
+    (tmp_path / "workers" / "late.py").write_text("x = 1\n" * 460 + f"{EXCUSE}too late\n")
+    assert beyond_limits(tmp_path) == {"mpgrad.workers.late"}
+
+
+@pytest.mark.quick
+def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
+    """And each file a name of its own, by which pytest imports it."""
+    files = list((ROOT / "tests").glob("*/test_*.py"))
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where a new test goes")[2].partition("\n## ")[0]
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted({file.parent.name for file in files})
+    assert {file.parent.name for file in files if "mark.quick" in file.read_text()} == set(rows)
+    assert len({file.name for file in files}) == len(files)
+
+
+DOCUMENTED = [
+    mpgrad.pool,
+    mpgrad.derivatives.jacobians,
+    mpgrad.executor,
+    mpgrad.nn,
+    mpgrad.derivatives.per_item,
+    mpgrad.testing,
+    mpgrad.functions.contexts,
+    mpgrad.functions.parallel,
+]
+
+
+@pytest.mark.parametrize("module", DOCUMENTED, ids=lambda module: module.__name__)
+def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert attempted > 0 and failed == 0
+
+
+def test_the_package_root_shows_the_public_names_only() -> None:
+    shown = {name for name in dir(mpgrad) if not name.startswith("_")}
+    submodules = set(arrows(ROOT)) | {"workers"}
+    assert shown - (submodules - {"nn", "testing"}) == set(mpgrad.__all__)
+    assert sorted(mpgrad.__all__) == mpgrad.__all__
+    assert all(hasattr(mpgrad, name) for name in mpgrad.__all__)
+
+
+EACH_FIRST = """
+import gc, importlib, os, sys
+gc.disable()
+import torch
+for name in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        importlib.import_module(name)
+        print(*[each for each in sys.modules if each.startswith("mpgrad.")], flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+def test_any_module_may_be_imported_first() -> None:
+    """And a worker's import little of the parent's side: each that they do is a part of what a start costs."""
+    names = [name for name in sources(ROOT) if not name.endswith("__main__")]
+    command = [sys.executable, "-c", EACH_FIRST, "mpgrad.workers.main", *names]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    loaded = {package_of(name) for name in ended.stdout.splitlines()[0].split()}
+    assert {rooms()[each][0] for each in loaded} == {"both", "worker"}
+
+
+ODD_EXCEPTION = """
+import sys, mpgrad
+class Odd(Exception):
+    def __init__(self, first, second):
+        super().__init__("only one argument")
+def fn(item):
+    raise Odd(1, 2)
+with mpgrad.Pool(1) as pool:
+    try:
+        pool.map(fn, [1])
+    except Odd:
+        print(*[name for name in sys.modules if name.startswith("mpgrad.workers")])
+"""
+
+
+def test_the_parent_imports_nothing_of_the_workers_side() -> None:
+    """Nor does what comes from a worker name anything there: an exception that is put together again did."""
+    ended = subprocess.run([sys.executable, "-c", ODD_EXCEPTION], capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "\n")
+
+
+# --- the oracle itself
+
+
+def test_the_oracle_fails_on_what_is_wrong(nursery: mpgrad.Pool) -> None:
+    items = [torch.ones(2, dtype=torch.float64, requires_grad=True)]
+    captured = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    caller = os.getpid()
+
+    class WrongGradient(torch.autograd.Function):
+        """Right in the caller, wrong in a worker."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2 if os.getpid() == caller else torch.nextafter(grad * 2, grad * 3)
+
+    def wrong_value(x: torch.Tensor) -> torch.Tensor:
+        return x * 1 if os.getpid() == caller else torch.nextafter(x, x + 1)
+
+    def wrong_structure(x: torch.Tensor) -> object:
+        return [x] if os.getpid() == caller else x
+
+    def negative_zero(x: torch.Tensor) -> torch.Tensor:
+        return x * (0.0 if os.getpid() == caller else -0.0)
+
+    def transposed(x: torch.Tensor) -> torch.Tensor:
+        square = x.repeat(2, 1)
+        return square.clone() if os.getpid() == caller else square.t().clone(memory_format=torch.contiguous_format).t()
+
+    def detached(x: torch.Tensor) -> torch.Tensor:
+        return x * 1 if os.getpid() == caller else (x * 1).detach()
+
+    with mpgrad.Pool(1) as pool:
+        assert_same_as_serial(lambda x: x * captured, items, pool)
+        for fn, message in (
+            (WrongGradient.apply, "gradient of input 0: the pool and the serial loop differ by up to"),
+            (wrong_value, "item 0, value: the pool and the serial loop differ by up to"),
+            (wrong_structure, "item 0: the pool gave a Tensor, the serial loop a list"),
+            (negative_zero, "item 0, value: the pool and the serial loop differ by up to 0"),
+            (transposed, r"item 0, value: the pool gave a .* strides \(1, 2\), the serial loop a .* strides \(2, 1\)"),
+            (detached, "item 0: requires_grad is False, serially True"),
+        ):
+            with pytest.raises(AssertionError, match=message):
+                assert_same_as_serial(fn, items, pool)
+
+        class WrongSecond(WrongGradient):
+            """Right in its first derivative, everywhere."""
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                return grad * 2 if os.getpid() == caller else (grad * 2 + (grad - grad.detach()))
+
+        assert_same_as_serial(WrongSecond.apply, items, pool)
+        with pytest.raises(AssertionError, match="derivative of order 2 of input 0: the pool"):
+            assert_same_as_serial(lambda x: WrongSecond.apply(x * x) ** 2, items, pool, order=2)
+        with pytest.raises(ValueError, match=r"order must be at least 0 \(order: -1\)"):
+            assert_same_as_serial(abs, items, pool, order=-1)
+        with pytest.raises(AssertionError, match="gradient of capture 0: the pool and the serial loop differ"):
+            assert_same_as_serial(lambda x: WrongGradient.apply(captured) * x, items, pool, rtol=0.0)
+
+
+CALLS = [0]
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    CALLS[0] += 1
+    return x * CALLS[0]
+
+
+class Counts:
+    calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def counts_in_a_closure(start: int, period: int) -> Any:
+    calls = start
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls = (calls + 1) % period
+        return x * calls
+
+    return fn
+
+
+def adds_what_came_before(x: torch.Tensor, before: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006
+    before.append(x.detach().sum())
+    return x + sum(before)
+
+
+def adds_what_came_since_the_largest(x: torch.Tensor, before: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006
+    if x.numel() == 1:
+        before.clear()
+    before.append(x.detach().sum())
+    return x + sum(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100])
+def test_the_oracle_fails_on_what_depends_on_other_calls(pool2: mpgrad.Pool, count: int) -> None:
+    items = [torch.ones(1 + n % 3, requires_grad=True) for n in range(count)]
+    functions = [counts, Counts(), counts_in_a_closure(0, 1000), counts_in_a_closure(7, 2 if count == 1 else count)]
+    for fn in [*functions, adds_what_came_before, adds_what_came_since_the_largest][: 5 if count == 1 else 6]:
+        with pytest.raises(AssertionError, match=r"item \d+: the function gives something else when it is called again, or in"):
+            assert_same_as_serial(fn, items, pool2)
+
+
+class Held:
+    """Its equality is identity."""
+
+    def __init__(self, tensor: torch.Tensor, *rest: Any) -> None:
+        self.tensor = tensor
+        self.rest = rest
+
+
+@dataclasses.dataclass
+class Compared:
+    tensor: torch.Tensor
+    rest: Any = None
+
+
+class Alternates(torch.autograd.Function):
+    """Its gradients count the calls of its backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Alternates.calls += 1
+        return grad * Alternates.calls
+
+
+@pytest.mark.parametrize("kind", [Held, Compared])
+def test_the_oracle_looks_into_objects(pool2: mpgrad.Pool, kind: Callable[..., Any]) -> None:
+    items = [torch.ones(1 + n, requires_grad=True) for n in range(2)]
+    caller, again = os.getpid(), "called again"
+    rests: list[Any] = [1, "tensor", {"rest", "b", 3}, math.nan, numpy.full(3, math.nan), numpy.full(5000, math.nan), kind(2.0)]
+    for rest in [*rests, lambda y: y + 1]:
+        assert_same_as_serial(lambda x, rest=rest: kind(x * 2, rest), items, pool2, order=2)
+    for fn, words in (
+        (lambda x: kind(counts(x)), again),
+        (lambda x: kind(x, counts(torch.ones(())).item()), again),
+        (lambda x: kind(x, numpy.full(5000, counts(torch.ones(())).item())), again),
+        (lambda x: kind(x * torch.rand(())), "draws random numbers, and these are all that differs"),
+        (lambda x: kind(x.detach() if os.getpid() == caller else x), "item 0: requires_grad is True, serially False"),
+        (lambda x: kind(x, os.getpid() == caller), "item 0: the pool gave .*, the serial loop"),
+        (lambda x: [kind(x, x) if os.getpid() == caller else kind(x, x * 1)], "item 0: the results differ in structure"),
+        (lambda x: kind(Alternates.apply(x)), "gradient of input 0: the pool and the serial loop differ"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            assert_same_as_serial(fn, items, pool2)
+
+
+def test_the_oracle_copies_items_that_are_objects(pool2: mpgrad.Pool) -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def written_to(item: Held) -> torch.Tensor:
+        item.tensor.add_(1)
+        item.rest[0][0] += 1
+        return item.tensor * weight * item.rest[0][0]
+
+    items = [Held(torch.ones(2), array) for array in (numpy.zeros(3), numpy.zeros(5000))]
+    assert_same_as_serial(written_to, items, pool2)
+    assert not any(item.rest[0].any() for item in items) and items[0].tensor.equal(torch.ones(2))
+    leaves = [Held(torch.ones(2, requires_grad=True)) for _ in range(2)]
+    assert_same_as_serial(lambda item: item.tensor.exp() * weight, leaves, pool2, order=2)
+    with pytest.raises(AssertionError, match="gradient of input 0: the pool and the serial loop differ"):
+        assert_same_as_serial(lambda item: Alternates.apply(item.tensor), leaves, pool2)
+
+
+def test_to_the_oracle_what_is_not_a_number_is_alike(pool2: mpgrad.Pool) -> None:
+    items = [torch.ones(3), torch.full((3,), math.nan)]
+    nans = [math.nan, numpy.float64("nan"), numpy.array([math.nan, 1.0]), numpy.full(5000, math.nan), complex(math.nan, 1)]
+    for nan in nans:
+        assert_same_as_serial(lambda x, nan=nan: (x.sum(), nan), items, pool2)
+    fresh = [lambda: float("nan"), lambda: numpy.array([numpy.nan, 1.0]) * 2, lambda: -numpy.full(2, numpy.nan)]
+    for make in fresh:
+        assert_same_as_serial(lambda x, make=make: (x.sum(), make()), items, pool2)
+    for changes in (lambda: counts(torch.ones(())).item(), lambda: numpy.array([numpy.nan, counts(torch.ones(())).item()])):
+        with pytest.raises(AssertionError, match="called again"):
+            assert_same_as_serial(lambda x, changes=changes: (x.sum(), changes()), items, pool2)
+
+
+def test_the_oracle_says_that_random_numbers_are_others(pool2: mpgrad.Pool) -> None:
+    items = [torch.ones(n, requires_grad=True) for n in (2, 3)]
+    caller = os.getpid()
+    draw = [lambda x: x * torch.rand(()), lambda x: x * random.random(), lambda x: x * numpy.random.rand()]
+    for fn in [*draw, torch.nn.Dropout(0.5)]:
+        with pytest.raises(AssertionError, match=r"draws random numbers, and these are all that differs.* a seed"):
+            assert_same_as_serial(fn, items, pool2)
+        with pytest.raises(AssertionError, match=r"draws random numbers, .*; that is not all that differs"):
+            assert_same_as_serial(lambda x, fn=fn: fn(x) + (os.getpid() != caller), items, pool2)
+    assert_same_as_serial(lambda x: (torch.rand(2), x * 2)[1], items, pool2)  # they change nothing
+
+    def seeded(item: tuple[int, torch.Tensor]) -> torch.Tensor:
+        return item[1] * torch.rand((), generator=torch.Generator().manual_seed(item[0]))
+
+    assert_same_as_serial(seeded, list(enumerate(items)), pool2)
+
+
+def test_the_oracle_fails_on_writes_to_captures(pool2: mpgrad.Pool) -> None:
+    items = [torch.ones(3), torch.ones(3)]
+    state, array = torch.zeros(3), numpy.zeros(5000)
+
+    def to_array(x: torch.Tensor) -> torch.Tensor:
+        array[0] += 1
+        return x * 2
+
+    for fn in (lambda x: (state.add_(x), x * 2)[1], to_array, torch.nn.BatchNorm1d(3).requires_grad_(False)):
+        with pytest.raises(AssertionError, match=r"writes to a tensor or array that it captures \(a torch\..* of shape"):
+            assert_same_as_serial(
+                fn, [x[None].repeat(2, 1) for x in items] if isinstance(fn, torch.nn.Module) else items, pool2
+            )
+
+
+class WrongGradientOfCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
+    items = [torch.ones(3, requires_grad=True)]
+    caller = os.getpid()
+
+    def second_call_in_a_worker(x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() == caller:
+            return x * 2
+        sys.calls = getattr(sys, "calls", 0) + 1  # type: ignore[attr-defined]
+        return x * (1 + sys.calls) if sys.calls < 3 else x * 2  # type: ignore[attr-defined]
+
+    with mpgrad.Pool(1) as pool:
+        with pytest.raises(AssertionError, match=r"item 0, value: .* differ by up to 1 \(last item first, one by one\)$"):
+            assert_same_as_serial(second_call_in_a_worker, items, pool)
+        for fn, what in (
+            (lambda x: x * (2 if x.is_leaf else 3), "item 0, value"),
+            (lambda x: WrongGradientOfCopies.apply(x, 2 if x.is_leaf else 3), "gradient of input 0"),
+        ):
+            with pytest.raises(AssertionError, match=rf"{what}: .* differ .* \(in the caller\)$"):
+                assert_same_as_serial(fn, items, pool)
+        with pytest.raises(AssertionError, match=r"item 0, value: the pool and the serial loop differ by up to 1"):
+            assert_same_as_serial(lambda x: torch.tensor([os.getpid() == caller]), items, pool)
+        assert_same_as_serial(lambda x: x * 2, [], pool)
+        with pytest.raises(AssertionError, match=r"the pool gave 2 results, the serial loop 1"):
+            assert_same_as_serial(lambda x: x * 2, items, pool, run=lambda pool, fn, items: pool.map(fn, [*items, items[0]]))
+
+
+def test_the_oracle_gives_views_of_what_the_items_are_views_of(pool2: mpgrad.Pool) -> None:
+    batch = torch.arange(40.0).view(4, 10)
+    rows = [row.requires_grad_() for row in batch]
+    assert_same_as_serial(lambda x: x.as_strided((2,), (3,)), rows, pool2)
+    assert_same_as_serial(lambda x: x.as_strided((2,), (3,), 0) * x[:2], [row[1:] for row in rows], pool2)
+    columns = copies([batch[:, 3], (batch[:, 5] * 1)[::2], batch[:, 3].requires_grad_() * 1])
+    assert [each.stride() for each in columns] == [(10,), (2,), (1,)] and columns[0].storage_offset() == 3
+    given = torch.ones(6, requires_grad=True)
+    (no_leaf,) = copies([(given * 2)[::2]])
+    assert not no_leaf.is_leaf and no_leaf.stride() == (2,) and not no_leaf._is_view()
+
+
+IMPORTED = """
+import sys, mpgrad
+assert "torch" not in sys.modules
+mpgrad.testing.assert_same_as_serial(abs, [-1])
+"""
+
+
+def test_the_oracle_need_not_be_imported_by_name() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# --- progress
+
+
+@pytest.mark.parametrize("progress", [True, "infants"])
+def test_a_progress_bar(pool: mpgrad.Pool, progress: bool | str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pool.map(abs, range(-7, 0), progress=progress) == [7, 6, 5, 4, 3, 2, 1]
+    assert pool.map_reduce(abs, [torch.tensor(-2), torch.tensor(3)], "sum", progress=progress) == 5
+    bar = capsys.readouterr().err
+    assert "7/7" in bar and "2/2" in bar
+    assert ("infants" in bar) == (progress == "infants")
+
+
+def test_progress_without_tqdm(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match=r"progress needs tqdm, which is not installed; install mpgrad\[progress\]"):
+        pool2.map(abs, [1], progress=True)
+    assert importlib.import_module("tqdm")

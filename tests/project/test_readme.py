@@ -1,0 +1,29 @@
+"""The README's first example, and the doctor, as a user starts them. Needs no conftest.py: `plain` in tox.ini says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """In a folder of its own, so that mpgrad is the one that is installed."""
+    ended = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}"
+    return ended.stdout
+
+
+def test_the_first_example(tmp_path: Path) -> None:
+    block = re.search(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    (tmp_path / "example.py").write_text(block[1])
+    assert run(tmp_path, "example.py").count("tensor(") == 2  # the gradients that it prints
+
+
+def test_the_doctor_finds_that_pools_work(tmp_path: Path) -> None:
+    assert json.loads(run(tmp_path, "-m", "mpgrad", "doctor", "--json"))

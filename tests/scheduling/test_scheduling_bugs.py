@@ -1,0 +1,145 @@
+"""Bugs of calls, queues, callbacks and blame that were, each with its symptom and its cause."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+
+def test_calls_go_back_to_the_queue_in_their_order(nursery: mpgrad.Pool) -> None:
+    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a failure in the later one
+    # then dropped calls of the earlier one that were still wanted.
+    def fn(k: int) -> int:
+        if k == 4:
+            raise LookupError(k)
+        return k
+
+    with mpgrad.Pool(1) as pool:
+        pid = pool.apply(os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        result = pool.map_async(fn, range(6), 4)
+        time.sleep(0.3)  # both chunks are in the pipe of the stopped worker
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LookupError):
+            result.get(20)
+
+
+class KillsItsLoader:
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+    def __call__(self, x: int) -> int:
+        return x
+
+
+def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without counting.
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"exited with status 3 \(phase: loading the function, item 0\)"):
+        fresh_pool.map(KillsItsLoader(), [1])
+    assert fresh_pool.map(abs, [-1]) == [1]
+
+
+def test_a_working_directory_that_was_deleted(tmp_path: Path, nursery: mpgrad.Pool) -> None:
+    # symptom: InternalError(FileNotFoundError). cause: os.getcwd where workers are hired.
+    before = os.getcwd()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        with mpgrad.Pool(1) as pool:
+            assert pool.map(abs, [-1]) == [1]
+    finally:
+        os.chdir(before)
+
+
+def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
+    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed after its last outcome was
+    # not looked at again.
+    done = threading.Event()
+
+    def slow_source() -> Iterator[int]:
+        yield from range(3)
+        time.sleep(0.2)  # all outcomes are there before the end is known
+
+    result = pool.map_async(abs, slow_source(), callback=lambda values: done.set())
+    assert done.wait(10) and result.get() == [0, 1, 2]
+    for _ in range(10):
+        assert len(list(pool.imap(abs, range(17)))) == 17
+        assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
+    assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, timeout=5)
+
+
+def slow_source_of(count: int) -> Iterator[int]:
+    for k in range(count):
+        time.sleep(0.001)
+        yield k
+
+
+def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
+    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as multiprocessing's is.
+    results = pool2.imap(abs, range(600))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = [value for part in threads.map(lambda _: list(results), range(4)) for value in part]
+    assert sorted(found) == list(range(600))
+
+
+def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an error of its own.
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: forward, item 3\)"):
+        fresh_pool.map(lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10)
+
+
+def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
+    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of items, or targets.
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool2.map_reduce(lambda k: 1 / (k - 100), range(640), "sum")
+    assert any("raised in block 10, worker" in note for note in caught.value.__notes__)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool2.reduce(lambda target, k: target / k, [1, 0], [1.0, 2.0])
+    assert any("raised in target 0, worker" in note for note in caught.value.__notes__)
+
+
+def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    # symptom: a broken pool. cause: only Exception was caught.
+    pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
+    assert pool2.map(abs, [-1]) == [1]
+    assert "a callback of the pool raised" in caplog.text
+    pool2.submit(time.sleep, 0.1).add_done_callback(lambda future: sys.exit(3))
+    assert pool2.map(abs, [-1] * 8) == [1] * 8
+    assert pool2._scheduler.wait_until(lambda: "a callback of a future raised" in caplog.text, timeout=5)
+
+
+def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: the waiter woke up when a call ended. cause: it was told with the next frame only.
+    for _ in range(4):
+        fresh_pool.submit(time.sleep, 5)
+    future = fresh_pool.submit(abs, -1)
+    threading.Timer(0.1, future.cancel).start()
+    begin = time.monotonic()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert time.monotonic() - begin < 4
+
+
+def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
+    results = pool2.imap(torch.ones, [(50_000,)] * 100)
+    next(results)
+    del results
+    gc.collect()
+    assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=5)
