@@ -22,24 +22,32 @@ LONGEST_HOLD = 0.1  # seconds: then there is time to collect
 MOST_HELD = 200_000  # new objects, ours or those of the iterable that the caller gave
 
 
+class Hold:
+    """Whoever holds the collector off; at the latest until it is gone, should an interrupt come before anything else."""
+
+    def __del__(self) -> None:
+        if id(self) in HOLDERS.holds:
+            HOLDERS.let_go(self)
+
+
 class Holders:
     """The collector belongs to the process, and several threads may run operations."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.holds: set[object] = set()
+        self._lock = threading.RLock()  # a hold may end within it
+        self.holds: set[int] = set()
         self._was_on = False  # before the first of them
 
-    def add(self, hold: object) -> None:
+    def add(self, hold: Hold) -> None:
         with self._lock:
             if not self.holds:
                 self._was_on = self._was_on or gc.isenabled()
-            self.holds.add(hold)
+            self.holds.add(id(hold))
             gc.disable()
 
-    def let_go(self, hold: object) -> None:
+    def let_go(self, hold: Hold) -> None:
         with self._lock:
-            self.holds.discard(hold)
+            self.holds.discard(id(hold))
             if not self.holds and self._was_on:
                 gc.enable()
                 self._was_on = False
@@ -48,7 +56,7 @@ class Holders:
         """Those who hold it are threads of the parent, or come back to a hold that is over."""
         if self.holds and self._was_on:
             gc.enable()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
 
 HOLDERS = Holders()
@@ -57,16 +65,12 @@ os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 @contextlib.contextmanager
 def collector_held() -> Iterator[None]:
-    hold = object()
+    hold = Hold()
     try:
         HOLDERS.add(hold)
         yield
     finally:
-        try:
-            HOLDERS.let_go(hold)
-        except BaseException:  # KeyboardInterrupt, before it was done
-            HOLDERS.let_go(hold)
-            raise
+        HOLDERS.let_go(hold)
 
 
 def let_collector_look() -> None:

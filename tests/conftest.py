@@ -28,6 +28,8 @@ from mpgrad.system import PORTABLE
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor keeps processes, on torch 2.8 from its import on
+
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 

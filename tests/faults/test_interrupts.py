@@ -713,6 +713,7 @@ class Interrupter:
 PACKAGE = os.path.dirname(mpgrad.__file__)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
 def test_an_interrupt_leaves_the_collector_on() -> None:
     for at in range(1, 100):
         interrupter = Interrupter(at)

@@ -204,6 +204,8 @@ class Unruly(dict[Any, Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__getstate__":  # which pickle asks for, up to Python 3.10
+            raise AttributeError(name)
         raise ValueError(f"no {name} yet")
 
 
