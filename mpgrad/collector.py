@@ -26,8 +26,7 @@ class Hold:
     """Whoever holds the collector off; at the latest until it is gone, should an interrupt come before anything else."""
 
     def __del__(self) -> None:
-        if id(self) in HOLDERS.holds:
-            HOLDERS.let_go(self)
+        HOLDERS.let_go(self)
 
 
 class Holders:

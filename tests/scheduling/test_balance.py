@@ -17,7 +17,7 @@ from conftest import staffed
 import mpgrad
 from mpgrad.calls.packing import pickled_function
 from mpgrad.scheduling.queue import SORTED
-from mpgrad.submission.feeding import MOST_BUNDLED
+from mpgrad.scheduling.sizes import MOST_BUNDLED
 
 
 @pytest.fixture
