@@ -36,7 +36,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
-CALLS_OF_TASKS = ("worker.py", "_make"), ("private.py", "gradients")
+CALLS_OF_TASKS = ("call_run.py", "run"), ("autograd.py", "gradients")  # in `workers`, `torch_state.private`
 # no mistake of mpgrad's; an interrupt comes wherever somebody waits
 OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, KeyboardInterrupt, PoolClosedError, WorkerDiedError)
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does

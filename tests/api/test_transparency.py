@@ -26,6 +26,13 @@ def serial(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     return [fn(item) for item in items]
 
 
+def results_of(futures: list[Any]) -> list[Any]:
+    """Of all it is asked how they ended: a failure that nobody asks for would surface in another test."""
+    for future in futures:
+        future.exception()
+    return [future.result() for future in futures]
+
+
 OPERATIONS: dict[str, Callable[[mpgrad.Pool], Loop]] = {
     "map": lambda pool: pool.map,
     "map in chunks": lambda pool: functools.partial(pool.map, chunksize=3),
@@ -33,7 +40,7 @@ OPERATIONS: dict[str, Callable[[mpgrad.Pool], Loop]] = {
     "apply": lambda pool: lambda fn, items: [pool.apply(fn, (item,)) for item in items],
     "imap": lambda pool: lambda fn, items: list(pool.imap(fn, items)),
     "map_async": lambda pool: lambda fn, items: pool.map_async(fn, items).get(),
-    "submit": lambda pool: lambda fn, items: [f.result() for f in [pool.submit(fn, item) for item in items]],
+    "submit": lambda pool: lambda fn, items: results_of([pool.submit(fn, item) for item in items]),
     # a fold of one item into nothing else, and a tree whose leaves are lists: every way that calls can be run
     "reduce": lambda pool: lambda fn, items: [pool.reduce(Applied(fn), [item], None) for item in items],
     "map_reduce": lambda pool: lambda fn, items: pool.map_reduce(Listed(fn), items, joined, []),
