@@ -6,9 +6,10 @@ and captures it came from, and its backward runs in the worker that made it.
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
         sum(results).backward()            # so is this
-Caller only. Public methods, with what they take and raise; what they do is in `submission`. The module is longer than others
-because most of it is docstrings.
+Caller only. Public methods, with what they take and raise; what they do is in `submission`.
 """
+
+# long because: three lines in four are signatures and docstrings of the public interface
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from mpgrad.tracebacks import without_own_frames
 __all__ = ["Pool", "PoolWorker"]
 
 
-# longer than other classes: three lines in four are signatures and docstrings of the public interface
+# long because: see the head of the module
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
@@ -115,6 +116,7 @@ class Pool:
         inline: str = "auto",
         devices: Device | Sequence[Device] | None = None,
     ) -> None:
+        # long because: each argument is the user's to name
         behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
@@ -136,7 +138,7 @@ class Pool:
         )
         settings = options.settings()
         self._scheduler = start_engine(engine, settings, context)
-        self._submitter = Submitter(options, self._scheduler, settings.workers)
+        self._submitter = Submitter(options, self._scheduler, settings.workers)  # of executor, nn and testing too
         OPEN.add(self._scheduler)
         # not of the pool: graphs that torch.func follows ask for further operations without it
         self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
