@@ -138,7 +138,7 @@ class Pool:
         )
         settings = options.settings()
         self._scheduler = start_engine(engine, settings, context)
-        self._submitter = Submitter(options, self._scheduler, settings.workers)  # of executor, nn and testing too
+        self._submitter = Submitter(options, self._scheduler, settings.workers)
         OPEN.add(self._scheduler)
         # not of the pool: graphs that torch.func follows ask for further operations without it
         self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
