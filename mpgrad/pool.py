@@ -6,11 +6,10 @@ and captures it came from, and its backward runs in the worker that made it.
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
         sum(results).backward()            # so is this
-Caller only. Public methods, with what they take and raise; what they do is in `submission`. The module is longer than others
-because most of it is docstrings.
+Caller only. Public methods, with what they take and raise; what they do is in `submission`.
 """
 
-# long because: see the class
+# long because: three lines in four are signatures and docstrings of the public interface
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from mpgrad.tracebacks import without_own_frames
 __all__ = ["Pool", "PoolWorker"]
 
 
-# long because: three lines in four are signatures and docstrings of the public interface
+# long because: see the head of the module
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
@@ -99,7 +98,6 @@ class Pool:
     """
 
     @suggests("Pool")
-    # long because: it is public, as are its parameters
     def __init__(
         self,
         processes: int | None = None,
@@ -118,6 +116,7 @@ class Pool:
         inline: str = "auto",
         devices: Device | Sequence[Device] | None = None,
     ) -> None:
+        # long because: each argument is the user's to name
         behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"

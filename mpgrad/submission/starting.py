@@ -1,8 +1,8 @@
 """How an operation begins: a function is checked and pickled, its captures are placed, modes and a seed are fixed. Caller only.
 
-    [1] prepare: what may be refused, refused; function pickled ──► modes, seed ──► [2] begin: captures placed, an operation
-Guarantees: what is refused has drawn no random number of the caller's; all operations of one map run the same function under
-    the same modes and from the same seed.
+    [1] prepare: what may be refused, refused; function pickled ──► seed ──► [2] begin: captures placed, modes, an operation
+Guarantees: what is refused has drawn no random number of the caller's; all operations of one map run the same function from
+    the same seed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prepared(NamedTuple):
     options: CallOptions
     request: Request | None  # where its calls are to run
     seconds: float | None  # that each may take
-    modes: Modes
+    modes: Modes | None  # None: the caller's; those of a map that runs in the caller need not be known
     seed: int | None
 
 
@@ -65,13 +65,10 @@ class Starter:
         check_untraced()
         seconds = self._options.seconds(options.timeout)
         self._scheduler.life.check_open()
-        kind = self._scheduler.packer.kind
         with outside_transforms():
             request = requested(options.device, self._options.device_codes)
-            pickled = pickled_function(function, kind, like)
-        if modes is not None:
-            return Prepared(pickled, options, request, seconds, modes, None)
-        return Prepared(pickled, options, request, seconds, current_modes(kind), self.draw_seed())
+            pickled = pickled_function(function, self._scheduler.packer.kind, like)
+        return Prepared(pickled, options, request, seconds, modes, self.draw_seed() if modes is None else None)
 
     def begin(
         self,
@@ -106,7 +103,8 @@ class Starter:
             eager=eager,
             at_rest=at_rest,
         )
-        return kind(Conditions(shared, modes, seed, first), home, captures, how)
+        now = modes or current_modes(scheduler.packer.kind)
+        return kind(Conditions(shared, now, seed, first), home, captures, how)
 
     def draw_seed(self) -> int | None:
         """A number of the caller's generator, where workers have generators that it can be given to."""

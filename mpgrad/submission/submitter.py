@@ -28,7 +28,7 @@ from mpgrad.submission.feeding import Feeder
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import Source, callable_of, first_of
 from mpgrad.submission.starting import Prepared, Starter, check_untraced
-from mpgrad.torch_state.modes import Modes, current_modes
+from mpgrad.torch_state.modes import Modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
 
 __all__ = ["Submitter"]
@@ -175,7 +175,7 @@ class Submitter:
     def failed_call(self, error: BaseException) -> DifferentiableFuture:
         """The future of a call that could not be sent."""
         check_untraced()
-        prepared = Prepared(pickled_function(abs), CallOptions(), None, None, current_modes(), 0)
+        prepared = Prepared(pickled_function(abs), CallOptions(), None, None, None, 0)
         operation = self._begin_submitted(prepared)
         future = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         operation.added, operation.sealed = 1, True
