@@ -24,7 +24,7 @@ from mpgrad.wire.messages import NewSlab, SlabsGone
 from mpgrad.wire.mirror import Mirror
 
 HERE = Path(__file__).parent
-CORE = ("map", "backward", "reduction", "captures", "higher_order", "functional", "recovery", "contexts", "graphs_of_calls")
+CORE = ("map", "backward", "reduction", "captures", "higher_order", "recovery")
 
 
 @contextlib.contextmanager
