@@ -24,7 +24,8 @@ from mpgrad.wire.messages import NewSlab, SlabsGone
 from mpgrad.wire.mirror import Mirror
 
 HERE = Path(__file__).parent
-CORE = ("map", "backward", "reduction", "captures", "higher_order", "recovery")
+# test_recovery.py passes too, in minutes: each worker that dies is followed by a program that imports torch
+CORE = ("map", "backward", "reduction", "captures", "higher_order")
 
 
 @contextlib.contextmanager
