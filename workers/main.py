@@ -33,7 +33,7 @@ from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
 
-__all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
+__all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_link", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
 

@@ -3,7 +3,7 @@
                          scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To write one: say its
-`Traits`, start workers that run `mpgrad.workers.main.serve` with their end of a link, and add it to `kinds.ENGINES`. Where
+`Traits`, start workers that run `mpgrad.workers.main.serve_link` with their end of a link, and add it to `kinds.ENGINES`. Where
 the two sides share no memory, the links mirror it (see `wire.mirror`).
 """
 

@@ -53,7 +53,7 @@ class SocketEngine:
     """Guarantees: no polling: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe."""
 
     def __init__(self, launcher: Launcher, mirrored: bool = False) -> None:
-        """`mirrored`: workers share no memory with us, so they have to hold the other end of their link to be so, too."""
+        """`mirrored`: workers share no memory with us, so they need a mirror at their end, too."""
         self.launcher = launcher
         self.mirrored = mirrored
         self.can_kill = launcher.can_kill
@@ -92,8 +92,12 @@ class SocketEngine:
                 os.read(self._wake_read, 4096)
                 continue
             if mask & selectors.EVENT_WRITE:
-                with contextlib.suppress(ConnectionError):  # it died; what it had sent is read first
+                try:
                     link.flush()
+                except ConnectionError:
+                    pass  # it died; what it had sent is read first
+                except OSError:  # what it was sent is not whole
+                    link.kill()
                 self.watch(link)
             if mask & selectors.EVENT_READ:
                 found.append(link)

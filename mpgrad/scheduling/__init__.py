@@ -1,4 +1,4 @@
-"""Who does what, when: chunks to workers, backwards, deaths, limits. Caller only, in the pool's own thread.
+"""Who does what, when: chunks to workers, backwards, deaths, limits. Caller only, most of it in the pool's own thread.
 
 Imports `calls`, `engines` and what is below them. Nothing here waits for a worker, but for `dispatcher`, between two turns.
 

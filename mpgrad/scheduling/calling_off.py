@@ -114,7 +114,8 @@ class CallingOff:
             if worker.doomed is None and overdue_at(worker) <= now:
                 self._drain(worker)  # we may have been late, and it not
                 if worker.gone is None and overdue_at(worker) <= now:
-                    worker.overdue = next(iter(worker.under_way.chunks.values())).timeout
+                    first = worker.under_way.first
+                    worker.overdue = None if first is None else first.timeout
                     worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.under_way.begun())
                     worker.link.kill(FAREWELL)  # the end of its pipe is read next, as of any that dies
             elif worker.doomed is not None and worker.doomed.moment <= now:

@@ -126,7 +126,7 @@ class SumLedger:
     def note(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.setdefault(function, {})
         sums[task, levels] = None
-        forget_oldest(sums)  # as the worker does
+        forget_oldest(sums)  # as the worker does, which keeps the eager sum beside
 
     def forget(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.get(function, {})

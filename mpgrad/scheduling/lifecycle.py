@@ -95,7 +95,7 @@ class Lifecycle:
         """
         self.check_process()
         if self.broken is not None:
-            raise self.broken.with_traceback(None)
+            raise copy.copy(self.broken)
         if self.phase > Phase.OPEN:
             raise PoolClosedError(f"the pool is closed; make a new one, or call it {INSIDE}")
 

@@ -1,7 +1,7 @@
 """The chunks that a worker has been sent and has not answered, and how far it has come with them. Caller's side.
 
 A worker writes what it begins into memory that the caller reads (see `wire.messages.Progress`), and looks there, before each
-call, whether the caller has called the chunk off. Where that memory is not shared it says so (`Begun`), and cannot be told.
+call, whether the caller has called the chunk off. Where no memory is shared the worker sends `Begun`, and cannot be told.
 
 Assumes: called by the scheduling thread.
 """
@@ -36,9 +36,6 @@ class UnderWay:
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
-
-    def __len__(self) -> int:
-        return len(self.chunks)
 
     def add(self, number: int, chunk: Chunk) -> None:
         if not self.chunks:

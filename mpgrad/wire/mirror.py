@@ -26,6 +26,7 @@ class Mirror:
         self._slabs: dict[int, Slab] = {}
         self._lent: dict[int, int] = {}  # address of a slot -> how often it is lent there now
         self._to_carry: dict[int, memoryview] = {}  # by address
+        self._known: set[int] = set()  # slabs that the other side has heard of
 
     def carry(self, holder: Slot | Borrowed) -> None:
         address = address_of(holder)
@@ -41,15 +42,32 @@ class Mirror:
             self._lent[address] = left
 
     def enclose(self, messages: list[Message], payload: Sequence[bytes]) -> tuple[list[Message], Sequence[bytes]]:
-        """The frame with all that has to be carried."""
-        if not self._to_carry:
+        """The frame with what has to be carried; what lies in a slab that is still to be introduced waits for a later one."""
+        for message in messages:
+            if isinstance(message, NewSlab):
+                self._known.add(message.number)
+            elif isinstance(message, SlabsGone):
+                self._known.difference_update(message.numbers)
+        carried = {address: memory for address, memory in self._to_carry.items() if slab_of(address) in self._known}
+        if not carried:
             return messages, payload
-        carried, self._to_carry = self._to_carry, {}
+        for address in carried:
+            del self._to_carry[address]
         slots = [(address, memory.nbytes) for address, memory in carried.items()]
         return [Carried(slots), *messages], [*payload, *map(bytes, carried.values())]
 
     def open(self, messages: list[Message], payload: memoryview) -> tuple[list[Message], memoryview, list[int]]:
-        """What the other side sent, with the descriptors of mirrors for its new slabs; what it carried is in its place."""
+        """What the other side sent, with the descriptors of mirrors for its new slabs; what it carried is in its place.
+
+        Raises:
+            MemoryError: there is no room for that here.
+        """
+        try:
+            return self._opened(messages, payload)
+        except (OSError, RuntimeError) as error:
+            raise MemoryError(f"no room for a mirror of another machine's memory ({error})") from error
+
+    def _opened(self, messages: list[Message], payload: memoryview) -> tuple[list[Message], memoryview, list[int]]:
         descriptors = []
         for message in messages:
             if isinstance(message, NewSlab):
@@ -64,8 +82,9 @@ class Mirror:
         place = payload.nbytes - sum(nbytes for _, nbytes in first.slots)
         payload, behind = payload[:place], payload[place:]
         for address, nbytes in first.slots:
-            offset = address & OFFSET_MASK
-            self._slabs[slab_of(address)].memory[offset : offset + nbytes] = behind[:nbytes]
+            slab, offset = self._slabs[slab_of(address)], address & OFFSET_MASK
+            slab.reserve(offset, nbytes, nbytes)
+            slab.memory[offset : offset + nbytes] = behind[:nbytes]
             behind = behind[nbytes:]
         return messages[1:], payload, descriptors
 
