@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import psutil
-
-__all__ = ["PoolStats", "WorkerStats", "resident_bytes"]
+__all__ = ["PoolStats", "WorkerStats"]
 
 
 class WorkerStats(NamedTuple):
@@ -65,11 +63,3 @@ class PoolStats(NamedTuple):
     system_calls: int
     bytes_copied: int
     slots_made: int
-
-
-def resident_bytes(pid: int) -> int:
-    """Of a process; 0 where it has ended."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0

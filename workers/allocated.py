@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
-import psutil
-
-from mpgrad.system import PORTABLE
+from mpgrad.system import PORTABLE, resident_bytes
 
 __all__ = ["memory_in_use"]
 
@@ -46,4 +45,4 @@ def memory_in_use() -> int:
         return int(state.uordblks + state.hblkhd)
     if MSTATS is not None:
         return int(MSTATS().bytes_used)
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes(os.getpid())

@@ -25,7 +25,6 @@ from mpgrad.errors import UncarriedResultError
 from mpgrad.pickling import structure
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.state import loads_whole
-from mpgrad.pickling.uncarried import why_not
 from mpgrad.wire.messages import Forward, ForwardCall, Rerun, Structure
 from mpgrad.wire.tensor_refs import (
     LEAF,
@@ -247,6 +246,8 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         try:
             shape, tensors = structure.dumps(value)
         except Exception as error:
+            from mpgrad.pickling.uncarried import why_not  # only an error needs it
+
             raise UncarriedResultError(why_not(error, "the result", value), repr(error), described(value)) from error
     try:
         for tensor in tensors:

@@ -18,7 +18,7 @@ from mpgrad.workers.station import Station
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.wire.messages import Define, Failure, Forget
-from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, TensorRef, flags_in, view, with_more_behind
+from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, flags_in, with_more_behind
 
 __all__ = ["Code", "Function", "FunctionTable"]
 
@@ -95,19 +95,17 @@ class FunctionTable:
             self._functions[message.function] = failure(error, "loading the function")
 
     def _loaded(self, message: Define) -> Function:
-        block = memoryview(b"")
-        if message.block is not None:
-            block = self._loans.borrow_block(*message.block)
         refs = self._station.named(message.captures, message.gathers)
         with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
-            captures = [self._capture(ref, block) for ref in refs]
+            tensors = self._loans.captures(message.block, refs)
+            captures = [as_captured(tensor, ref.flags) for tensor, ref in zip(tensors, refs, strict=True)]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
-        number, state, tensors = 0, b"", 0
+        number, state, in_state = 0, b"", 0
         if message.state is not None:
-            number, tensors = message.state.number, message.state.tensors
+            number, in_state = message.state.number, message.state.tensors
             state = self._states.get(number) or b""
         code = self._codes[message.code]
-        target, modules = loads_with_state(code.pickled, captures, number, state, tensors)
+        target, modules = loads_with_state(code.pickled, captures, number, state, in_state)
         return Function(
             code,
             target,
@@ -123,13 +121,6 @@ class FunctionTable:
             sums=FunctionSums(),
         )
 
-    def _capture(self, ref: TensorRef, block: memoryview) -> torch.Tensor:
-        tensor = view(ref, block, self._loans.borrow)
-        needs_grad = bool(ref.flags & REQUIRES_GRAD)
-        if ref.flags & PARAMETER:
-            return torch.nn.Parameter(tensor, requires_grad=needs_grad)
-        return tensor.requires_grad_(needs_grad)
-
     def forget(self, message: Forget) -> None:
         for number in message.functions:
             known = self._functions.pop(number, None)
@@ -142,3 +133,10 @@ class FunctionTable:
             self._forgotten_bytes = 0
             known = None
             gc.collect()
+
+
+def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    needs_grad = bool(flags & REQUIRES_GRAD)
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=needs_grad)
+    return tensor.requires_grad_(needs_grad)

@@ -55,10 +55,16 @@ class Loans:
     def borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
-    def borrow_block(self, address: int, nbytes: int) -> memoryview:
-        """All captures of a function."""
-        block: memoryview = self._lenders.borrow(address, nbytes, private=True)
-        return block
+    def captures(self, block: tuple[int, int] | None, refs: Sequence[TensorRef]) -> list[torch.Tensor]:
+        """Those of a function; `block`: address and size of what holds the small ones."""
+        content = memoryview(b"")
+        if block is not None:
+            try:
+                content = self._lenders.borrow(*block, private=True)
+            except BaseException:
+                self._unread.extend((ref.place, 1) for ref in lent(refs))
+                raise
+        return self.views(refs, content)
 
     def give_back_unread(self, step: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
         """What was lent to us for something that does not run."""

@@ -57,7 +57,7 @@ class Loopback:
         return bool(self.frames)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        """There is no process to kill."""
+        """There is no process to kill, and when this is asked no call runs."""
 
     def close(self) -> None:
         self.frames.clear()
@@ -69,7 +69,6 @@ class Loopback:
 
 
 class InlineEngine:
-    can_kill = False
     copies_caller = False
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ class WorkerLink(Link, Protocol):
         ...
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        """End the worker by a signal, also in the middle of a call; where it cannot be, nothing happens."""
+        """End the worker by a signal, also in the middle of a call; what is no process ends after the call that it is in."""
         ...
 
     def end(self) -> int | None:
@@ -52,7 +52,6 @@ class Engine(Protocol):
     """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
 
     traffic: Traffic
-    can_kill: bool
     copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
 
     def start(self, number: int) -> WorkerLink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import selectors
 import signal
@@ -37,7 +38,10 @@ class SocketLink(Channel):
         return self._engine.has_more(self)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
-        self._engine.launcher.kill(self.number, by)
+        if self._engine.launcher.can_kill:
+            self._engine.launcher.kill(self.number, by)
+        else:
+            self.hang_up()
 
     def end(self) -> int | None:
         self._engine.unwatch(self)
@@ -56,17 +60,17 @@ class SocketEngine:
         """`mirrored`: workers share no memory with us, so they need a mirror at their end, too."""
         self.launcher = launcher
         self.mirrored = mirrored
-        self.can_kill = launcher.can_kill
         self.copies_caller = launcher.copies_caller
         self.traffic = Traffic()
         self._watched: dict[int, int] = {}  # by worker: which events of its pipe
         with contextlib.ExitStack() as undo:  # what was opened, should no descriptor be left for the rest
             undo.callback(launcher.close)
-            self._wake_read, self._wake_write = os.pipe()
-            undo.callback(os.close, self._wake_read)
-            undo.callback(os.close, self._wake_write)
-            os.set_blocking(self._wake_read, False)
-            os.set_blocking(self._wake_write, False)
+            read, write = os.pipe()
+            # as objects they know that they are closed, when somebody wakes us late: the numbers may be other files' then
+            self._wake_read = undo.enter_context(io.FileIO(read))
+            self._wake_write = undo.enter_context(io.FileIO(write, "w"))
+            os.set_blocking(read, False)
+            os.set_blocking(write, False)
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._selector.register(self._wake_read, selectors.EVENT_READ)
             undo.pop_all()
@@ -89,7 +93,7 @@ class SocketEngine:
             link: SocketLink | None = key.data
             if link is None:
                 self.traffic.system_calls += 2  # this, and the write that woke us
-                os.read(self._wake_read, 4096)
+                self._wake_read.read(4096)
                 continue
             if mask & selectors.EVENT_WRITE:
                 try:
@@ -104,15 +108,14 @@ class SocketEngine:
         return found
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # the pipe is full, so it is being woken, or closed, so it has ended
-            os.write(self._wake_write, b"!")
+        with contextlib.suppress(ValueError):  # closed, so it has ended; a pipe that is full takes nothing, and wakes it, too
+            self._wake_write.write(b"!")
 
     def close(self) -> None:
         self.launcher.close()
         self._selector.close()
-        read, write, self._wake_write = self._wake_read, self._wake_write, -1
-        os.close(read)
-        os.close(write)
+        self._wake_write.close()
+        self._wake_read.close()
 
     # --- for its links
 

@@ -25,11 +25,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 import torch
 
 from mpgrad.errors import PoolClosedError, SharedMemoryError
-from mpgrad.system import PORTABLE
+from mpgrad.system import PORTABLE, free_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Slab:
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
         """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
-        if nbytes > psutil.virtual_memory().available:
+        if nbytes > free_memory():
             raise no_room(nbytes)
         if not PORTABLE:
             try:
@@ -421,8 +420,7 @@ def no_mapping(why: str) -> SharedMemoryError:
 
 
 def no_room(nbytes: int) -> SharedMemoryError:
-    free = psutil.virtual_memory().available
     return SharedMemoryError(
-        f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free:,} bytes of memory free); "
+        f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free_memory():,} bytes of memory free); "
         "drop results that are no longer needed, or cut the item into smaller ones"
     )

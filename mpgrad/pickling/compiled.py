@@ -24,7 +24,6 @@ import torch
 
 from mpgrad.pickling import classes
 from mpgrad.place import PLACE
-from mpgrad.torch_state import behaviours
 from mpgrad.torch_state.private import (
     before_compiler,
     compile_in_place,
@@ -189,12 +188,18 @@ def names_in(code: types.CodeType) -> set[str]:
 # --- what stands in a pickle for what the compiler made
 
 
+def check_compiler() -> None:
+    from mpgrad.torch_state import behaviours  # and its probes: 10 ms, which workers need not wait for
+
+    behaviours.check_compiler()
+
+
 def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
     """How a function or module that the compiler made travels; None for any other."""
     is_module = isinstance(value, torch.nn.Module)
     if not (is_optimized(value) if is_module else made_by_compiler(value)):
         return None
-    behaviours.check_compiler()
+    check_compiler()
     context = compiler_context(value)
     options = None if context is None else compiler_options(context)
     if options is None:
@@ -209,7 +214,7 @@ def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def with_compiled_call(reduced: tuple[Any, ...], compiled: Any) -> tuple[Any, ...]:
     """As `reduced`, for a module to which `module.compile()` has given a compiled call: its state has nothing of that."""
-    behaviours.check_compiler()
+    check_compiler()
     create, arguments, state, *_ = reduced
     setter = reduced[5] if len(reduced) > 5 else None
     options = classes.dumps(compiler_options(compiler_context(compiled)))

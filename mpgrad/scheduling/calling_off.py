@@ -20,6 +20,7 @@ from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
+from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.under_way import MERCY
 from mpgrad.scheduling.worker_handle import Doom, WorkerHandle
@@ -39,8 +40,7 @@ class CallingOff:
         line: Line,
         staff: Staff,
         receiver: Receiver,
-        can_kill: bool,
-        recoverable: bool,
+        settings: Settings,
     ) -> None:
         self._driver = driver
         self._workers = deliveries.workers
@@ -48,8 +48,8 @@ class CallingOff:
         self._line = line
         self._staff = staff
         self._receiver = receiver
-        self._can_kill = can_kill  # workers, while they run a call
-        self._recoverable = recoverable  # what a worker kept can be made again by others
+        self._can_kill = not settings.in_process  # workers, while they run a call
+        self._recoverable = settings.recoverable  # what a worker kept can be made again by others
         self.deadlines = Deadlines()
 
     # --- operations and backwards

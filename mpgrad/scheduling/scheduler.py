@@ -38,7 +38,8 @@ from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.stats import PoolStats, WorkerStats, resident_bytes
+from mpgrad.stats import PoolStats, WorkerStats
+from mpgrad.system import resident_bytes
 
 __all__ = ["Scheduler"]
 
@@ -66,9 +67,7 @@ class Scheduler(ABC):
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
         self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery)
         self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
-        self.calling_off = CallingOff(
-            self, deliveries, self.admissions, line, self.staff, self.receiver, engine.can_kill, settings.recoverable
-        )
+        self.calling_off = CallingOff(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
         deliveries.retire = self.staff.retire
         gradients.wait_for_gradients = self.admissions.dependents.look_at_backward
         gradients.rescue = self.staff.rescue

@@ -16,7 +16,7 @@ class Settings(NamedTuple):
     graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
     eager: bool  # backwards of losses are run right after their forwards
     devices: tuple[int, ...] | None = None  # the code of each worker's device
-    in_process: bool = False  # workers on devices are threads of this process
+    in_process: bool = False  # workers are threads of this process: they cannot be killed
 
     @property
     def recoverable(self) -> bool:

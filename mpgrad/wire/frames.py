@@ -259,6 +259,11 @@ class Channel:
         """The descriptor that belongs to the `NewSlab` message just read; None where there was none free to receive it."""
         return self._descriptors.popleft()
 
+    def hang_up(self) -> None:
+        """The other end comes to the end after what it has been sent; what it says until then can still be received."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         for _, descriptors in self._outgoing:
             close_all(descriptors)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,9 @@ from conftest import linux_only, staffed
 from torch import Tensor
 
 import mpgrad
+from mpgrad.memory.arena import Arena
+from mpgrad.wire.frames import Channel
+from mpgrad.wire.tensor_packing import Packer, Payload
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
 
@@ -220,6 +225,44 @@ def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptor
 
 
 # --- broken pools
+
+
+def test_what_cannot_be_sent_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot be killed: it waited for the rest of a frame for ever, and its calls for it."""
+
+    def refuse(descriptors: Any) -> list[int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with mpgrad.Pool(1, engine="thread") as pool:
+        pool.map(abs, [1])
+        monkeypatch.setattr("mpgrad.wire.frames.duplicates", refuse)
+        result = pool.map_async(len, [bytes(1 << 22)])  # more than a pipe takes at once
+        with pytest.raises(mpgrad.WorkerDiedError):
+            result.get(PATIENCE)
+        monkeypatch.undo()
+        assert pool.map(len, [bytes(1 << 22)]) == [1 << 22]
+
+
+@pytest.mark.parametrize("block", [None, (1 << 32, 64)])
+def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | None) -> None:
+    """The first was; those behind it, which nobody had looked at, stayed in use for as long as the pool lived.
+
+    Only captures on devices have slots of their own, so this asks the worker's side directly.
+    """
+    from mpgrad.workers.loans import Loans
+    from mpgrad.workers.station import NO_STATION
+
+    ref = Payload().add(Packer(Arena(1)).place(torch.zeros(4), 0))
+    refs = [ref._replace(place=number << 32) for number in (2, 3, 4)]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loans = Loans(1, Channel(theirs, blocking=True), NO_STATION)
+        for number in range(1, 5):
+            loans._lenders.attach(number, None, 4096)  # no descriptor was free
+        with pytest.raises(mpgrad.SharedMemoryError):
+            loans.captures(block, refs)
+    returned = [ref.place for ref in refs] + ([] if block is None else [block[0]])
+    assert sorted(loans.take_returns()) == sorted((address, 1) for address in returned)
 
 
 def test_many_open_files() -> None:
