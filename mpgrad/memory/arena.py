@@ -34,7 +34,7 @@ from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_fr
 if TYPE_CHECKING:
     from mpgrad.memory.accelerator import DeviceSlab
 
-__all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot", "slab_of"]
+__all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot", "owner_of", "slab_of"]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -50,6 +50,11 @@ KIND_BITS = 24
 
 def slab_of(address: int) -> int:
     return address >> OFFSET_BITS
+
+
+def owner_of(slab: int) -> int:
+    """Whose arena has made the slab with this number: 0 for the caller, else a worker's number."""
+    return slab >> OWNER_BITS
 
 
 class Slab:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpgrad.memory.arena import Arena, Lenders
+from mpgrad.memory.arena import Arena, Lenders, owner_of
 from mpgrad.scheduling.crossing import Crossing
 from mpgrad.scheduling.settings import Settings
 from mpgrad.wire.tensor_packing import Packer
@@ -30,7 +30,7 @@ class CallerMemory:
         return self.packer.bytes_copied + self.copying_packer.bytes_copied
 
     def slabs_of(self, worker: int) -> list[int]:
-        return [number for number in self.lenders.numbers if number >> 32 == worker]
+        return [number for number in self.lenders.numbers if owner_of(number) == worker]
 
     def tidy(self) -> None:
         self.arena.tidy()

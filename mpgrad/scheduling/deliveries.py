@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mpgrad.calls.output import report
-from mpgrad.memory.arena import slab_of
+from mpgrad.memory.arena import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
@@ -73,7 +73,7 @@ class Deliveries:
 
     def collect_returns(self) -> None:
         for address, times in self._memory.lenders.collect():
-            worker = self.workers.get(slab_of(address) >> 32)
+            worker = self.workers.get(owner_of(slab_of(address)))
             if worker is not None:
                 worker.returns.append((address, times))
 

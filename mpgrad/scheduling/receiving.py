@@ -7,7 +7,7 @@ import math
 
 from mpgrad.calls.output import given_again
 from mpgrad.errors import InternalError, SharedMemoryError
-from mpgrad.memory.arena import OFFSET_MASK, slab_of
+from mpgrad.memory.arena import OFFSET_MASK, owner_of, slab_of
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.answers import Answers, failed_again
 from mpgrad.scheduling.caller_memory import CallerMemory
@@ -125,7 +125,7 @@ class Receiver:
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.loans.take_back(address, times)
         slab = slab_of(address)
-        owner = slab >> 32
+        owner = owner_of(slab)
         if owner and owner not in self._deliveries.workers and not worker.loans.have_any_of(slab):
             worker.loans.unmap(slab)  # of a worker that is gone; nobody else would say so
 
