@@ -460,7 +460,7 @@ def test_from_a_forked_child(fresh_pool: mpgrad.Pool) -> None:
 
 
 def test_no_room_for_an_item(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000_000})())
+    monkeypatch.setattr(arena, "free_memory", lambda: 10_000_000)
     message = r"\(400,000,000 bytes asked for, 10,000,000 bytes of memory free\); drop"
     with pytest.raises(mpgrad.SharedMemoryError, match=message):
         pool.map(lambda x: x, [torch.ones(2), torch.empty(100_000_000)])
@@ -472,7 +472,7 @@ def test_no_room_for_a_result(pool2: mpgrad.Pool) -> None:
     def fn(k: int) -> torch.Tensor:
         from mpgrad.memory import arena
 
-        arena.psutil.virtual_memory = lambda: type("Memory", (), {"available": 10_000_000})()
+        arena.free_memory = lambda: 10_000_000
         return torch.empty(100_000_000) if k == 3 else torch.empty(3)
 
     with mpgrad.Pool(1) as pool:
