@@ -145,9 +145,14 @@ def start_first(pools: ExitStack) -> Iterator[Finding]:
     item = torch.ones(SHARED_NUMBERS, requires_grad=True)
     result = pool.apply(torch.exp, (item,))
     result.sum().backward()
-    if not torch.equal(result, item.exp()) or not torch.equal(item.grad, item.exp()):  # type: ignore[arg-type]
-        yield Finding("pool", "first worker", None, problem="its results are wrong", remedy=REPORT, fatal=True)
-        return
+    expected = item.detach().exp()
+    for name, tensor in (("results", result.detach()), ("gradients", item.grad)):
+        wrong = tensor != expected
+        if wrong.any():
+            first = f"{tensor[wrong][0].item()!r} for {expected[wrong][0].item()!r}"
+            problem = f"its {name} are wrong ({int(wrong.sum())} of {SHARED_NUMBERS} numbers; the first: {first})"
+            yield Finding("pool", "first worker", None, problem=problem, remedy=REPORT, fatal=True)
+            return
     finding = Finding("pool", "first worker", round(seconds, 2), "s", "from Pool() to its result; gradients are right")
     if seconds > SLOW_START:
         problem = "most of that is one more import of torch"

@@ -16,8 +16,9 @@ from typing import Any
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.torch_state.modes import kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
-from mpgrad.wire.frames import Frame, Traffic, in_frames
+from mpgrad.wire.frames import Frame, in_frames
 from mpgrad.wire.messages import Message, Start, Stop
+from mpgrad.wire.pipe import Traffic
 
 __all__ = ["InlineEngine"]
 

@@ -13,8 +13,8 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mpgrad.wire.frames import Traffic
 from mpgrad.wire.link import Link
+from mpgrad.wire.pipe import Traffic
 
 __all__ = ["Engine", "Traits", "WorkerLink"]
 

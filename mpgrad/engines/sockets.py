@@ -11,9 +11,10 @@ import socket
 from collections.abc import Sequence
 
 from mpgrad.engines.launch import Launcher
-from mpgrad.wire.frames import Channel, Traffic
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
 from mpgrad.wire.mirror import Mirror
+from mpgrad.wire.pipe import Traffic
 
 __all__ = ["SocketEngine"]
 

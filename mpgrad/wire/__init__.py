@@ -4,7 +4,8 @@ Imports `memory` and `torch_state`. Nothing here decides anything; a message hol
 
     messages         one frozen type a hop
     bundles          which tensors of many items belong to which
-    frames           messages, small tensors and descriptors through a pipe
+    pipe             frames as bytes, and descriptors, through a socket pair
+    frames           frames of messages and small tensors
     tensor_refs      a tensor as a reference; how the receiver looks at it
     tensor_cores     the memory that travels for a tensor, and the form that rebuilds it
     tensor_packing   tensors into messages or slots

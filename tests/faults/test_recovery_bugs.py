@@ -235,7 +235,7 @@ def test_what_cannot_be_sent_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with mpgrad.Pool(1, engine="thread") as pool:
         pool.map(abs, [1])
-        monkeypatch.setattr("mpgrad.wire.frames.duplicates", refuse)
+        monkeypatch.setattr("mpgrad.wire.pipe.duplicates", refuse)
         result = pool.map_async(len, [bytes(1 << 22)])  # more than a pipe takes at once
         with pytest.raises(mpgrad.WorkerDiedError):
             result.get(PATIENCE)
