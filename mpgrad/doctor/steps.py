@@ -146,8 +146,9 @@ def start_first(pools: ExitStack) -> Iterator[Finding]:
     result = pool.apply(torch.exp, (item,))
     result.sum().backward()
     expected = item.detach().exp()
+    assert item.grad is not None
     for name, tensor in (("results", result.detach()), ("gradients", item.grad)):
-        wrong = tensor != expected
+        wrong = torch.ne(tensor, expected)
         if wrong.any():
             first = f"{tensor[wrong][0].item()!r} for {expected[wrong][0].item()!r}"
             problem = f"its {name} are wrong ({int(wrong.sum())} of {SHARED_NUMBERS} numbers; the first: {first})"
