@@ -12,6 +12,7 @@ if _typing.TYPE_CHECKING:
 
     from mpgrad import nn, testing
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
+    from mpgrad.cluster.options import Ray
     from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
     from mpgrad.derivatives.per_item import per_item_grad
     from mpgrad.errors import (
@@ -42,6 +43,7 @@ _HOMES = {
     "InternalError": "mpgrad.errors",
     "Pool": "mpgrad.pool",
     "PoolClosedError": "mpgrad.errors",
+    "Ray": "mpgrad.cluster.options",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
     "ResultIterator": "mpgrad.calls.results",
@@ -71,6 +73,7 @@ __all__ = [
     "InternalError",
     "Pool",
     "PoolClosedError",
+    "Ray",
     "RemoteError",
     "RemoteTraceback",
     "ResultIterator",

@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 from mpgrad.calls.device_choice import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
+from mpgrad.cluster.options import Ray
+from mpgrad.engines.kinds import Wanted
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
@@ -56,7 +58,9 @@ class Pool:
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
             thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
-            threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`.
+            threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`. "ray":
+            processes on the machines of a Ray cluster; `processes` None is then as many as these have CPUs, and changes with
+            the machines.
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
@@ -82,6 +86,7 @@ class Pool:
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
             ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
             dies is replaced by one on the same device. Engines "process" and "stream" only.
+        ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -115,6 +120,7 @@ class Pool:
         graph_memory: int | str | None = None,
         inline: str = "auto",
         devices: Device | Sequence[Device] | None = None,
+        ray: Ray | None = None,
     ) -> None:
         # long because: each argument is the user's to name
         behaviours.check()
@@ -135,10 +141,11 @@ class Pool:
             graph_memory=graph_memory,
             inline=inline,
             devices=devices,
+            ray=ray,
         )
         settings = options.settings()
-        self._scheduler = start_scheduler(engine, settings, context)
-        self._submitter = Submitter(options, self._scheduler, settings.workers)
+        self._scheduler = start_scheduler(engine, settings, Wanted(processes, context, ray))
+        self._submitter = Submitter(options, self._scheduler)
         OPEN.add(self._scheduler)
         # not of the pool: graphs that torch.func follows ask for further operations without it
         self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -52,6 +53,8 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
         assert first is not None
         start = first.messages[0]
         assert isinstance(start, Start)
+        if start.remote and isinstance(link, Channel):
+            link.lend_by_bytes()
         if in_process:
             settle(start, number)
             outlet = Outlet(link, start.log_level)
@@ -125,7 +128,7 @@ def serve_spawned(descriptor: int, number: int) -> NoReturn:
 def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
     multiprocessing.current_process().name = f"mpgrad-worker-{number}"  # as log records call it
-    sys.path[:] = start.path
+    sys.path[:] = merged(sys.path, start.path) if start.remote else start.path
     sys.argv[:] = start.argv
     if start.directory is not None:
         with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
@@ -137,6 +140,11 @@ def settle(start: Start, number: int) -> None:
     APPLIED.watch()
     HOOKS.watch()
     SURROUNDINGS.watch()
+
+
+def merged(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """Where this machine's modules are, and behind that what there is here of the caller's folders."""
+    return [*ours, *(each for each in theirs if each not in ours and os.path.exists(each))]
 
 
 def die_with(parent_pid: int | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.system import resident_bytes
 from mpgrad.torch_state.modes import kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
 from mpgrad.wire.frames import Frame, in_frames
@@ -26,6 +27,7 @@ __all__ = ["InlineEngine"]
 class Loopback:
     """One end of a link within a thread: what is sent waits at the other end until it is taken."""
 
+    node = ""
     shares_memory = True
 
     def __init__(self, number: int) -> None:
@@ -54,6 +56,9 @@ class Loopback:
     def take_descriptor(self) -> int:
         return self._descriptors.popleft()
 
+    def resident_bytes(self, pid: int) -> int:
+        return resident_bytes(pid)
+
     def has_more(self) -> bool:
         return bool(self.frames)
 
@@ -74,6 +79,7 @@ class InlineEngine:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.room: int | None = None
         self._ours = Loopback(1)
         self._workers = Loopback(1)
         self._ours.other, self._workers.other = self._workers, self._ours

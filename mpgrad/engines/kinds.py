@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpgrad.engines.inline import InlineEngine
 from mpgrad.engines.launch import ThreadLauncher, process_launcher
 from mpgrad.engines.protocol import Engine, Traits
 from mpgrad.engines.sockets import SocketEngine
 
-__all__ = ["ENGINES", "Kind", "traits_of"]
+__all__ = ["ENGINES", "Kind", "Wanted", "traits_of"]
 
-Context = BaseContext | str | None  # of multiprocessing, for `Pool(context=...)`
+
+class Wanted(NamedTuple):
+    """What a pool was asked for, as far as engines differ in it."""
+
+    workers: int | None = None  # None: as many as there is room for
+    context: BaseContext | str | None = None  # of multiprocessing
+    ray: Any = None  # a `cluster.ray.Ray`
 
 
 class Kind(NamedTuple):
     traits: Traits
-    make: Callable[[Context], Engine]
+    make: Callable[[Wanted], Engine]
 
 
-def processes(context: Context) -> Engine:
-    return SocketEngine(process_launcher(context))
+def processes(wanted: Wanted) -> Engine:
+    return SocketEngine(process_launcher(wanted.context))
 
 
-def threads(context: Context) -> Engine:
+def threads(wanted: Wanted) -> Engine:
     return SocketEngine(ThreadLauncher())
 
 
-def inline(context: Context) -> Engine:
+def inline(wanted: Wanted) -> Engine:
     return InlineEngine()
+
+
+def ray_cluster(wanted: Wanted) -> Engine:
+    # by its name: `cluster` is another package, which few need
+    package = importlib.import_module("mpgrad.cluster.ray")
+    engine: Engine = package.ray_engine(wanted.ray, wanted.workers)
+    return engine
 
 
 ENGINES = {
@@ -49,6 +63,10 @@ ENGINES = {
     "stream": Kind(
         Traits(is_process=False, own_generators=False, may_resize=True, on_cpu=False, on_devices=True),
         threads,
+    ),
+    "ray": Kind(
+        Traits(is_process=True, own_generators=True, may_resize=True, on_cpu=True, on_devices=False, remote=True),
+        ray_cluster,
     ),
 }
 

@@ -28,12 +28,19 @@ class Traits(NamedTuple):
     on_cpu: bool
     on_devices: bool
     in_caller: bool = False  # calls run in the thread that asks for them
+    remote: bool = False  # workers may be on other machines, behind a site
 
 
 class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
     number: int  # of the worker
+
+    node: str  # the name of the machine that it is on; "" for this one
+
+    def resident_bytes(self, pid: int) -> int:
+        """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows yet. Any thread."""
+        ...
 
     def has_more(self) -> bool:
         """Whether there is something to `receive` at this moment, or the end."""
@@ -52,6 +59,7 @@ class Engine(Protocol):
     """Starts workers. One thread uses it, but for `wake`; after `close` no worker is left."""
 
     traffic: Traffic
+    room: int | None  # for so many workers, and that is how many there are to be; None: as many as are asked for
     copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
 
     def start(self, number: int) -> WorkerLink:

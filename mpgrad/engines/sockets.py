@@ -11,6 +11,7 @@ import socket
 from collections.abc import Sequence
 
 from mpgrad.engines.launch import Launcher
+from mpgrad.system import resident_bytes
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
 from mpgrad.wire.mirror import Mirror
@@ -24,6 +25,8 @@ EXIT_PATIENCE = 2.0  # seconds for a worker to end, and for its exit code to arr
 class SocketLink(Channel):
     """The caller's end of a socket pair."""
 
+    node = ""
+
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)
         self.number = number
@@ -34,6 +37,9 @@ class SocketLink(Channel):
             super().send(messages, payload, descriptors)
         finally:
             self._engine.watch(self)
+
+    def resident_bytes(self, pid: int) -> int:
+        return resident_bytes(pid)
 
     def has_more(self) -> bool:
         return self._engine.has_more(self)
@@ -63,6 +69,7 @@ class SocketEngine:
         self.mirrored = mirrored
         self.copies_caller = launcher.copies_caller
         self.traffic = Traffic()
+        self.room: int | None = None
         self._watched: dict[int, int] = {}  # by worker: which events of its pipe
         with contextlib.ExitStack() as undo:  # what was opened, should no descriptor be left for the rest
             undo.callback(launcher.close)

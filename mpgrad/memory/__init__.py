@@ -2,6 +2,7 @@
 
 Imports `torch_state`, `errors`, `system`. A slot is its owner's: written before it is lent, used again when all gave it back.
 
+    addresses     which slab, where in it, and whose
     arena         slabs, slots, what is borrowed
     accelerator   the same on devices, and who waits for whom there
     limits        how much memory this process may take

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpgrad.errors import PoolClosedError, SharedMemoryError
+from mpgrad.memory.addresses import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
 from mpgrad.system import PORTABLE, free_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
 if TYPE_CHECKING:
     from mpgrad.memory.accelerator import DeviceSlab
 
-__all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot", "owner_of", "slab_of"]
+__all__ = ["Arena", "Borrowed", "Lenders", "Slab", "Slot"]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -42,19 +43,6 @@ PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
 IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
 COPY_BYTES = 1 << 20  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
-OFFSET_BITS = 44  # an address is slab << OFFSET_BITS | offset
-OFFSET_MASK = (1 << OFFSET_BITS) - 1
-OWNER_BITS = 32  # a slab's number is owner << OWNER_BITS | kind << KIND_BITS | count
-KIND_BITS = 24
-
-
-def slab_of(address: int) -> int:
-    return address >> OFFSET_BITS
-
-
-def owner_of(slab: int) -> int:
-    """Whose arena has made the slab with this number: 0 for the caller, else a worker's number."""
-    return slab >> OWNER_BITS
 
 
 class Slab:

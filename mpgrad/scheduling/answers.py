@@ -15,7 +15,8 @@ from mpgrad.calls.homes import GradientReply, ReadyGradients, raised_from
 from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
-from mpgrad.memory.arena import Borrowed, Lenders, Slot, slab_of
+from mpgrad.memory.addresses import slab_of
+from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.chunks import Chunk, Differentiation
 from mpgrad.scheduling.crossing import kept
 from mpgrad.scheduling.worker_handle import WorkerHandle

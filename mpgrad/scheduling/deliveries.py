@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mpgrad.calls.output import report
-from mpgrad.memory.arena import owner_of, slab_of
+from mpgrad.memory.addresses import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY

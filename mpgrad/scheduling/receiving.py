@@ -7,7 +7,7 @@ import math
 
 from mpgrad.calls.output import given_again
 from mpgrad.errors import InternalError, SharedMemoryError
-from mpgrad.memory.arena import OFFSET_MASK, owner_of, slab_of
+from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.answers import Answers, failed_again
 from mpgrad.scheduling.caller_memory import CallerMemory

@@ -39,7 +39,6 @@ from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
-from mpgrad.system import resident_bytes
 
 __all__ = ["Scheduler"]
 
@@ -186,6 +185,10 @@ class Scheduler(ABC):
 
     def resize(self, workers: int) -> None:
         self.life.check_open()
+        self.engine.room = None  # from now on the number is the user's
+        self._have(workers)
+
+    def _have(self, workers: int) -> None:
         self.settings = self.settings._replace(workers=workers)
         self.staff.wanted = self._line.workers = workers
         self.post(self.staff.fill)
@@ -271,7 +274,9 @@ class Scheduler(ABC):
 
     def keep_time(self) -> float | None:
         """Do what is due; returns the seconds until something next is, None where nothing is."""
-        now = time.monotonic()
+        now, room = time.monotonic(), self.engine.room
+        if room is not None and room != self.staff.wanted and self.life.phase is Phase.OPEN:
+            self._have(room)
         if now >= self.staff.again_at:
             self.staff.fill()
         soonest = min(self.calling_off.keep_time(now), self.staff.again_at)
@@ -316,7 +321,7 @@ def statistics(worker: WorkerHandle) -> WorkerStats:
     return WorkerStats(
         worker.number,
         worker.pid,
-        resident_bytes(worker.pid),
+        worker.link.resident_bytes(worker.pid),
         worker.graphs.there,
         worker.graphs.nbytes,
         worker.calls_done,

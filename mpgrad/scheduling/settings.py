@@ -18,6 +18,8 @@ class Settings(NamedTuple):
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers are threads of this process: they cannot be killed
 
+    remote: bool = False  # workers may be on other machines
+
     @property
     def recoverable(self) -> bool:
         """Whether calls are kept as long as their graphs, to be run again."""

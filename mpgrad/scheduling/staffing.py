@@ -113,6 +113,7 @@ class Staff:
             list(sys.argv),
             working_directory(),
             b"" if crossing is None else crossing.post(device),
+            settings.remote,
         )
         self._deliveries.transmit(worker, [start])
         if crossing is not None and device and (offered := crossing.offer(device)) is not None:

@@ -27,9 +27,8 @@ __all__ = ["Feeder"]
 class Feeder:
     """Packs calls into operations, so many at a time as suits what they cost and how many workers there are."""
 
-    def __init__(self, scheduler: Scheduler, processes: int) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.processes = processes  # how many workers the caller wants; a pool may be resized
 
     def feed(
         self,
@@ -104,4 +103,6 @@ class Feeder:
         ran = self._scheduler.ran(operation.function.pickled)
         if ran is None:
             return None
-        return bundle_size(ran.total, total, total - operation.conditions.first - operation.items, self.processes)
+        return bundle_size(
+            ran.total, total, total - operation.conditions.first - operation.items, self._scheduler.settings.workers
+        )

@@ -12,6 +12,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from mpgrad.calls.device_choice import Device
+from mpgrad.cluster.options import Ray
 from mpgrad.cpus import usable_cpus
 from mpgrad.engines.kinds import traits_of
 from mpgrad.engines.protocol import Traits
@@ -50,6 +51,7 @@ class PoolOptions:
     graph_memory: int | str | None
     inline: str
     devices: Device | Sequence[Device] | None
+    ray: Ray | None
     device_codes: tuple[int, ...] | None = field(init=False)  # one for each worker
 
     def __post_init__(self) -> None:
@@ -65,6 +67,10 @@ class PoolOptions:
         positive("threads_per_worker", self.threads_per_worker)
         if self.maxtasksperchild is not None:
             calls_of_a_worker(self.maxtasksperchild)
+        if self.ray is not None and not isinstance(self.ray, Ray):
+            raise TypeError(f"ray must be a mpgrad.Ray (ray: {self.ray!r})")
+        if self.ray is not None and not self.traits.remote:
+            raise ValueError(f'ray is for engine "ray" (engine: {self.engine!r})')
         if is_process:
             at_least("retries", self.retries, 0)
         self.seconds(None)
@@ -120,6 +126,7 @@ class PoolOptions:
             devices=codes,
             in_process=not is_process,
             eager=self.is_eager,
+            remote=self.traits.remote,
         )
 
 

@@ -39,22 +39,21 @@ WINDOW_PER_WORKER = 16  # items that are taken ahead of what was asked for, wher
 class Submitter:
     """All operations of a pool begin here; whoever may begin more keeps it, and with it the workers."""
 
-    def __init__(self, options: PoolOptions, scheduler: Scheduler, processes: int) -> None:
+    def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._may_bundle = options.may_bundle
         self.may_stay = options.may_stay  # cheap calls in the caller
         self.starter = Starter(options, scheduler)
-        self.feeder = Feeder(scheduler, processes)
+        self.feeder = Feeder(scheduler)
         self.costs = Costs(scheduler.ran)
         self.uncollected = Uncollected()
 
     @property
     def processes(self) -> int:
-        return self.feeder.processes
+        return self._scheduler.settings.workers
 
     def resize(self, processes: int) -> None:
         self._scheduler.resize(processes)
-        self.feeder.processes = processes
 
     def run(
         self,

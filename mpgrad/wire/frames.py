@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.wire.messages import Message, NewSlab
-from mpgrad.wire.mirror import Mirror
+from mpgrad.wire.mirror import Mirror, Outward
 from mpgrad.wire.pipe import ALIGNMENT, HEADER, MAX_DESCRIPTORS, Pipe, Traffic
 
 __all__ = ["Channel", "Frame", "drained", "framed", "in_frames"]
@@ -44,6 +44,11 @@ class Channel(Pipe):
         if self._mirror is not None:
             messages, payload = self._mirror.enclose(messages, payload)
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
+
+    def lend_by_bytes(self) -> None:
+        """From now on: the other end is a site's, which passes frames on to another machine, and cannot look into them."""
+        self._mirror = Outward()
+        self.shares_memory = False
 
     def introduce(self, slabs: Sequence[Any]) -> None:
         for messages, descriptors in in_frames(slabs):

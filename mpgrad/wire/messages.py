@@ -152,6 +152,7 @@ class Start(NamedTuple):
     argv: list[str]
     directory: str | None
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
+    remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 
 
 class ModulesState(NamedTuple):

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from mpgrad.engines.kinds import ENGINES, Context, Kind
+from mpgrad.engines.kinds import ENGINES, Kind, Wanted
 from mpgrad.engines.launch import SpawnLauncher, program
 from mpgrad.engines.protocol import Engine
 from mpgrad.engines.sockets import SocketEngine
@@ -37,7 +37,7 @@ def serve(descriptor: int, number: int) -> None:
     main.serve_link(Channel(socket.socket(fileno=descriptor), blocking=True, mirror=Mirror()), number, in_process=True)
 
 
-def byte_pipes(context: Context) -> Engine:
+def byte_pipes(wanted: Wanted) -> Engine:
     return SocketEngine(Launcher(), mirrored=True)
 
 

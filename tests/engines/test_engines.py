@@ -19,7 +19,8 @@ import torch
 
 import mpgrad
 from mpgrad.engines.kinds import ENGINES, Kind
-from mpgrad.memory.arena import OFFSET_MASK, Arena
+from mpgrad.memory.addresses import OFFSET_MASK
+from mpgrad.memory.arena import Arena
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.messages import NewSlab, SlabsGone
 from mpgrad.wire.mirror import Mirror

@@ -1,0 +1,178 @@
+"""The engine of workers on other machines: places them on sites, one for each node, and notices which are gone. Caller's side.
+
+    start ──► a site with room, or a new one ──► SiteLink          carrier's threads ──► inbox ──► wait ──► links with news
+Where no number of workers was asked for, there are as many as the nodes have room for, and nodes that join or leave change it.
+Assumes: one thread uses it, but for `wake`, and the thread that asks for nodes, which only puts answers into the inbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
+from mpgrad.cluster.site import Hello, hello
+from mpgrad.cluster.site_handle import SiteHandle, SiteLink
+from mpgrad.wire.pipe import Traffic
+
+__all__ = ["ClusterEngine"]
+
+log = logging.getLogger("mpgrad")
+
+NODES_EVERY = 2.0  # seconds
+SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and numbers of dtypes depend on them
+
+
+class ClusterEngine:
+    """Guarantees: a site that is silent for `patience` seconds is given up, with its workers; no polling in between."""
+
+    copies_caller = False
+
+    def __init__(self, carrier: Carrier, workers: int | None, patience: float) -> None:
+        """`workers`: None for as many as there is room for.
+
+        Raises:
+            ConnectionError: the cluster cannot be reached.
+            RuntimeError: it has no room for a worker.
+        """
+        self.traffic = Traffic()
+        self.room: int | None = None
+        self._carrier = carrier
+        self._patience = patience
+        self._follows = workers is None
+        self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
+        self._sites: list[SiteHandle] = []
+        self._ours = hello()
+        self._closing = threading.Event()
+        try:
+            self._nodes = list(carrier.nodes())
+            slots = sum(node.slots for node in self._nodes)
+            if not slots and workers is None:
+                raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+            if workers is None:
+                self.room = slots
+            for node, number in spread(self._nodes, slots if workers is None else workers):
+                self._open_site(node, number)
+            self._thread = threading.Thread(target=self._ask_for_nodes, name="mpgrad-nodes", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- workers
+
+    def start(self, number: int) -> SiteLink:
+        sites = [site for site in self._sites if site.free > 0]
+        if not sites:
+            node, _ = spread(self._free_nodes(), 1)[0]
+            sites = [self._open_site(node, 1)]
+        return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
+
+    def _free_nodes(self) -> list[Node]:
+        """Nodes, with the room that our sites have left there."""
+        taken = {node.id: 0 for node in self._nodes}
+        for site in self._sites:
+            if site.node is not None and not site.lost:
+                taken[site.node.id] = taken.get(site.node.id, 0) + site.slots
+        return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in self._nodes]
+
+    def _open_site(self, node: Node | None, slots: int) -> SiteHandle:
+        key = self._carrier.start_site(SiteOptions(node, slots, self._patience))
+        site = SiteHandle(self._carrier, key, node, slots, self.traffic, self._inbox.put)
+        self._sites.append(site)
+        site.flush()
+        return site
+
+    # --- what comes
+
+    def wait(self, seconds: float | None) -> Sequence[SiteLink]:
+        for site in self._sites:
+            site.flush()
+        self.traffic.system_calls += 1
+        patience = self._patience / 4 if seconds is None else min(seconds, self._patience / 4)
+        with contextlib.suppress(queue.Empty):
+            self._take(*self._inbox.get(timeout=patience) if patience > 0 else self._inbox.get_nowait())
+            while True:
+                self._take(*self._inbox.get_nowait())
+        now = time.monotonic()
+        for site in self._sites:
+            if not site.lost and site.hello is not None and now - site.heard_at > self._patience:
+                site.lose(f"it has said nothing for {self._patience:g} s")
+            site.flush()
+        links = [link for site in self._sites for link in site.links.values() if link.has_more()]
+        self._sites = [site for site in self._sites if not site.lost or site.links]
+        return links
+
+    def _take(self, site: SiteHandle | None, news: Any) -> None:
+        if site is not None:
+            was_new = site.hello is None
+            site.take(news)
+            if was_new and site.hello is not None:
+                self._check(site, site.hello)
+            if site.lost and not self._closing.is_set():
+                log.warning("a site is gone (%s: %s)", site.name or "a node that was to come", site.lost)
+        elif news is not None:
+            self._nodes = news
+            if self._follows:
+                self._follow()
+
+    def _check(self, site: SiteHandle, theirs: Hello) -> None:
+        """A node where something else is installed would read other things than were sent."""
+        for name in SAME:
+            here, there = self._ours.versions[name], theirs.versions[name]
+            if here != there:
+                remedy = "use one minor version of Python everywhere"
+                if name != "Python":
+                    remedy = f"install the same there (pip install {name}=={here}, or the runtime_env of mpgrad.Ray)"
+                for link in site.links.values():
+                    link.refuse(f"node {theirs.host} has {name} {there}, and the caller {here}; {remedy}")
+                return
+
+    def _follow(self) -> None:
+        """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
+        here = {site.node.id for site in self._sites if site.node is not None and not site.lost}
+        for node in self._nodes:
+            if node.id not in here and node.slots:
+                with contextlib.suppress(OSError):  # asked again soon
+                    self._open_site(node, node.slots)
+        self.room = max(1, sum(site.slots for site in self._sites if not site.lost))
+
+    def _ask_for_nodes(self) -> None:
+        while not self._closing.wait(NODES_EVERY):
+            try:
+                self._inbox.put((None, list(self._carrier.nodes())))
+            except ConnectionError as error:  # its sites will be missed, if they are gone, too
+                log.debug("the cluster does not answer (%s)", error)
+
+    def wake(self) -> None:
+        self._inbox.put((None, None))
+
+    def close(self) -> None:
+        self._closing.set()
+        for site in self._sites:
+            site.close()
+        self._carrier.close()
+
+
+def spread(nodes: Sequence[Node], workers: int) -> list[tuple[Node | None, int]]:
+    """So many workers, evenly over the nodes that have room; those for which there is none come where there will be."""
+    given = {node.id: 0 for node in nodes}
+    left = workers
+    while left and (open_nodes := [node for node in nodes if given[node.id] < node.slots]):
+        share = max(1, left // len(open_nodes))
+        for node in open_nodes:
+            number = min(share, left, node.slots - given[node.id])
+            given[node.id] += number
+            left -= number
+    placed: list[tuple[Node | None, int]] = [(node, given[node.id]) for node in nodes if given[node.id]]
+    largest = max((node.slots for node in nodes), default=0) or left
+    while left:
+        number = min(left, largest)
+        placed.append((None, number))
+        left -= number
+    return placed

@@ -1,0 +1,56 @@
+"""What a pool is told of the Ray cluster that it is to use. Caller only; imports nothing of Ray's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Ray"]
+
+PLACEMENTS = ("spread", "pack")
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Which Ray cluster a pool with ``engine="ray"`` is to use, and how.
+
+    Args:
+        address: "auto" for the cluster that this machine belongs to (or `RAY_ADDRESS`); "local" to start one on this machine,
+            on the loopback interface only, that ends with the pool; or an address such as "10.0.0.1:6379".
+        workers_per_node: at most so many workers on each node; None for as many as its CPUs allow.
+        cpus_per_worker: CPUs that are reserved for each worker.
+        memory_per_worker: bytes that are reserved for each worker; None for none.
+        resources: custom resources that each worker needs, by name.
+        placement: "spread" workers evenly over the nodes, or "pack" them on as few as possible.
+        runtime_env: Ray's description of what the nodes have to have installed; see Ray's documentation.
+        node_timeout: seconds of silence after which the caller and a node take each other for dead.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+
+    Example:
+        >>> import mpgrad
+        >>> mpgrad.Ray(address="local", node_timeout=5.0).placement
+        'spread'
+    """
+
+    address: str = "auto"
+    workers_per_node: int | None = None
+    cpus_per_worker: float = 1
+    memory_per_worker: int | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
+    placement: str = "spread"
+    runtime_env: Mapping[str, Any] | None = None
+    node_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, str) or not self.address:
+            raise ValueError(f'address must be "auto", "local", or that of a cluster (address: {self.address!r})')
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)} (placement: {self.placement!r})")
+        if self.workers_per_node is not None and self.workers_per_node < 1:
+            raise ValueError(f"workers_per_node must be at least 1 (workers_per_node: {self.workers_per_node!r})")
+        for name in ("cpus_per_worker", "node_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0 ({name}: {getattr(self, name)!r})")

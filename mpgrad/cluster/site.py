@@ -1,0 +1,236 @@
+"""A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on the node; needs no torch.
+
+    caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
+           ◄═══ (number, records) ═══════════  │   ◄─ frames ─
+                                               └─ slabs: the caller's, mirrored here, shared with all workers of the site
+Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the caller's offset, so addresses
+in frames stay valid. What a worker lends the caller travels inside its frames.
+
+    caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
+                   ("frame", worker, frame, slabs that it introduces) ("kill", worker, signal) ("end", worker)
+                   ("watch", worker, pid)
+    site ► caller: ("hello", Hello) ("frame", worker, frame) ("gone", worker, exit code) ("refused", worker, why)
+                   ("resident", {worker: bytes of its process})
+An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
+Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import mmap
+import os
+import pickle
+import platform
+import signal
+import socket
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from mpgrad.cluster.sequence import Sequence
+from mpgrad.engines.launch import Launcher, process_launcher
+from mpgrad.memory.addresses import OFFSET_MASK, slab_of
+from mpgrad.system import PORTABLE, anonymous_memory, resident_bytes
+from mpgrad.wire.pipe import HEADER, Pipe
+
+__all__ = ["Hello", "Record", "Site", "hello"]
+
+Record = tuple[Any, ...]
+PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
+MOST_WAITING = 2  # exchanges
+EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
+RESIDENT_EVERY = 1.0  # seconds
+
+
+class Hello(NamedTuple):
+    """Who is there: what has to be the same at both ends."""
+
+    host: str
+    pid: int
+    versions: dict[str, str]  # of Python, torch and mpgrad, the first two numbers of Python
+
+
+def hello() -> Hello:
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in ("torch", "mpgrad"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return Hello(socket.gethostname(), os.getpid(), versions)
+
+
+class MirroredSlab:
+    """Shared memory with the number of one of the caller's slabs; its pages are taken when they are written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = anonymous_memory()
+        os.ftruncate(self.descriptor, nbytes)
+        self._memory = mmap.mmap(self.descriptor, nbytes)
+
+    def write(self, offset: int, content: bytes) -> None:
+        if not PORTABLE:
+            os.posix_fallocate(self.descriptor, offset, len(content))  # a lack is an error here, not a SIGBUS
+        self._memory[offset : offset + len(content)] = content
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+class SiteWorker(Pipe):
+    """The site's end of the pipe of a worker."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(end, blocking=False)
+        self.pid = 0  # once the caller asks how much memory it has
+
+
+class Site:
+    """Used by one event loop."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._launcher: Launcher = process_launcher(None)
+        self._workers: dict[int, SiteWorker] = {}
+        self._slabs: dict[int, MirroredSlab] = {}
+        self._arriving = Sequence()
+        self._next_number = 0
+        self._news: list[Record] = [("hello", hello())]
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._heard_at = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(self._patience, self._look_whether_alone)
+        self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
+
+    async def exchange(self, number: int, content: bytes) -> tuple[int, bytes]:
+        """Obey, and say what is new, with a number of its own."""
+        self._heard_at = time.monotonic()
+        for piece in self._arriving.arrange(number, content):
+            for record in pickle.loads(piece) if piece else ():
+                self._obey(*record)
+        if not self._news:
+            news: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append(news)
+            if len(self._waiting) > MOST_WAITING:
+                self._answer()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(news, min(PATIENCE, self._patience / 4))
+        said, self._news = self._news, []
+        self._next_number += 1
+        return self._next_number - 1, pickle.dumps(said, protocol=5) if said else b""
+
+    def close(self) -> None:
+        for number in list(self._workers):
+            self._launcher.kill(number)
+        self._launcher.close()
+
+    # --- what the caller says
+
+    def _obey(self, kind: str, *rest: Any) -> None:
+        match kind:
+            case "start":
+                self._start(*rest)
+            case "slab":
+                number, nbytes = rest
+                self._slabs[number] = MirroredSlab(nbytes)
+            case "write":
+                address, content = rest
+                self._slabs[slab_of(address)].write(address & OFFSET_MASK, content)
+            case "forget":
+                self._slabs.pop(rest[0]).close()
+            case "frame":
+                self._pass_on(*rest)
+            case "kill" if rest[0] in self._workers:
+                self._launcher.kill(*rest)
+            case "watch" if rest[0] in self._workers:
+                self._workers[rest[0]].pid = rest[1]
+            case "end" if rest[0] in self._workers:
+                self._bury(rest[0])
+
+    def _start(self, number: int) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._launcher.launch(number, theirs)
+        except OSError as error:
+            ours.close()
+            self._say("refused", number, str(error))
+            return
+        self._workers[number] = worker = SiteWorker(ours)
+        self._loop.add_reader(worker.fileno(), self._read, number)
+
+    def _pass_on(self, number: int, frame: bytes, slabs: list[int]) -> None:
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        descriptors = [self._slabs[each].descriptor for each in slabs]
+        if descriptors:
+            pickled, payload, _ = HEADER.unpack_from(frame)
+            frame = HEADER.pack(pickled, payload, len(descriptors)) + frame[HEADER.size :]
+        try:
+            worker.send_raw(frame, descriptors)
+        except ConnectionError:
+            return  # the end of its pipe is read next, and says so
+        except OSError:  # what it was sent is not whole
+            self._launcher.kill(number)
+            return
+        if worker.has_outgoing:
+            self._loop.add_writer(worker.fileno(), self._write, number)
+
+    # --- what workers say
+
+    def _read(self, number: int) -> None:
+        worker = self._workers[number]
+        try:
+            while (frame := worker.receive_raw()) is not None:
+                self._say("frame", number, b"".join((HEADER.pack(*frame.header), frame.body)))
+        except EOFError:
+            self._say("gone", number, self._bury(number))
+
+    def _write(self, number: int) -> None:
+        worker = self._workers[number]
+        try:
+            worker.flush()
+        except ConnectionError:
+            self._loop.remove_writer(worker.fileno())
+            return  # the end of its pipe is read next
+        if not worker.has_outgoing:
+            self._loop.remove_writer(worker.fileno())
+
+    def _bury(self, number: int) -> int | None:
+        """Returns its exit code."""
+        worker = self._workers.pop(number)
+        self._loop.remove_reader(worker.fileno())
+        self._loop.remove_writer(worker.fileno())
+        worker.close()
+        code = self._launcher.exit_code(number, EXIT_PATIENCE)
+        if code is None:
+            self._launcher.kill(number, signal.SIGKILL)
+        return code
+
+    # --- what is said
+
+    def _say(self, *record: Any) -> None:
+        self._news.append(record)
+        self._answer()
+
+    def _answer(self) -> None:
+        while self._waiting:
+            news = self._waiting.popleft()
+            if not news.done():
+                news.set_result(None)
+                return
+
+    def _tell_resident(self) -> None:
+        if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
+            self._news.append(("resident", found))  # which can wait for something to ride with
+        self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
+
+    def _look_whether_alone(self) -> None:
+        silence = time.monotonic() - self._heard_at
+        if silence >= self._patience:
+            os._exit(1)  # the nursery dies with this process, and the workers with it
+        self._loop.call_later(self._patience - silence, self._look_whether_alone)

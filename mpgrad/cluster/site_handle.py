@@ -1,0 +1,262 @@
+"""The caller's end of a site, and of the links to the workers there. Caller's side.
+
+    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══► reply ──► take ──► frames of a SiteLink
+What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
+workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`).
+
+Assumes: called by the thread that uses the engine, but for what carriers call back (`Inbox`) and `resident_bytes`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from mpgrad.cluster.carrier import Carrier, Node
+from mpgrad.cluster.sequence import Sequence as Arriving
+from mpgrad.cluster.site import Hello, Record
+from mpgrad.memory.addresses import slab_of
+from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.pickling.exceptions import carried
+from mpgrad.wire.frames import Frame, framed, in_frames
+from mpgrad.wire.messages import Failure, Message, NewSlab, SlabsGone, StartFailed
+from mpgrad.wire.mirror import Mirror, address_of
+from mpgrad.wire.pipe import HEADER, Traffic
+
+__all__ = ["SiteHandle", "SiteLink"]
+
+POLLS = 2  # exchanges that wait at the site for news
+
+
+class SiteHandle:
+    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its workers."""
+
+    def __init__(
+        self, carrier: Carrier, site: Any, node: Node | None, slots: int, traffic: Traffic, inbox: Callable[[Any], None]
+    ) -> None:
+        """`inbox`: what a reply has is put there, in a thread of the carrier's; `take` gets it from there."""
+        self.node = node
+        self.slots = slots
+        self.links: dict[int, SiteLink] = {}
+        self.lost = ""  # why; else it is there, or will be
+        self.hello: Hello | None = None
+        self.heard_at = time.monotonic()
+        self.traffic = traffic
+        self._carrier = carrier
+        self._site = site
+        self._inbox = inbox
+        self._records: list[Record] = []
+        self._next_number = 0
+        self._arriving = Arriving()
+        self._pending = 0  # exchanges
+        self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
+        self._slabs: dict[int, set[int]] = {}  # mirrored there -> workers that know it
+
+    @property
+    def free(self) -> int:
+        return 0 if self.lost else self.slots - len(self.links)
+
+    @property
+    def name(self) -> str:
+        """Of its node."""
+        return self.hello.host if self.node is None and self.hello is not None else "" if self.node is None else self.node.name
+
+    # --- what is told
+
+    def tell(self, *record: Any) -> None:
+        self._records.append(record)
+
+    def flush(self) -> None:
+        """Send what has been told; or have the site say what is new."""
+        while not self.lost and (self._records or self._pending < POLLS):
+            records, self._records = self._records, []
+            content = pickle.dumps(records, protocol=5) if records else b""
+            self._pending += 1
+            self._next_number += 1
+            self.traffic.system_calls += 1
+            self.traffic.bytes_sent += len(content)
+            self._carrier.exchange(self._site, self._next_number - 1, content, partial(self._reply, self._next_number - 1))
+
+    def _reply(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
+        self._inbox((self, reply))
+
+    def take(self, reply: tuple[int, bytes] | BaseException) -> None:
+        if self.lost:
+            return
+        if isinstance(reply, BaseException):
+            self.lose(f"{type(reply).__name__}: {reply}")
+            return
+        self._pending -= 1
+        self.heard_at = time.monotonic()
+        for piece in self._arriving.arrange(*reply):
+            self.traffic.bytes_received += len(piece)
+            for record in pickle.loads(piece) if piece else ():
+                self._obey(*record)
+
+    def _obey(self, kind: str, *rest: Any) -> None:
+        if kind == "hello":
+            (self.hello,) = rest
+        elif kind == "resident":
+            for number, nbytes in rest[0].items():
+                if number in self.links:
+                    self.links[number].nbytes_resident = nbytes
+        elif (link := self.links.get(rest[0])) is not None:
+            if kind == "frame":
+                link.frames.append(rest[1])
+            else:  # gone, refused
+                link.exit_code = rest[1] if kind == "gone" else None
+                link.ended = True
+
+    def lose(self, why: str) -> None:
+        """It does not answer any more: neither will its workers."""
+        self.lost = why
+        for link in self.links.values():
+            link.ended = True
+        self._carrier.kill_site(self._site)
+
+    def close(self) -> None:
+        """Nobody needs it any more."""
+        if not self.lost:
+            self.lose("closed")
+
+    # --- memory that is mirrored there
+
+    def mirror(self, slab: Any) -> None:
+        if slab.number not in self._slabs:
+            self._slabs[slab.number] = set()
+            self.tell("slab", slab.number, slab.nbytes)
+
+    def introduce(self, worker: int, slabs: Sequence[int]) -> None:
+        """The worker learns of them with the next frame."""
+        for number in slabs:
+            self._slabs[number].add(worker)
+
+    def carry(self, holder: Slot | Borrowed) -> None:
+        address = address_of(holder)
+        self.mirror(holder.slab)
+        if not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
+            self.tell("write", address, bytes(holder.memory))
+        self._lent[address] += 1
+
+    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+        address = address_of(holder)
+        self._lent[address] -= times
+        if not self._lent[address]:
+            del self._lent[address]
+            self._forget_if_unused(slab_of(address))
+
+    def part(self, worker: int, slabs: Sequence[int]) -> None:
+        """The worker forgets them; after the frame that says so."""
+        for number in slabs:
+            if number in self._slabs:
+                self._slabs[number].discard(worker)
+                self._forget_if_unused(number)
+
+    def leave(self, worker: int) -> None:
+        """The worker is gone."""
+        self.part(worker, list(self._slabs))
+
+    def _forget_if_unused(self, slab: int) -> None:
+        if not self._slabs[slab] and not any(slab_of(address) == slab for address in self._lent):
+            del self._slabs[slab]
+            self.tell("forget", slab)
+
+
+class SiteLink:
+    """The caller's end of the link to a worker at a site, a `WorkerLink`."""
+
+    shares_memory = False
+
+    def __init__(self, number: int, site: SiteHandle) -> None:
+        self.number = number
+        self.site = site
+        self.frames: deque[bytes] = deque()
+        self.ended = False  # the worker is gone, and `frames` has its last words
+        self.exit_code: int | None = None
+        self.nbytes_resident = 0
+        self._watched = False
+        self._mirror = Mirror()  # of the worker's slabs
+        self._descriptors: deque[int] = deque()
+        site.links[number] = self
+        site.tell("start", number)
+
+    @property
+    def node(self) -> str:
+        return self.site.name
+
+    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        if self.ended:
+            raise ConnectionError(self.site.lost or "the worker is gone")
+        new = [message.number for message in messages if isinstance(message, NewSlab)]
+        self.site.introduce(self.number, new)
+        self.site.traffic.frames_sent += 1
+        self.site.tell("frame", self.number, framed(messages, payload), new)
+        for message in messages:
+            if isinstance(message, SlabsGone):
+                self.site.part(self.number, message.numbers)
+
+    def introduce(self, slabs: Sequence[Any]) -> None:
+        for slab in slabs:
+            self.site.mirror(slab)
+        for messages, _ in in_frames(slabs):
+            self.send(messages)
+
+    def carry(self, holder: Slot | Borrowed) -> None:
+        self.site.carry(holder)
+
+    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+        self.site.drop(holder, times)
+
+    def receive(self) -> Frame | None:
+        if not self.frames:
+            if self.ended:
+                raise EOFError
+            return None
+        raw = memoryview(bytearray(self.frames.popleft()))  # writable, as what a socket gives
+        pickled, _, _ = HEADER.unpack_from(raw)
+        self.site.traffic.frames_received += 1
+        content = raw[HEADER.size :]
+        messages, payload = pickle.loads(content[:pickled]), content[pickled:]
+        messages, payload, mirrors = self._mirror.open(messages, payload)
+        self._descriptors.extend(mirrors)
+        return Frame(messages, payload)
+
+    def take_descriptor(self) -> int | None:
+        return self._descriptors.popleft()
+
+    def has_more(self) -> bool:
+        return bool(self.frames) or self.ended
+
+    def kill(self, by: int = signal.SIGKILL) -> None:
+        self.site.tell("kill", self.number, by)
+        self.exit_code = -by
+        self.site.flush()
+
+    def resident_bytes(self, pid: int) -> int:
+        """As the site said last, once it was asked."""
+        if not self._watched:
+            self._watched = True
+            self.site.tell("watch", self.number, pid)
+        return self.nbytes_resident
+
+    def close(self) -> None:
+        self.frames.clear()
+
+    def end(self) -> int | None:
+        if not self.ended:
+            self.site.tell("end", self.number)
+            self.ended = True
+        self.site.leave(self.number)
+        del self.site.links[self.number]
+        self.close()
+        return self.exit_code
+
+    def refuse(self, why: str) -> None:
+        """What is there cannot be used: no worker can start."""
+        failure = Failure(carried(RuntimeError(why)), "", "start")
+        self.frames.append(framed([StartFailed(failure)], ()))
