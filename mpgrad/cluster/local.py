@@ -34,8 +34,9 @@ class LocalSite:
         self.lock = threading.Lock()
         self.replies: dict[int, Reply] = {}  # of exchanges under way
         self.ended: ConnectionError | None = None
-        for target in (self.write, self.read):
-            threading.Thread(target=target, name=f"mpgrad-{target.__name__}-site", daemon=True).start()
+        self.threads = [threading.Thread(target=each, name="mpgrad-site", daemon=True) for each in (self.write, self.read)]
+        for thread in self.threads:
+            thread.start()
 
     def exchange(self, number: int, content: bytes, reply: Reply) -> None:
         with self.lock:
@@ -72,6 +73,9 @@ class LocalSite:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.process.wait()
+        for thread in self.threads:
+            thread.join()
+        self.socket.close()
 
 
 class LocalCarrier:

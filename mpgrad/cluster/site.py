@@ -86,7 +86,7 @@ class SiteWorker(Pipe):
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
-        self.pid = 0  # once the caller asks how much memory it has
+        self.pid = 0  # once the caller has heard it
 
 
 class Site:
@@ -148,6 +148,7 @@ class Site:
                 self._launcher.kill(*rest)
             case "watch" if rest[0] in self._workers:
                 self._workers[rest[0]].pid = rest[1]
+                self._say("resident", {rest[0]: resident_bytes(rest[1])})
             case "end" if rest[0] in self._workers:
                 self._bury(rest[0])
 

@@ -24,7 +24,7 @@ from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
 from mpgrad.wire.frames import Frame, framed, in_frames
-from mpgrad.wire.messages import Failure, Message, NewSlab, SlabsGone, StartFailed
+from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
 from mpgrad.wire.pipe import HEADER, Traffic
 
@@ -179,7 +179,6 @@ class SiteLink:
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit_code: int | None = None
         self.nbytes_resident = 0
-        self._watched = False
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         site.links[number] = self
@@ -217,13 +216,16 @@ class SiteLink:
             if self.ended:
                 raise EOFError
             return None
-        raw = memoryview(bytearray(self.frames.popleft()))  # writable, as what a socket gives
+        raw = memoryview(self.frames.popleft())
         pickled, _, _ = HEADER.unpack_from(raw)
         self.site.traffic.frames_received += 1
-        content = raw[HEADER.size :]
+        content = memoryview(bytearray(raw[HEADER.size :]))  # writable, and aligned, as what a socket gives
         messages, payload = pickle.loads(content[:pickled]), content[pickled:]
         messages, payload, mirrors = self._mirror.open(messages, payload)
         self._descriptors.extend(mirrors)
+        for message in messages:
+            if isinstance(message, Ready):
+                self.site.tell("watch", self.number, message.pid)
         return Frame(messages, payload)
 
     def take_descriptor(self) -> int | None:
@@ -238,10 +240,7 @@ class SiteLink:
         self.site.flush()
 
     def resident_bytes(self, pid: int) -> int:
-        """As the site said last, once it was asked."""
-        if not self._watched:
-            self._watched = True
-            self.site.tell("watch", self.number, pid)
+        """As the site said last, which it does every second."""
         return self.nbytes_resident
 
     def close(self) -> None:

@@ -1,0 +1,56 @@
+"""Two nodes of a cluster that is only pretended: sites are programs on this machine, and no Ray is needed.
+
+As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of engine "process". With
+`MPGRAD_CLUSTER=ray` in the environment these are two nodes of a real Ray cluster on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from mpgrad.cluster.carrier import Node
+from mpgrad.cluster.engine import ClusterEngine
+from mpgrad.cluster.local import LocalCarrier
+from mpgrad.cluster.options import Ray
+from mpgrad.engines.kinds import ENGINES, Kind, Wanted
+from mpgrad.engines.protocol import Engine
+
+TRAITS = ENGINES["ray"].traits
+PATIENCE = 10.0  # seconds until a silent site is given up
+CPUS = 4  # of each node
+
+
+def two_nodes(wanted: Wanted) -> Engine:
+    """Nodes "alpha" and "beta", with room for many."""
+    carrier = LocalCarrier([Node("a", "alpha", 64), Node("b", "beta", 64)])
+    return ClusterEngine(carrier, 2 if wanted.workers is None else wanted.workers, PATIENCE)
+
+
+def two_ray_nodes(wanted: Wanted) -> Engine:
+    """Of the cluster that `start_ray` has started."""
+    return ENGINES["ray"].make(wanted._replace(workers=wanted.workers or 2, ray=Ray(cpus_per_worker=0.01)))
+
+
+def start_ray(nodes: int = 2, cpus: float = CPUS) -> Any:
+    """A cluster of so many nodes beside the head, which has no CPUs."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 127.0.0.1 stays what it is
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.1"}
+    )
+    for _ in range(nodes):
+        cluster.add_node(num_cpus=cpus)
+    importlib.import_module("ray").init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+    return cluster
+
+
+def pytest_configure() -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    make = two_nodes
+    if os.environ.get("MPGRAD_CLUSTER") == "ray":
+        start_ray()
+        make = two_ray_nodes
+    ENGINES["process"] = Kind(TRAITS, make)
