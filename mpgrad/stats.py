@@ -18,6 +18,7 @@ class WorkerStats(NamedTuple):
         graph_bytes: what these take; measured only with `graph_memory`, otherwise 0.
         calls: how many it has run.
         device: where it stands: "cpu", or like "cuda:0".
+        node: the name of its machine, in a pool on a cluster; "" on this one.
         retiring: it takes no new calls, and ends when it keeps no graph any more.
     """
 
@@ -29,6 +30,7 @@ class WorkerStats(NamedTuple):
     calls: int
     retiring: bool
     device: str = "cpu"
+    node: str = ""
 
 
 class PoolStats(NamedTuple):

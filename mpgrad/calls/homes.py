@@ -81,7 +81,7 @@ class GradientReply:
         found: Sequence[TensorRef | None] | Failure,
         payload: memoryview,
         memories: dict[int, Borrowed | Slot],
-        worker: int,
+        worker: str,
     ) -> None:
         if isinstance(found, Failure):
             self._arrived(functools.partial(raised_from, found, subject_of(self._index), worker))
@@ -151,7 +151,7 @@ class GradientReply:
         return outcome
 
 
-def raised_from(failure: Failure, subject: str, worker: int) -> BaseException:
+def raised_from(failure: Failure, subject: str, worker: str) -> BaseException:
     """The exception of a task, anew: `subject` is a part of its note, such as "item 3, "."""
     return raised_again(failure.error, shown(failure.traceback), failure.phase, subject, worker, failure.given)
 

@@ -111,13 +111,17 @@ class ClusterEngine:
     def _take(self, site: SiteHandle | None, news: Any) -> None:
         if site is not None:
             was_new = site.hello is None
-            site.take(news)
+            site.take(*news)
             if was_new and site.hello is not None:
                 self._check(site, site.hello)
             if site.lost and not self._closing.is_set():
                 log.warning("a site is gone (%s: %s)", site.name or "a node that was to come", site.lost)
         elif news is not None:
             self._nodes = news
+            there = {node.id for node in news}
+            for each in self._sites:
+                if each.node is not None and each.node.id not in there and not each.lost:
+                    each.lose("its node has left the cluster")
             if self._follows:
                 self._follow()
 

@@ -90,7 +90,6 @@ class LocalCarrier:
         self._nodes.append(node)
 
     def part(self, node: str) -> None:
-        """Its sites stay: whoever wants them dead kills them."""
         self._nodes = [each for each in self._nodes if each.id != node]
 
     def start_site(self, options: SiteOptions) -> LocalSite:

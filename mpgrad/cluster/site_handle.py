@@ -53,7 +53,7 @@ class SiteHandle:
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = Arriving()
-        self._pending = 0  # exchanges
+        self._pending: set[int] = set()  # exchanges
         self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
         self._slabs: dict[int, set[int]] = {}  # mirrored there -> workers that know it
 
@@ -73,25 +73,28 @@ class SiteHandle:
 
     def flush(self) -> None:
         """Send what has been told; or have the site say what is new."""
-        while not self.lost and (self._records or self._pending < POLLS):
+        while not self.lost and (self._records or len(self._pending) < POLLS):
             records, self._records = self._records, []
             content = pickle.dumps(records, protocol=5) if records else b""
-            self._pending += 1
-            self._next_number += 1
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pending.add(number)
             self.traffic.system_calls += 1
             self.traffic.bytes_sent += len(content)
-            self._carrier.exchange(self._site, self._next_number - 1, content, partial(self._reply, self._next_number - 1))
+            self._carrier.exchange(self._site, number, content, partial(self._put_reply, number))
 
-    def _reply(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
-        self._inbox((self, reply))
+    def _put_reply(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
+        self._inbox((self, (exchange, reply)))
 
-    def take(self, reply: tuple[int, bytes] | BaseException) -> None:
-        if self.lost:
+    # --- what is heard
+
+    def take(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
+        """What was put into the inbox; it may have come before."""
+        if self.lost or exchange not in self._pending:
             return
         if isinstance(reply, BaseException):
             self.lose(f"{type(reply).__name__}: {reply}")
             return
-        self._pending -= 1
+        self._pending.discard(exchange)
         self.heard_at = time.monotonic()
         for piece in self._arriving.arrange(*reply):
             self.traffic.bytes_received += len(piece)
@@ -108,9 +111,10 @@ class SiteHandle:
         elif (link := self.links.get(rest[0])) is not None:
             if kind == "frame":
                 link.frames.append(rest[1])
-            else:  # gone, refused
-                link.exit_code = rest[1] if kind == "gone" else None
-                link.ended = True
+            elif kind == "gone":
+                link.end_with(rest[1])
+            else:  # refused
+                link.end_with(None, f"no process can be started there: {rest[1]}")
 
     def lose(self, why: str) -> None:
         """It does not answer any more: neither will its workers."""
@@ -176,6 +180,7 @@ class SiteLink:
         self.number = number
         self.site = site
         self.frames: deque[bytes] = deque()
+        self._refused = ""  # why it could not be started
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit_code: int | None = None
         self.nbytes_resident = 0
@@ -187,6 +192,10 @@ class SiteLink:
     @property
     def node(self) -> str:
         return self.site.name
+
+    @property
+    def lost(self) -> str:
+        return f"its site was lost: {self.site.lost}" if self.site.lost else self._refused
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         if self.ended:
@@ -254,6 +263,12 @@ class SiteLink:
         del self.site.links[self.number]
         self.close()
         return self.exit_code
+
+    def end_with(self, code: int | None, why: str = "") -> None:
+        self.ended = True
+        self._refused = why
+        if code is not None:
+            self.exit_code = code
 
     def refuse(self, why: str) -> None:
         """What is there cannot be used: no worker can start."""

@@ -28,6 +28,7 @@ class Loopback:
     """One end of a link within a thread: what is sent waits at the other end until it is taken."""
 
     node = ""
+    lost = ""
     shares_memory = True
 
     def __init__(self, number: int) -> None:

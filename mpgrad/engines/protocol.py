@@ -36,7 +36,15 @@ class WorkerLink(Link, Protocol):
 
     number: int  # of the worker
 
-    node: str  # the name of the machine that it is on; "" for this one
+    @property
+    def node(self) -> str:
+        """The name of the machine that it is on; "" for this one."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why it is not the worker's fault that it has ended, where it is known not to be."""
+        ...
 
     def resident_bytes(self, pid: int) -> int:
         """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows yet. Any thread."""

@@ -26,6 +26,7 @@ class SocketLink(Channel):
     """The caller's end of a socket pair."""
 
     node = ""
+    lost = ""
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)

@@ -62,7 +62,7 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: int, given: str = "") -> BaseException:
+def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: str, given: str = "") -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
         error = classes.loads(pickled)

@@ -109,7 +109,7 @@ class Answers:
     ) -> None:
         try:
             memories = {} if isinstance(found, Failure) else self._borrow(found)
-            reply.arrive(found, payload, memories, worker.number)
+            reply.arrive(found, payload, memories, worker.name)
         except SharedMemoryError as error:
             reply.fail(error)
 
@@ -143,4 +143,4 @@ def any_connected(found: Sequence[TensorRef | None]) -> bool:
 
 
 def failed_again(failure: Failure, subject: str, worker: WorkerHandle) -> Failed:
-    return Failed(functools.partial(raised_from, failure, subject, worker.number))
+    return Failed(functools.partial(raised_from, failure, subject, worker.name))

@@ -99,7 +99,7 @@ class Recovery:
             return SharedMemoryError(f"{worker.unreadable} (item {index}, phase: {phase})")
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             details.append(OUT_OF_MEMORY)
-        return WorkerDiedError(index, phase, worker.number, code, "; ".join(details), worker.stack)
+        return WorkerDiedError(index, phase, worker.number, code, "; ".join(details + worker.end_in_words), worker.stack)
 
     def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
         """What was under way with a worker that is gone: calls go back to their queues, the rest waits to be revived."""

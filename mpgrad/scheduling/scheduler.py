@@ -327,4 +327,5 @@ def statistics(worker: WorkerHandle) -> WorkerStats:
         worker.calls_done,
         worker.retiring,
         name_of(worker.device),
+        worker.link.node,
     )

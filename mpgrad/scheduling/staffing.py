@@ -177,8 +177,8 @@ class Staff:
             self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
         self._recovery.take_apart(worker, chunks)
         if self._is_last_start(worker):
-            so_did_others = f"so did {FAILED_STARTS} in a row"
-            self._life.break_off(WorkerDiedError(None, "start", worker.number, died.exit_code, so_did_others, worker.stack))
+            words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
+            self._life.break_off(WorkerDiedError(None, "start", worker.number, died.exit_code, words, worker.stack))
         else:
             self.fill()
         self.rescue(worker)

@@ -68,6 +68,16 @@ class WorkerHandle:
         self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
         self.forgotten_codes: deque[int] = deque()
 
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return f"{self.number} on node {self.link.node}" if self.link.node else str(self.number)
+
+    @property
+    def end_in_words(self) -> list[str]:
+        """For errors: what is known of its end beside the exit code."""
+        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost) if each]
+
     # --- what is left to do
 
     @property

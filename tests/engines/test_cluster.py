@@ -1,0 +1,355 @@
+"""The engine of clusters, on sites that are programs of this machine: memory, deaths, silence, nodes that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import local_cluster
+import psutil
+import pytest
+import torch
+from conftest import alive, gone
+
+import mpgrad
+from mpgrad.cluster.carrier import Node, Reply, SiteOptions
+from mpgrad.cluster.engine import ClusterEngine, spread
+from mpgrad.cluster.local import LocalCarrier
+from mpgrad.cluster.sequence import Sequence
+from mpgrad.engines.kinds import ENGINES, Kind
+from mpgrad.testing import assert_same_as_serial
+
+HERE = Path(__file__).parent
+TWO = (Node("a", "alpha", 2), Node("b", "beta", 2))
+# the rest of the suite passes too: see CONTRIBUTING.md
+CORE = ("map", "captures")
+
+
+@contextlib.contextmanager
+def cluster(
+    *nodes: Node, patience: float = 10.0, carrier: type[LocalCarrier] = LocalCarrier, **options: Any
+) -> Iterator[tuple[mpgrad.Pool, Any]]:
+    """A pool on those nodes, and its carrier."""
+    made = carrier(nodes)
+    ENGINES["pretended"] = Kind(local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience))
+    try:
+        with mpgrad.Pool(engine="pretended", inline="never", **options) as pool:
+            yield pool, made
+    finally:
+        ENGINES.pop("pretended", None)
+
+
+@pytest.fixture(scope="module")
+def on_two_nodes(nursery: mpgrad.Pool) -> Iterator[tuple[mpgrad.Pool, Any]]:
+    with cluster(*TWO) as (pool, carrier):
+        staffed(pool, 4)
+        yield pool, carrier
+
+
+def staffed(pool: mpgrad.Pool, workers: int) -> None:
+    while len(pool.stats().workers) < workers:
+        pool.map(time.sleep, [0.05] * 2 * workers, 1)
+
+
+# --- values, memory
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [3, 5000], ids=["rides", "carried"])
+def test_a_loop_on_two_nodes(on_two_nodes: tuple[mpgrad.Pool, Any], size: int) -> None:
+    weight = torch.linspace(1, 2, size, requires_grad=True)
+    xs = [torch.full((size,), float(k), requires_grad=True) for k in range(9)]
+    assert_same_as_serial(lambda x: (x * weight).sin() / weight, xs, on_two_nodes[0])
+
+
+def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    pool, _ = on_two_nodes
+    staffed(pool, 4)
+    weight = torch.ones(50_000, requires_grad=True)
+    sent = pool.stats().bytes_sent
+    results = pool.map(lambda k: (weight * k).sum(), range(40), 1)
+    sum(results).backward()
+    assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.3 * weight.nbytes  # four workers, two nodes
+
+
+def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    pool, _ = on_two_nodes
+    pool.map(lambda x: x + 1, [torch.ones(5000) for _ in range(8)], 1)
+    sites = pool._scheduler.engine._sites  # type: ignore[attr-defined]
+    assert pool._scheduler.wait_until(lambda: not any(site._lent for site in sites), 10)
+    pool._scheduler.memory.arena._most_idle = 0  # slabs go when nobody needs them
+    pool.map(torch.sum, [torch.ones(20_000_000) for _ in range(2)], 1)
+
+    def is_small() -> bool:
+        pool.map(abs, [-1] * 8, 1)
+        return all(len(site._slabs) <= 1 for site in sites)
+
+    deadline = time.monotonic() + 20
+    while not is_small():
+        assert time.monotonic() < deadline
+
+
+def test_errors_and_stats_name_the_node(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    pool, _ = on_two_nodes
+    staffed(pool, 4)
+    assert sorted(worker.node for worker in pool.stats().workers) == ["alpha", "alpha", "beta", "beta"]
+    with pytest.raises(ZeroDivisionError) as raised:
+        pool.map(lambda x: 1 / x, [0])
+    assert any("on node" in note for note in raised.value.__notes__)
+
+
+def test_what_a_call_prints(on_two_nodes: tuple[mpgrad.Pool, Any], capfd: Any) -> None:
+    on_two_nodes[0].apply(print, ("said there",))
+    assert "said there" in capfd.readouterr().out
+
+
+def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 1)) as (pool, _):
+        with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):
+            pool.map(lambda x: os.kill(os.getpid(), signal.SIGKILL), [0])
+        with pytest.raises(mpgrad.CallTimeoutError):
+            pool.map(time.sleep, [60], timeout=0.3)
+        future = pool.submit(time.sleep, 60)
+        while not future.running():
+            time.sleep(0.01)
+        assert future.cancel(force=True)
+        assert pool.map(abs, [-1]) == [1]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_tests_pass_on_two_nodes(name: str) -> None:
+    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
+    (file,) = HERE.parent.rglob(f"test_{name}.py")
+    only = ["-k", "not thread and not inline", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "local_cluster", *only, str(file)]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stdout[-6000:]
+
+
+# --- deaths
+
+
+def step(pool: mpgrad.Pool | None, injure: Callable[[str], None]) -> list[torch.Tensor]:
+    """Forward, backward and double backward of a map, with the gradients of items and of what is closed over."""
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.rand(3000, dtype=torch.float64, generator=generator).requires_grad_()
+    xs = [torch.rand(3000, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(12)]
+
+    seconds = 0 if pool is None else 0.02
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        return ((x * weight).sin() * weight).sum()
+
+    if pool is None:
+        results = [fn(x) for x in xs]
+    else:
+        pending = pool.map_async(fn, xs, 1)
+        injure("forward")
+        results = pending.get()
+    loss = torch.stack(results).square().sum()
+    injure("backward")
+    first = torch.autograd.grad(loss, [weight, *xs], create_graph=True)
+    injure("double backward")
+    second = torch.autograd.grad(sum(each.square().sum() for each in first), [weight, *xs])  # type: ignore[arg-type]
+    return [loss.detach(), *(each.detach() for each in first), *second]
+
+
+@pytest.fixture(scope="module")
+def unharmed(nursery: mpgrad.Pool) -> list[torch.Tensor]:
+    """What the step gives where nothing happens; within rounding that of the serial loop."""
+    with mpgrad.Pool(2, deterministic=True) as pool:
+        found = step(pool, lambda _: None)
+    for ours, theirs in zip(found, step(None, lambda _: None), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    return found
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "double backward"])
+@pytest.mark.parametrize("what", ["worker", "site", "silent site"])
+def test_what_was_lost_is_made_again_bit_for_bit(unharmed: list[torch.Tensor], what: str, when: str) -> None:
+    with cluster(*TWO, patience=1.5, deterministic=True, processes=4) as (pool, carrier):
+        staffed(pool, 4)
+
+        def injure(now: str) -> None:
+            if now != when:
+                return
+            if now == "forward":
+                time.sleep(0.03)
+            if what == "worker":
+                os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+            else:
+                os.kill(carrier.sites[0].process.pid, signal.SIGKILL if what == "site" else signal.SIGSTOP)
+
+        found = step(pool, injure)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
+
+
+class Unruly(LocalCarrier):
+    """Replies come late, in any order, and some twice."""
+
+    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+        choice = random.Random(number)
+
+        def late(said: tuple[int, bytes] | BaseException) -> None:
+            for _ in range(choice.choice([1, 1, 2])):
+                threading.Timer(choice.random() * 0.02, reply, (said,)).start()
+
+        super().exchange(site, number, content, late)
+
+
+def test_replies_out_of_order_and_doubled_change_nothing(unharmed: list[torch.Tensor]) -> None:
+    with cluster(*TWO, carrier=Unruly, deterministic=True, processes=2) as (pool, _):
+        for _ in range(3):
+            found = step(pool, lambda _: None)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
+
+
+@pytest.mark.quick
+def test_pieces_are_put_in_order_once() -> None:
+    numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
+    arriving, found = Sequence(), []
+    for number in numbers:
+        found += arriving.arrange(number, bytes([number]))
+    assert b"".join(found) == bytes(range(5))
+
+
+def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 2), patience=1.0) as (pool, carrier):
+        staffed(pool, 2)
+        pids = [worker.pid for worker in pool.stats().workers] + [carrier.sites[0].process.pid]
+        carrier.sites[0].exchange = lambda *_: None  # as if the network were cut
+        started = time.monotonic()
+        assert gone(pids[:2], within=10)
+        assert time.monotonic() - started < 8
+        del carrier.sites[0].exchange
+        assert pool.map(abs, [-1]) == [1]  # by other workers
+
+
+def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
+    code = (
+        "import time, mpgrad, local_cluster\n"
+        "from mpgrad.engines.kinds import ENGINES, Kind\n"
+        "ENGINES['pretended'] = Kind(local_cluster.TRAITS, local_cluster.two_nodes)\n"
+        "pool = mpgrad.Pool(2, engine='pretended', inline='never')\n"
+        "pool.map(time.sleep, [0.05] * 4, 1)\n"
+        "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as caller:
+        assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
+        pids = [each.pid for each in psutil.Process(caller.pid).children(recursive=True)]
+        assert len(pids) >= 6  # two sites, two nurseries, two workers
+        caller.kill()
+    assert gone(pids, within=2), [psutil.Process(pid).cmdline() for pid in pids if alive(pid)]
+
+
+# --- nodes
+
+
+def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 1)) as (pool, carrier):
+        assert pool.processes == 1
+        pool.map(abs, [-1])
+        carrier.join(Node("b", "beta", 2))
+        deadline = time.monotonic() + 20
+        while {worker.node for worker in pool.stats().workers} != {"alpha", "beta"} or len(pool.stats().workers) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pool.processes == 3
+        carrier.part("a")
+        carrier.sites[0].process.kill()
+        while pool.processes != 2 or {worker.node for worker in pool.stats().workers} != {"beta"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+
+
+@pytest.mark.quick
+def test_workers_are_spread_evenly() -> None:
+    small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
+    assert spread([small, large], 4) == [(small, 2), (large, 2)]
+    assert spread([small, large], 9) == [(small, 2), (large, 7)]
+    assert spread([small, large], 12) == [(small, 2), (large, 8), (None, 2)]
+    assert spread([], 3) == [(None, 3)]
+    assert spread([small], 7) == [(small, 2), (None, 2), (None, 2), (None, 1)]
+
+
+def test_no_room(nursery: mpgrad.Pool) -> None:
+    with pytest.raises(RuntimeError, match="no node of the cluster has room"), cluster(Node("a", "alpha", 0)):
+        pass
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "mpgrad"])
+def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpgrad.cluster import engine
+
+    ours = engine.hello()
+    other = ours._replace(versions={**ours.versions, name: "1.2.3"})
+    monkeypatch.setattr(engine, "hello", lambda: other)
+    message = re.escape(f"node {ours.host} has {name} {ours.versions[name]}, and the caller 1.2.3; ")
+    with cluster(Node("a", "alpha", 1)) as (pool, _), pytest.raises(RuntimeError, match=message):
+        pool.map(abs, [-1])
+
+
+class Refusing(LocalCarrier):
+    def start_site(self, options: SiteOptions) -> Any:
+        site = super().start_site(options)
+        site.process.kill()
+        return site
+
+
+def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
+    message = "node: alpha; its site was lost: ConnectionError"
+    with cluster(Node("a", "alpha", 1), carrier=Refusing) as (pool, _), pytest.raises(mpgrad.WorkerDiedError, match=message):
+        pool.map(abs, [-1])
+
+
+# --- Ray's options
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": ""}, "address must be"),
+        ({"placement": "middle"}, "placement must be one of spread, pack"),
+        ({"workers_per_node": 0}, "workers_per_node must be at least 1"),
+        ({"cpus_per_worker": 0}, "cpus_per_worker must be more than 0"),
+        ({"node_timeout": -1.0}, "node_timeout must be more than 0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mpgrad.Ray(**options)
+
+
+@pytest.mark.quick
+def test_what_the_engine_refuses() -> None:
+    with pytest.raises(ValueError, match='ray is for engine "ray"'):
+        mpgrad.Pool(1, ray=mpgrad.Ray())
+    with pytest.raises(TypeError, match="ray must be a mpgrad"):
+        mpgrad.Pool(1, engine="ray", ray="auto")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ray"):
+        mpgrad.Pool(1, engine="ray", devices="cpu")
+
+
+@pytest.mark.quick
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r'pip install "mpgrad\[ray\]"'):
+        mpgrad.Pool(1, engine="ray")
