@@ -1,0 +1,143 @@
+"""Engine "ray" on several raylets of this machine: what only Ray itself can show. The rest is in test_cluster.py."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import local_cluster
+import psutil
+import pytest
+import torch
+from conftest import gone
+from test_cluster import staffed, step
+
+import mpgrad
+from mpgrad.testing import assert_same_as_serial
+
+pytest.importorskip("ray", reason="Ray is not installed (pip install mpgrad[ray])")
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A head without CPUs, and two nodes."""
+    made = local_cluster.start_ray(nodes=2, cpus=2)
+    yield made
+    importlib.import_module("ray").shutdown()
+    made.shutdown()
+
+
+@contextlib.contextmanager
+def ray_pool(**options: Any) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), inline="never", **options) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("size", [3, 30_000, 1_000_000], ids=["in the call", "in pieces", "in the store"])
+def test_a_loop_on_ray(ray_cluster: Any, size: int) -> None:
+    weight = torch.linspace(1, 2, size, requires_grad=True)
+    xs = [torch.full((size,), float(k), requires_grad=True) for k in range(4)]
+    with ray_pool(processes=2) as pool:
+        assert_same_as_serial(lambda x: (x * weight).sin() / weight, xs, pool)
+
+
+def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
+    weight = torch.ones(100_000, requires_grad=True)
+    with ray_pool() as pool:
+        assert pool.processes == 4
+        staffed(pool, 4)
+        sent = pool.stats().bytes_sent
+        sum(pool.map(lambda k: (weight * k).sum(), range(40), 1)).backward()
+        assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.2 * weight.nbytes
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+@pytest.mark.parametrize("what", ["worker", "actor", "node", "raylet"])
+def test_what_ray_lost_is_made_again(ray_cluster: Any, what: str) -> None:
+    with mpgrad.Pool(2, deterministic=True) as pool:
+        expected = step(pool, lambda _: None)
+    extra = ray_cluster.add_node(num_cpus=2)
+    raylet = psutil.Process(raylet_of(extra))
+
+    def injure(now: str) -> None:
+        if now != "backward":
+            return
+        if what == "node":
+            ray_cluster.remove_node(extra, allow_graceful=False)
+        elif what == "raylet":
+            raylet.kill()
+        else:
+            for worker in pool.stats().workers:
+                process = psutil.Process(worker.pid)
+                site = process.parent().parent()  # type: ignore[union-attr]  # a worker, its nursery, its site
+                if raylet in site.parents():  # type: ignore[union-attr]
+                    (process if what == "worker" else site).kill()  # type: ignore[union-attr]
+                    return
+            raise AssertionError("no worker on the node")
+
+    with ray_pool(deterministic=True) as pool:
+        staffed(pool, 6)
+        found = step(pool, injure)
+    if what != "node":
+        ray_cluster.remove_node(extra, allow_graceful=False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_node_that_joins_takes_calls(ray_cluster: Any) -> None:
+    with ray_pool() as pool:
+        staffed(pool, 4)
+        joined = ray_cluster.add_node(num_cpus=1)
+        deadline = time.monotonic() + 10
+        while len({worker.pid for worker in pool.stats().workers if worker.calls}) < 5:
+            pool.map(time.sleep, [0.02] * 10, 1)
+            assert time.monotonic() < deadline
+        ray_cluster.remove_node(joined, allow_graceful=False)
+
+
+def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
+    code = (
+        "import time, mpgrad\n"
+        f"pool = mpgrad.Pool(2, engine='ray', ray=mpgrad.Ray(address={ray_cluster.address!r}), inline='never')\n"
+        "pool.map(time.sleep, [0.05] * 4, 1)\n"
+        "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
+        "print(*[worker.pid for worker in pool.stats().workers], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in caller.stdout.readline().split()]
+        pids = [each.pid for worker in workers for each in (worker, *worker.parents()[:2])]
+        caller.send_signal(signal.SIGKILL)
+    assert gone(pids, within=2)
+
+
+def test_no_ray_cluster_there() -> None:
+    code = "import mpgrad\nmpgrad.Pool(1, engine='ray', ray=mpgrad.Ray(address='127.0.0.1:1'))\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "ConnectionError: no Ray cluster can be joined" in ended.stderr and "ray start --head" in ended.stderr
+
+
+def test_a_cluster_of_its_own(tmp_path: Path) -> None:
+    code = (
+        "import os, mpgrad, psutil, torch\n"
+        "weight = torch.ones(3, requires_grad=True)\n"
+        "with mpgrad.Pool(2, engine='ray', ray=mpgrad.Ray(address='local'), inline='never') as pool:\n"
+        "    sum(pool.map(lambda x: (weight * x).sum(), [1.0, 2.0])).backward()\n"
+        "print(weight.grad.tolist(), len(psutil.Process().children(recursive=True)))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert ended.stdout == "[3.0, 3.0, 3.0] 0\n", ended.stderr[-3000:]
