@@ -57,7 +57,7 @@ ESTIMATE_TOLERANCE = 5e-3  # relative
 GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in another order
 
 GRADIENT_ENOUGH = 1e-4  # in every scaled parameter; the objective is then within 1e-9 of its minimum
-ENGINES = ("process", "thread", "inline")
+ENGINES = ("process", "thread", "inline", "ray")
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -289,7 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doses = sum(len(infant.doses) for infant in infants)
     samples = sum(len(infant.concentrations) for infant in infants)
     print(f"{len(infants)} infants, {doses} doses, {samples} samples\n")
-    with one_thread(), mpgrad.Pool(processes=options.processes, engine=options.engine) as pool:
+    cluster = mpgrad.Ray(address=options.ray_address) if options.engine == "ray" else None
+    with one_thread(), mpgrad.Pool(processes=options.processes, engine=options.engine, ray=cluster) as pool:
         fitted = fit(pool.map, infants, scaled(torch.tensor(START, dtype=torch.float64)))
         report_fit(fitted, with_nonmem)
         path = [evaluation.parameters for evaluation in fitted.evaluations]
@@ -308,6 +309,9 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--processes", type=positive, help="workers (default: as many as there are CPUs to use)")
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="of the pool (default: %(default)s)")
+    parser.add_argument(
+        "--ray-address", default="local", help='with --engine ray: the cluster, or "auto" (default: one on this machine)'
+    )
     parser.add_argument("--data", type=Path, default=DATA, help="CSV file, as data/README.md has it (default: shipped)")
     parser.add_argument("--output", type=picture, default="phenobarbital.png", help="picture (default: %(default)s)")
     return parser
