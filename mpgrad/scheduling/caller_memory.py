@@ -1,4 +1,7 @@
-"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the ways to devices."""
+"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the ways to devices.
+
+Any thread packs, and drops what it had; `tidy` and `close` are the scheduling thread's.
+"""
 
 from __future__ import annotations
 

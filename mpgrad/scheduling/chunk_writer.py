@@ -1,7 +1,8 @@
 """Chunks as messages for one worker: what it knows is left out, what it lacks goes before. Caller's side.
 
     calls ──► [Define,] Forward            backwards ──► [Define,] Backward([Rerun, [Rederive ...,]] BackwardCall ...)
-Assumes: called by the scheduling thread. What has been written is sent, in this order, or the worker is gone.
+Assumes: called by the scheduling thread; any may look into `functions`. What has been written is sent, in this order, or the
+    worker is gone.
 """
 
 from __future__ import annotations

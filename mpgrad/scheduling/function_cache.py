@@ -1,4 +1,7 @@
-"""The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped."""
+"""The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
+
+Assumes: called by the scheduling thread, but for `ran` and `note_other_gradient`, which any thread may call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side, any thread.
+"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side.
+
+Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have waited for others.
 
 a node's backward ──► send_gradients ──► the worker's backlog ──► [scheduling thread] ──► GradientReply
 """

@@ -3,7 +3,7 @@
 multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known then, so here it is measured:
 short calls go together, fewer of them towards the end; long ones go one by one, the largest of the last ones first; and what
 one worker has been given and has not begun, another one that has run dry may have.
-Assumes: called by the scheduling thread.
+Assumes: called by the scheduling thread; any may set `workers`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ A worker sees copies of its own: of the function, of what it captures, of its ar
 would do differently nevertheless (draw from generators of its own, write to a capture, refuse a result, raise with the item's
 name) is noticed, and then all that ran here is forgotten and sent; the function is sent ever after.
 
-Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to.
+Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to. Any
+    thread may map, several at once: `TURNS` has them run calls one after another.
 Assumes: what a function does to modules, files and the process it may do here; `Pool(inline="never")` is for others.
 """
 

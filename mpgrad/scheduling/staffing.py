@@ -2,7 +2,7 @@
 
     hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
                └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► bury ──► rescue
-Assumes: called by the scheduling thread.
+Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker as the scheduler sees it: what it has been sent, lent and told. Caller's side; decisions are the scheduler's.
 
-Guarantees: what others than the scheduling thread touch (the backlog, the deques of news) they only append to.
+Guarantees: other threads append to the backlog and the deques of news, and read; until the end they change nothing else.
 """
 
 from __future__ import annotations
