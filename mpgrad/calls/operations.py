@@ -98,6 +98,7 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
+        """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
         call.conditions = self.conditions
         if call.claims and any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
             raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
@@ -228,6 +229,7 @@ class Operation:
     # --- the scheduling thread
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
+        """What came of a call, unless it is past the limit. A failure that counts makes its call the limit."""
         if isinstance(outcome, BaseException):
             outcome = Failed.with_error(outcome)
         if index >= self.limit:

@@ -16,6 +16,8 @@ __all__ = ["CallerMemory"]
 
 
 class CallerMemory:
+    """`packer` sends former results from where they lie, for callers who wait; `copying_packer` copies all."""
+
     def __init__(self, settings: Settings, nudge: Callable[[], None]) -> None:
         """`nudge`: something borrowed has died, which its owner may be told with the next message. Called from finalizers."""
         self.arena = Arena(0)

@@ -56,6 +56,8 @@ class Estimate(NamedTuple):
 
 
 class Costs:
+    """Of the functions that were met last, by their pickles. Times are in seconds."""
+
     def __init__(self, in_workers: Callable[[bytes], Ran | None]) -> None:
         self._in_workers = in_workers
         self._here: dict[bytes, Here] = {}  # the last used at the end

@@ -74,6 +74,8 @@ class Measured:
 
 
 class Codes:
+    """The functions that were mapped last, by number, and what their calls took, in seconds."""
+
     def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
         self._workers = workers
         self._numbers: dict[bytes, int] = {}  # the last used at the end

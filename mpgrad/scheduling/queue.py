@@ -31,6 +31,8 @@ LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to d
 
 
 class Line:
+    """Operations with calls, in the order in which they are given out."""
+
     def __init__(
         self, codes: Codes, numbers: itertools.count[int], workers: int, calls_per_worker: int | None, by_device: bool
     ) -> None:
@@ -146,6 +148,7 @@ class Line:
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(self, worker: WorkerHandle, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+        """At most `size` calls, with numbers of their own, or as many as a message holds."""
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:

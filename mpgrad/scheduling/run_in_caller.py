@@ -77,6 +77,7 @@ class AdaptiveMap:
         self._grads = False  # calls are given something that needs gradients
 
     def run(self, calls: Iterable[Arguments], total: int | None) -> list[Any]:
+        """The results of all calls, in order; `total` is their number, where it is known."""
         started = time.perf_counter()
         calls = iter(calls)
         try:
@@ -240,6 +241,7 @@ class LocalFunction:
         return results
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result on private copies; raises `UnusualError` where a worker would do otherwise."""
         if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
             target = self._target_for(args)
             copies = [private(each, self._border, is_argument=True) for each in args]

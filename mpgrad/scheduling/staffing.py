@@ -97,6 +97,7 @@ class Staff:
         self.again_at = now + STAFF_GAP
 
     def hire(self) -> None:
+        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses."""
         settings, crossing = self._settings, self._memory.crossing
         device = 0
         if settings.devices is not None:

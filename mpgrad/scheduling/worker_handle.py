@@ -35,6 +35,8 @@ class Doom(NamedTuple):
 
 
 class WorkerHandle:
+    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs that refer to it."""
+
     def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
         self.number = number
         self.link = link
@@ -136,6 +138,7 @@ class WorkerHandle:
         self.link.send(news + messages, payload.parts)
 
     def _take_news(self) -> list[Message]:
+        """As messages; what is taken counts as told."""
         news: list[Message] = []
         if self.returns:
             news.append(Returned(drained(self.returns)))

@@ -147,6 +147,7 @@ class Channel:
         return bool(self._outgoing)
 
     def flush(self) -> None:
+        """Send of what waits as much as the pipe takes. Raises OSError where the other end is gone."""
         while self._outgoing:
             data, descriptors = self._outgoing[0]
             sent = self._send_some(data, descriptors)
@@ -196,6 +197,7 @@ class Channel:
                 raise EOFError from error
 
     def _read(self) -> None:
+        """What the pipe has now, some of it; raises BlockingIOError if that is nothing, EOFError at the end."""
         self._traffic.system_calls += 1
         if self._body is not None:  # a large frame is read straight into its own memory
             rest = memoryview(self._body)[self._filled :]
@@ -227,6 +229,7 @@ class Channel:
             raise EOFError
 
     def _next_frame(self) -> Frame | None:
+        """None where it is not whole yet; raises MemoryError where there is no room for it."""
         if self._body is None:
             if len(self._incoming) < HEADER.size:
                 return None
