@@ -177,6 +177,7 @@ def ancestor_failed(error: BaseException, subject: str) -> AncestorFailedError:
 
 
 def describe_exit(exit_code: int | None) -> str:
+    """As the verb of a sentence: "was killed by SIGKILL"; a negative code is a signal's."""
     if exit_code is None:
         return "died"
     if exit_code < 0:

@@ -173,6 +173,7 @@ class Scatter(NamedTuple):
         return self.chunks(inputs)
 
     def chunks(self, inputs: Any) -> list[Any]:
+        """For each share its part of `inputs`, all of them the same where they hold no tensor; perhaps fewer than `shares`."""
         if isinstance(inputs, Tensor):
             sizes = self.chunk_sizes
             cut = inputs.chunk(self.shares, self.dim) if sizes is None else torch.split(inputs, list(sizes), self.dim)

@@ -202,6 +202,7 @@ class Alias(torch.autograd.Function):
 
 
 def copies(items: Sequence[Any]) -> list[Any]:
+    """Items that share nothing with these: what is one tensor, or one storage, is one in the copies; leaves are leaves."""
     known: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     kept: list[torch.Tensor] = []  # as long as they are known by id
@@ -294,6 +295,7 @@ def gradients_of(
 
 
 def compare_values(name: str, result: Any, expected: Any, how: str = "") -> None:
+    """Raises AssertionError unless structure and objects are equal, and tensors bit for bit."""
     if type(result) is not type(expected):
         kinds = type(result).__name__, type(expected).__name__
         raise AssertionError(f"{name}: the pool gave a {kinds[0]}, the serial loop a {kinds[1]}{how}")
@@ -346,6 +348,7 @@ def has_equality(value: object) -> bool:
 def compare_tensors(
     name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None, how: str = ""
 ) -> None:
+    """Raises AssertionError; `rtol`: 0 for bit for bit, None for 4096 times the dtype's epsilon."""
     if ours is None or theirs is None:
         if ours is not theirs:
             raise AssertionError(f"{name}: the pool gave {describe(ours)}, the serial loop {describe(theirs)}{how}")

@@ -103,6 +103,7 @@ class BackwardHandler:
         return Gradients(chunk, outcomes, seconds, self._warnings.take(), dropped, nbytes, reached), payload
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
+        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
         payload = Payload()
         function = self._functions.get(message.function)
         sums = None if function is None else function.sums.take(message.task, message.levels)
@@ -123,6 +124,7 @@ class BackwardHandler:
             return self._differentiate(step.call, incoming) if isinstance(step, Rederive) else self._run_again(step, incoming)
 
     def _run_again(self, step: Rerun, incoming: memoryview) -> Differentiated:
+        """Makes the graph of a call again, which is kept; a spent one is run through."""
         call = step.call.call
         if step.spent and call in self._graphs:  # the backward that was to be the last one has failed
             self._loans.give_back_unread(step)

@@ -199,6 +199,7 @@ class CallRunner:
 def arguments(
     call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Live
 ) -> tuple[Sequence[Any], dict[str, Any]]:
+    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
     shape = call.bundle[offset][0] if call.bundle else call.structure
     if not isinstance(shape, bytes):
         return tensors, {}

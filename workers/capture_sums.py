@@ -23,6 +23,7 @@ class CaptureSums:
         self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """One gradient for each capture, None where there is none. Writes to sums of its own only."""
         self.calls += 1
         for k, grad in enumerate(grads):
             held = self.sums[k]

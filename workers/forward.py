@@ -91,6 +91,7 @@ class ForwardHandler:
     def _run(
         self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
     ) -> Result | Failure:
+        """The outcome of a call. What was lent for it, and its graph where that is kept, are noted."""
         before = self._graphs.memory_in_use()
         try:
             ahead = None
@@ -118,6 +119,7 @@ class ForwardHandler:
             return failure(error, stage.phase, stage.offset, stage.given)
 
     def _place(self, run: CallRun, origin: int, stage: Stage) -> list[Placed] | Together:
+        """Copies of the results' tensors, to be had where the call came from (`origin`)."""
         packer = self._loans.packer
         if len(run.shapes) > 1:
             with contextlib.suppress(SharedMemoryError):  # there may be room for them one by one; if not, one of them is named

@@ -85,6 +85,7 @@ class FunctionTable:
         return known if isinstance(known, Function) else None
 
     def define(self, message: Define) -> None:
+        """Loads the function at once; if that raises, each of its calls fails with it."""
         if message.pickled is not None:
             self._codes[message.code] = Code(message.pickled)
         if message.state is not None:
@@ -122,6 +123,7 @@ class FunctionTable:
         )
 
     def forget(self, message: Forget) -> None:
+        """Drops functions and pickles; collects garbage after every `GARBAGE_BYTES` of captures."""
         for number in message.functions:
             known = self._functions.pop(number, None)
             if isinstance(known, Function) and known.modules.placement is not None:

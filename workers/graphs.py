@@ -92,6 +92,7 @@ class GraphTable:
         return memory_in_use() if self._limit else 0
 
     def keep(self, call: int, graph: GraphEdges, nbytes: int) -> None:
+        """`nbytes` is what the graph takes, 0 where nothing is measured."""
         self.release(call)
         self._kept[call] = graph
         if self._limit and nbytes > 0:

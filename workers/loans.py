@@ -40,6 +40,7 @@ class Loans:
     # --- what we borrow
 
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
+        """Tensors over the payload and the caller's slots. If one cannot be viewed, all the slots are given back."""
         if isinstance(refs, Bucket):
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []

@@ -27,6 +27,7 @@ MESSAGE_BYTES = 4096
 
 
 def main(descriptor: int) -> None:
+    """Serves until the parent is gone, or closes its end; `descriptor` is our end of the pipe to it."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # who starts us may have blocked it
@@ -72,6 +73,7 @@ class Nursery:
                         return
 
     def _obey(self) -> bool:
+        """One order of the parent; False at the end of the pipe."""
         try:
             # a program that a call starts with os.system must not keep the worker's end open, when that has ended
             data, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)

@@ -192,6 +192,7 @@ class DeviceStation(Station):
         lenders.attach_elsewhere(message.number, functools.partial(self._open, message))
 
     def _open(self, message: NewSlab) -> DeviceSlab:
+        """A slab of the caller's, mapped; the first on its device brings the caller's events there."""
         assert message.handle is not None
         code = message.code
         if code not in self._lanes:

@@ -46,6 +46,7 @@ class Call(torch.autograd.Function):
         token: torch.Tensor | None,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads to."""
         ctx.set_materialize_grads(False)
         ctx.graph = graph
         ctx.token = token
@@ -60,6 +61,7 @@ class Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Placeholders for the gradients of the inputs, which are under way when this returns."""
         gates, capture_node = edges_of(ctx)
         if ctx.graph.members is not None:
             wanted = wanted_of_bundle(ctx.graph, gates, grads)

@@ -32,6 +32,7 @@ class CaptureGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """For each capture its gradient, over all calls of the backward; waits for the workers."""
         reach: Reach = ctx.home.reach
         task = graph_task()
         edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions

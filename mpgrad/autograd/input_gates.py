@@ -40,6 +40,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
+        """The worker's gradient, for which it waits; None where that goes on as a promise."""
         graph, number, task = ctx.graph, ctx.number, graph_task()
         source: RemoteGraph | None = ctx.source
         if source is not None and source.hidden and not graph.has_further:

@@ -350,6 +350,7 @@ class Derivative:
         return self._left == 0
 
     def _results(self) -> dict[int, torch.Tensor | None]:
+        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking` is held."""
         if self._found is None:
             with outside_transforms():
                 found = self._reply.gradients()

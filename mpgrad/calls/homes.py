@@ -205,6 +205,7 @@ class ReadyGradients:
         return reply
 
     def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
+        """The gradients at `places`, each times its factor; None where one may be out of range."""
         if FEW * len(places) < len(self._refs):
             grads = [view_at(self._refs, place, self._payload, self._borrow) for place in places]
         else:

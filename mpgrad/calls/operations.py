@@ -1,8 +1,9 @@
 """An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with gradients.
 
-    caller's thread: pack ──► queue ──►  dispatcher's thread: send, receive, `deliver`  ──► caller's thread: `value`
+    caller's thread: pack ──► queue ──► scheduling thread: send, receive, `deliver` ──► caller's thread: `value`
 Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its memory with it.
-Assumes: `deliver` and `fail` come from the dispatcher's thread only; whoever waits reads `outcomes` after that.
+Assumes: `deliver` and `fail` come from the scheduling thread, or from who made an operation that is never sent; whoever waits
+    reads `outcomes` after that.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Operation:
         self.added = 0
         self.items = 0  # in the calls added
         self.sealed = False  # no call will be added
-        # written by the dispatcher
+        # written by the scheduling thread
         self.unsorted = False  # the queue may have to be put in order before calls are taken from it
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
@@ -97,6 +98,7 @@ class Operation:
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
+        """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
         call.conditions = self.conditions
         if call.claims and any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
             raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
@@ -224,9 +226,10 @@ class Operation:
         tensors = [tensor for tensor, _ in call.ungated]
         call.gated = [leaf_gate(tensors)] if call.bundle and tensors else [gate(tensor) for tensor in tensors]
 
-    # --- the dispatcher's side
+    # --- the scheduling thread
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
+        """What came of a call, unless it is past the limit. A failure that counts makes its call the limit."""
         if isinstance(outcome, BaseException):
             outcome = Failed.with_error(outcome)
         if index >= self.limit:

@@ -1,6 +1,6 @@
 """What came of a call: a result that is still bytes and memory, or an exception that is still to be made.
 
-The dispatcher's thread puts them here; tensors and exceptions are made by who asks, in a thread of the caller.
+The scheduling thread puts them here; tensors and exceptions are made by who asks, in a thread of the caller.
 """
 
 from __future__ import annotations

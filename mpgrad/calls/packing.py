@@ -179,6 +179,7 @@ class PackedCall:
 
     @property
     def message_bytes(self) -> int:
+        """Of what rides in the message: small tensors, and pickles of arguments."""
         if isinstance(self.placed, Together):
             total = self.placed.message_bytes
         else:

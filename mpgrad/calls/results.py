@@ -171,6 +171,7 @@ class AsyncResult:
         return self._operation.first_failure() is None
 
     def _finish(self) -> None:
+        """All calls have ended. Runs callbacks, in the scheduling thread; makes the value only for one."""
         failed = self._operation.first_failure()
         try:
             if failed is None:
@@ -307,6 +308,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         return not self._told
 
     def _finish(self, index: int) -> None:
+        """The call has ended. Runs callbacks, in the scheduling thread; makes no value."""
         outcome = self._operation.outcomes[index]
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
         if not self._starts():
@@ -394,6 +396,7 @@ class ResultIterator:
             raise
 
     def _add_some(self) -> None:
+        """Have as many calls under way as the window allows; an error of their source is kept until its turn."""
         before = self.operation.added, self.operation.sealed
         batch = 1  # the workers begin with the first; the source may be slow
         while not self.operation.sealed and self.operation.added - self._next < self._window:

@@ -180,6 +180,7 @@ NOT_TRIED = Finding("pool", "further steps", "not tried", detail="because of wha
 
 
 def main(limit: float) -> None:
+    """The trial, in the child, which ends itself some seconds after `limit` seconds."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(limit + GRACE))  # nobody is left to kill it, should the doctor have been killed
     broken = machine.FAULT is not None  # the doctor has said so by itself

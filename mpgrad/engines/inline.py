@@ -76,6 +76,8 @@ class Loopback:
 
 
 class InlineEngine:
+    """One worker, which works while somebody waits for it (`wait`)."""
+
     copies_caller = False
 
     def __init__(self) -> None:

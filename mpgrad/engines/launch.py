@@ -119,6 +119,7 @@ class NurseryProcess:
             self._control.send(pickle.dumps(("kill", name, by)))
 
     def exit_code(self, name: int, timeout: float) -> int | None:
+        """Of a worker; None where it has not ended within `timeout` seconds, or the nursery has."""
         deadline = time.monotonic() + timeout
         with self._receiving:
             while name not in self._exit_codes:
@@ -140,6 +141,7 @@ class NurseryProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
+        """End the nursery, and with it all workers; waits for it."""
         with contextlib.suppress(OSError):
             # the nursery sees it even where a forked child holds a copy of this end, and so does whoever waits for an exit code
             self._control.shutdown(socket.SHUT_RDWR)
@@ -170,6 +172,7 @@ class NurseryLauncher:
 
     @classmethod
     def _join(cls) -> NurseryProcess:
+        """The nursery of this process, a new one where there is none; counts one more user."""
         with cls._lock:
             if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nursery
                 cls._shared, cls._users, cls._owner_pid = None, 0, os.getpid()
@@ -200,6 +203,7 @@ class NurseryLauncher:
         return code
 
     def close(self) -> None:
+        """Ends the nursery where no other pool uses it."""
         nursery = self._nursery
         with self._lock:
             if nursery is NurseryLauncher._shared:

@@ -364,6 +364,7 @@ def refuse_transforms(subject: str, values: Iterable[Any]) -> None:
 
 
 def refuse_shared_writes(calls: Sequence[tuple[EmulatedAutogradContext, Values]]) -> None:
+    """Raises ValueError where a call wrote in place to memory that another one was given."""
     for (writer, (ctx, _)), (reader, (_, args)) in itertools.permutations(enumerate(calls), 2):
         for written, read in itertools.product(ctx.dirty_tensors, args):
             if isinstance(read, torch.Tensor) and overlap(written, read):

@@ -376,6 +376,7 @@ class Lane:
         return slot
 
     def fetch(self, region: Region) -> torch.Tensor:
+        """A copy, uint8 [nbytes], on the device. With a stream it is complete for all streams; else for the current one."""
         if self._stream is None:
             return region.bytes.clone()
         with self.accelerator.on(self._stream):

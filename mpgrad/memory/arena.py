@@ -186,6 +186,7 @@ class Arena:
                 self._take_in_the_dead()
 
     def _take_in_the_dead(self) -> None:
+        """Assumes: the lock is held."""
         while self._dead:
             slab, offset, capacity = self._dead.popleft()
             self.bytes_in_use -= capacity
@@ -230,6 +231,7 @@ class Arena:
             self._dead.clear()
 
     def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
+        """Room for a slot where none is free: a slab, which may be a new one, and the offset there. Its pages are reserved."""
         if capacity > SLAB_BYTES // 2:
             slab = self._new_slab(capacity, nbytes)
             slab.reserve(0, capacity, nbytes)
@@ -294,6 +296,7 @@ class Lenders:
         self._elsewhere[number] = open_slab
 
     def detach(self, number: int) -> None:
+        """A slab that its owner gave up, or that died with it. What is borrowed of it stays mapped."""
         slab = self.slabs.pop(number, None)
         if slab is not None and slab.elsewhere:
             slab.finish()

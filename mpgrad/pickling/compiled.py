@@ -133,6 +133,7 @@ class Placement:
     def make_function(
         self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
     ) -> types.FunctionType:
+        """A function over the globals that stay. Without a closure it is the same object at each load."""
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
             ROOMS.functions.clear()
@@ -145,6 +146,7 @@ class Placement:
         return ROOMS.functions.setdefault((code, id(namespace), self._made[code, id(namespace)]), made)
 
     def _namespace(self, came: Namespace) -> Namespace:
+        """The dictionary that stays, and holds now what `came`, the globals of some module."""
         namespace = self._met.get(id(came))
         if namespace is None:
             module = came.get("__name__"), came.get("__file__")
@@ -157,6 +159,7 @@ class Placement:
         return namespace
 
     def set_state(self, set_function: Callable[[Any, Any], None], function: types.FunctionType, state: Any) -> None:
+        """Set it by `set_function`; notes what has to be put in place when the function runs."""
         namespace, values = self._values.setdefault(id(function.__globals__), (function.__globals__, {}))
         values.update(state[1]["__globals__"])
         if "__name__" in names_in(function.__code__):  # of which classes that are made in it are said to be

@@ -104,6 +104,7 @@ class States:
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
     def of(self, wanted: Iterable[Wanted]) -> State | None:
+        """The state with all that is wanted, as it is now; the same one while nothing changes. None: nothing is wanted."""
         key = tuple(wanted)
         if not key:
             return None
@@ -133,6 +134,7 @@ class States:
         return State(pickler.buffer.getvalue(), pickler.taken_out, pickler.covered, pickler.watch)
 
     def _left_of(self, wanted: Wanted) -> LeftOf:
+        """In the place of what cannot be carried: the worker's own. Raises TypeError where the caller's was replaced."""
         assert wanted.name is not None
         value = vars(sys.modules[wanted.module])[wanted.name]
         known = self._note_kind(wanted, value)

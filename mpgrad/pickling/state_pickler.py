@@ -75,6 +75,7 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_some(self, wanted: Sequence[Wanted]) -> Wanted | None:
+        """None; or what cannot be carried, as of `dump_all`."""
         self.covered.update(wanted)
         names: dict[str, dict[str, bool]] = {}  # by module: whether the name is wanted by itself
         for module, name in wanted:
@@ -98,6 +99,7 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_name(self, wanted: Wanted, value: Any, by_itself: bool) -> bool:
+        """Whether it could be carried; raises where it could not, and the worker's own will not do."""
         mark, start = self.watch.mark(), self.buffer.tell()
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
@@ -211,6 +213,7 @@ class StatePickler(CallerPickler):
                 self._note_made(*each)
 
     def _note(self, value: Any) -> None:
+        """Have the watch compare what the object holds or, where it does not show that, its pickle."""
         kind = type(value)
         if reduces_as_usual(kind):
             if isinstance(value, dict):

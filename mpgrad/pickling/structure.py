@@ -112,6 +112,7 @@ class TensorPickler(ClassPickler):
         return number
 
     def _number_of_claim(self, value: Deferred) -> int | None:
+        """Below 0; None where the caller has the result already, and it is pickled as it is."""
         if self.claims is None:
             raise TypeError(
                 "a future can be an argument of a call, but neither part of a function or result, nor within a torch.func "

@@ -35,6 +35,7 @@ class Watch:
         self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
 
     def is_unchanged(self) -> bool:
+        """Whether each object that was noted holds what it held then."""
         if not all(map(operator.is_, self._code, [part for each in self._functions for part in OF_A_FUNCTION(each)])):
             return False
         if any(map(ATTRIBUTES, self._bare)):

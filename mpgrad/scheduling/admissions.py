@@ -21,6 +21,8 @@ __all__ = ["Admissions"]
 
 
 class Admissions:
+    """The operations that have not ended, and what becomes of calls and backwards that have waited."""
+
     def __init__(self, driver: Driver, line: Line, deliveries: Deliveries, gradients: GradientSender, packer: Packer) -> None:
         self.unfinished: dict[Operation, None] = {}
         self.dependents = Dependents(self, driver.inbox.append, packer)

@@ -27,11 +27,14 @@ __all__ = ["Answers", "failed_again"]
 
 
 class Answers:
+    """Makes outcomes and replies, with the handles of graphs and of borrowed memory; no tensor and no exception."""
+
     def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
 
     def results(self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview) -> None:
+        """Each call that ran gets its outcome; `chunk` may have more, which were called off."""
         operation = chunk.operation
         assert operation is not None
         operation.mutated = operation.mutated or message.mutated
@@ -71,6 +74,7 @@ class Answers:
         note_graphs(worker, message)
 
     def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
+        """Each backward that ran gets its reply; those whose graphs were missing go back to the backlog."""
         first = chunk.gradients[0].reply
         first.warned = [*first.warned, *message.warned]
         note_graphs(worker, message)

@@ -1,4 +1,7 @@
-"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the ways to devices."""
+"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the ways to devices.
+
+Any thread packs, and drops what it had; `tidy` and `close` are the scheduling thread's.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ __all__ = ["CallerMemory"]
 
 
 class CallerMemory:
+    """`packer` sends former results from where they lie, for callers who wait; `copying_packer` copies all."""
+
     def __init__(self, settings: Settings, nudge: Callable[[], None]) -> None:
         """`nudge`: something borrowed has died, which its owner may be told with the next message. Called from finalizers."""
         self.arena = Arena(0)

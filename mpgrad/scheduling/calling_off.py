@@ -32,6 +32,8 @@ FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to le
 
 
 class CallingOff:
+    """Does what callers and the clock ask for, in the words of the table above."""
+
     def __init__(
         self,
         driver: Driver,
@@ -70,6 +72,7 @@ class CallingOff:
         self._admissions.cancel_rest(operation)
 
     def stop(self, operation: Operation) -> None:
+        """What has no outcome gets a `CancelledError`, and workers that are at it are killed."""
         if operation.finished:
             return
         operation.fail(CancelledError())
@@ -88,6 +91,7 @@ class CallingOff:
             worker.under_way.give_up_operation(operation)
 
     def call_off_all(self) -> None:
+        """All that were admitted; what has no outcome gets a `CancelledError`."""
         for operation in list(self._admissions.unfinished):
             operation.sealed = True
             operation.fail(CancelledError())

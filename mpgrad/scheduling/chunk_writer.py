@@ -1,7 +1,8 @@
 """Chunks as messages for one worker: what it knows is left out, what it lacks goes before. Caller's side.
 
     calls ──► [Define,] Forward            backwards ──► [Define,] Backward([Rerun, [Rederive ...,]] BackwardCall ...)
-Assumes: called by the scheduling thread. What has been written is sent, in this order, or the worker is gone.
+Assumes: called by the scheduling thread; any may look into `functions`. What has been written is sent, in this order, or the
+    worker is gone.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class ChunkWriter:
         return messages, payload, Chunk(None, [], sent, None, first.timeout)
 
     def _define(self, function: SharedFunction, messages: list[Message]) -> None:
+        """Adds a `Define` where the worker does not know the function, and lends the captures."""
         if function.number in self.functions:
             return
         pickled = None if function.code in self.codes else function.pickled
@@ -142,6 +144,7 @@ class ChunkWriter:
         return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent)]
 
     def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
+        """References for a message whose payload this is; what lies in slots is lent to the worker."""
         if isinstance(placed, Together):
             if placed.holder is not None:
                 self._loans.lend(placed.holder.address, placed.holder)

@@ -5,6 +5,8 @@
 The backward counts where calls are given something that needs gradients, as often as one came for such calls.
 What was measured last counts: the items of a function may be of another size today. And what was not measured for long is
 measured again: now and then a map is sent that would have run here.
+
+Any thread asks and notes, without a lock: if two note at once, a measurement may be lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class Estimate(NamedTuple):
 
 
 class Costs:
+    """Of the functions that were met last, by their pickles. Times are in seconds."""
+
     def __init__(self, in_workers: Callable[[bytes], Ran | None]) -> None:
         self._in_workers = in_workers
         self._here: dict[bytes, Here] = {}  # the last used at the end

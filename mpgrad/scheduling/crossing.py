@@ -90,6 +90,7 @@ class Crossing:
         return [Direct()]
 
     def _refuse(self, code: int, reason: str) -> None:
+        """From here on tensors are staged; the first time the log says why."""
         self._is_direct = False
         if not self._is_refused:
             self._is_refused = True

@@ -25,6 +25,8 @@ __all__ = ["Deliveries"]
 
 
 class Deliveries:
+    """What goes to workers goes through `transmit`, and so along with their news."""
+
     def __init__(self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory) -> None:
         self.workers = workers
         self._line = line
@@ -60,6 +62,7 @@ class Deliveries:
             self.transmit(worker, *worker.forward(next(self._chunk_numbers), *share))
 
     def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
+        """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""
         self.collect_returns()
         self.unmap(drained(self._memory.arena.dropped))
         self._memory.arena.made.clear()  # each worker is told of a slab when it is first lent something there

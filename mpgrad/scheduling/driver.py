@@ -39,5 +39,5 @@ class Driver(Protocol):
         ...
 
     def tell_waiters(self) -> None:
-        """Something was delivered. The scheduling thread only."""
+        """Something was delivered. Called by the scheduling thread; after the end by any."""
         ...

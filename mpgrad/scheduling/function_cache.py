@@ -1,4 +1,7 @@
-"""The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped."""
+"""The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
+
+Assumes: called by the scheduling thread, but for `ran` and `note_other_gradient`, which any thread may call.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,8 @@ class Measured:
 
 
 class Codes:
+    """The functions that were mapped last, by number, and what their calls took, in seconds."""
+
     def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
         self._workers = workers
         self._numbers: dict[bytes, int] = {}  # the last used at the end

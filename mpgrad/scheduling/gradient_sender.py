@@ -1,4 +1,6 @@
-"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side, any thread.
+"""Backwards on their way from autograd's threads to the workers that keep the graphs. Caller's side.
+
+Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have waited for others.
 
 a node's backward ──► send_gradients ──► the worker's backlog ──► [scheduling thread] ──► GradientReply
 """
@@ -52,6 +54,7 @@ class GradientSender:
         return self._task_modes[0]
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
+        """Copies them, and returns at once. `again`: see `SentGradients`."""
         self._life.check_alive()
         flat = [part for parts in grads for part in parts]
         waits_for_others = any(isinstance(part, Promise) for part in flat)
@@ -77,6 +80,7 @@ class GradientSender:
         return sent.reply
 
     def _place(self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle) -> Sequence[Placed | Promise] | Together:
+        """Copies of the tensors, in their order; promises stay what they are."""
         packer, staged = self._packer, worker.device == 0
         tensors = [part for part in parts if not isinstance(part, Promise)]
         flags = [REQUIRES_GRAD if tensor.requires_grad else 0 for tensor in tensors]

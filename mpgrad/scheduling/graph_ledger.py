@@ -5,7 +5,7 @@
                  dropped there for want of room ▼        the last backward, of which          │
                                             MISSING      nothing is left ──► SPENT ───────────┘
     the next backward of one that is MISSING, SPENT, or FREED by mistake has it made again: HERE
-Assumes: called by the scheduling thread; any may ask how many there are.
+Assumes: called by the scheduling thread; any may ask how many there are, and whether one is.
 """
 
 from __future__ import annotations

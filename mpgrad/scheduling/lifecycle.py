@@ -1,4 +1,7 @@
-"""How far a pool has come with its life, and what may still be asked of it. Caller's side, any thread."""
+"""How far a pool has come with its life, and what may still be asked of it. Caller's side.
+
+Any thread asks, and enters a phase; `break_off` and `end` are the scheduling thread's.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 multiprocessing.Pool cuts a map into chunks of one size beforehand. What calls take is not known then, so here it is measured:
 short calls go together, fewer of them towards the end; long ones go one by one, the largest of the last ones first; and what
 one worker has been given and has not begun, another one that has run dry may have.
-Assumes: called by the scheduling thread.
+Assumes: called by the scheduling thread; any may set `workers`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to d
 
 
 class Line:
+    """Operations with calls, in the order in which they are given out."""
+
     def __init__(
         self, codes: Codes, numbers: itertools.count[int], workers: int, calls_per_worker: int | None, by_device: bool
     ) -> None:
@@ -146,6 +148,7 @@ class Line:
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(self, worker: WorkerHandle, operation: Operation, size: float) -> list[tuple[int, PackedCall]]:
+        """At most `size` calls, with numbers of their own, or as many as a message holds."""
         calls: list[tuple[int, PackedCall]] = []
         nbytes = 0
         while len(calls) < size and operation.queue and nbytes < MOST_PAYLOAD:

@@ -41,6 +41,8 @@ __all__ = ["Receiver"]
 
 
 class Receiver:
+    """Takes each message to the part whose matter it is."""
+
     def __init__(
         self,
         settings: Settings,
@@ -130,6 +132,7 @@ class Receiver:
             worker.loans.unmap(slab)  # of a worker that is gone; nobody else would say so
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
+        """Measured, delivered; calls that were called off go back to the queue."""
         chunk = worker.under_way.take(message.chunk)
         operation = chunk.operation
         assert operation is not None

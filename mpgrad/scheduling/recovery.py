@@ -34,6 +34,8 @@ OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer w
 
 
 class Recovery:
+    """Says who is to blame for a death, and gives what was lost to others."""
+
     def __init__(
         self,
         workers: Mapping[int, WorkerHandle],
@@ -91,6 +93,7 @@ class Recovery:
     def _death(
         self, worker: WorkerHandle, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
     ) -> BaseException:
+        """The error of a call that is given up: what is known of the death, and how often it was tried."""
         tried = accused.deaths + accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
         if worker.overdue is not None:

@@ -7,7 +7,8 @@ A worker sees copies of its own: of the function, of what it captures, of its ar
 would do differently nevertheless (draw from generators of its own, write to a capture, refuse a result, raise with the item's
 name) is noticed, and then all that ran here is forgotten and sent; the function is sent ever after.
 
-Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to.
+Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to. Any
+    thread may map, several at once: `TURNS` has them run calls one after another.
 Assumes: what a function does to modules, files and the process it may do here; `Pool(inline="never")` is for others.
 """
 
@@ -76,6 +77,7 @@ class AdaptiveMap:
         self._grads = False  # calls are given something that needs gradients
 
     def run(self, calls: Iterable[Arguments], total: int | None) -> list[Any]:
+        """The results of all calls, in order; `total` is their number, where it is known."""
         started = time.perf_counter()
         calls = iter(calls)
         try:
@@ -239,6 +241,7 @@ class LocalFunction:
         return results
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result on private copies; raises `UnusualError` where a worker would do otherwise."""
         if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
             target = self._target_for(args)
             copies = [private(each, self._border, is_argument=True) for each in args]

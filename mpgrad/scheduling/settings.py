@@ -8,6 +8,8 @@ __all__ = ["Settings"]
 
 
 class Settings(NamedTuple):
+    """What a scheduler is made with; some of it is told to each worker (`Start`)."""
+
     workers: int
     initializer: bytes  # pickle of (function or None, arguments)
     threads: int  # intra-op

@@ -2,7 +2,7 @@
 
     hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
                └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► bury ──► rescue
-Assumes: called by the scheduling thread.
+Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths`.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Staff:
         self.again_at = now + STAFF_GAP
 
     def hire(self) -> None:
+        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses."""
         settings, crossing = self._settings, self._memory.crossing
         device = 0
         if settings.devices is not None:

@@ -40,6 +40,8 @@ class Waited(Protocol):
 
 
 class Dependents:
+    """Looks at those that wait, again and again, until nothing is missing or something has failed."""
+
     def __init__(self, ended: Waited, post: Callable[[Callable[[], None]], None], packer: Packer) -> None:
         self._ended = ended
         self._post = post

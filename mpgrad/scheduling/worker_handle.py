@@ -1,6 +1,6 @@
 """A worker as the scheduler sees it: what it has been sent, lent and told. Caller's side; decisions are the scheduler's.
 
-Guarantees: what others than the scheduling thread touch (the backlog, the deques of news) they only append to.
+Guarantees: other threads append to the backlog and the deques of news, and read; until the end they change nothing else.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Doom(NamedTuple):
 
 
 class WorkerHandle:
+    """What the scheduler knows of a worker, and what waits for it. Outlives the worker, for graphs that refer to it."""
+
     def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
         self.number = number
         self.link = link
@@ -146,6 +148,7 @@ class WorkerHandle:
         self.link.send(news + messages, payload.parts)
 
     def _take_news(self) -> list[Message]:
+        """As messages; what is taken counts as told."""
         news: list[Message] = []
         if self.returns:
             news.append(Returned(drained(self.returns)))

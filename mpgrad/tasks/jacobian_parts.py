@@ -140,6 +140,7 @@ class Jacobian(Task):
         raise AssertionError("a way returns or raises")
 
     def part(self, way: Way, source: Point | Graph, share: int, shares: int) -> list[Tensor]:
+        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output [columns, *its shape]."""
         start, stop = (source.size * number // shares for number in (share, share + 1))
         step = (self.chunk_size or source.size) if way.batched else 1
         if isinstance(source, Graph):

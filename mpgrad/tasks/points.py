@@ -79,6 +79,7 @@ class Point:
         seed_item(self.task.seed, self.item)
 
     def evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, always a tuple, from the item's own random numbers; raises where one is no real tensor."""
         self.seed()
         # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is many times as large
         outputs = self.task.fn(*filled(self.args, self.task.wanted, [tensor.clone() for tensor in inputs]))

@@ -137,6 +137,7 @@ class Vjp(Derived):
         self.common_wanted = common_wanted
 
     def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+        """Gradients of the wanted inputs, for cotangents that stand behind the call's own tensors."""
         own, cotangents = own[: self.own_count], own[self.own_count :]
         inputs = [*(own[k] for k in self.own_wanted), *(common[k] for k in self.common_wanted)]
 
@@ -165,6 +166,7 @@ def gradients(
     again: bool,
     modes: Modes,
 ) -> list[torch.Tensor]:
+    """Of the inputs, zeros where no output depends on one; `again`: to be differentiated."""
     with torch.enable_grad():
         entered = [(each if each.requires_grad else each.clone().requires_grad_()).clone() for each in inputs]
         edges = [get_gradient_edge(tensor) for tensor in entered]
@@ -202,6 +204,7 @@ class Jvp(Derived):
         self.refusal = refusal  # of `torch.no_grad`
 
     def run(self, load: Load, common: list[torch.Tensor], own: list[torch.Tensor], plain: bool) -> list[torch.Tensor]:
+        """Tangents of the outputs, zeros where one does not move; those that come stand behind their tensors."""
         own, common = list(own), list(common)
         tangents = own[self.own_count :] + common[self.common_count :]
         del own[self.own_count :], common[self.common_count :]

@@ -16,8 +16,8 @@ class Link(Protocol):
     """One end. Frames arrive whole, once, and in the order in which they were sent; or the other end is gone.
 
     Where `shares_memory`, both sides look at the same bytes: a slab is handed over once, with its descriptor. Elsewhere each
-    has a mirror of the other's slabs, with the same numbers and offsets, and what is lent is carried: its bytes travel before
-    the next frame.
+    has a mirror of the other's slabs, with the same numbers and offsets, and what is lent is carried: its bytes travel with
+    a frame.
     """
 
     shares_memory: bool

@@ -1,7 +1,9 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
-    parent ► worker   Start NewSlab SlabsGone Try Direct Define Forget Forward Backward Collect Release Returned Stop
-    worker ► parent   NewSlab SlabsGone Tried LastWords Ready StartFailed Results Gradients Collected Returned Printed Logged
+    parent ► worker   Start Define Forget Forward Backward Collect Release Stop
+    worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
+    both ways         NewSlab Carried SlabsGone Returned
+    devices           Try Direct to the worker, Tried to the parent
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 

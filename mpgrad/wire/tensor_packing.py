@@ -164,6 +164,7 @@ class Packer:
         return Bucketed(Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how), body, slot)
 
     def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
+        """None where one of them has to go another way."""
         rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
         for tensor, own in zip(tensors, flags, strict=True):
             if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
@@ -364,6 +365,7 @@ class Payload:
     @overload
     def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
     def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
+        """References to them, None where one is missing; those that ride are in this payload from now on."""
         if isinstance(placed, Together):
             return self._add_together(placed)
         if len(placed) < MANY or None in placed:

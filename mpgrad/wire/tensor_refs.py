@@ -184,6 +184,7 @@ class Bucket(Sequence[TensorRef]):
         return TensorRef(self.dtype, (self.nbytes // DTYPES[self.dtype].itemsize,), None, self.place, self.nbytes, self.flags)
 
     def views(self, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> list[torch.Tensor]:
+        """All of them, each with a storage of its own over the one memory."""
         memory, start = (payload, -1 - self.place) if self.place < 0 else (borrow(self.whole), 0)
         make, dtype = torch.frombuffer, DTYPES[self.dtype]
         found = [

@@ -1,4 +1,4 @@
-"""Load: the table of docs/reliability.md. Many calls in one pool, and what it holds meanwhile; large maps; large tensors.
+"""Load: figures of docs/reliability.md. Many calls in one pool, and what it holds meanwhile; large maps; large tensors.
 
 Nothing may grow with the calls that a pool has done: memory, descriptors and threads are noted after a fifth of them and
 at the end. Each row has a fresh process, so that none finds another's memory.

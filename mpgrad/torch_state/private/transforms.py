@@ -81,6 +81,7 @@ class SharedLevel:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
+        """Whoever is here can make dual tensors; where somebody else has opened a level, that one serves."""
         with self._lock:
             is_ours = self._count > 0 or not dual_level_is_active()
             if is_ours and self._count == 0:
