@@ -25,6 +25,8 @@ __all__ = ["ClusterEngine"]
 log = logging.getLogger("mpgrad")
 
 NODES_EVERY = 2.0  # seconds
+# for which a node is left alone after its site was lost: one that had worked, and one that never said a word
+AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
 SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and numbers of dtypes depend on them
 
 
@@ -48,7 +50,9 @@ class ClusterEngine:
         self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
+        self._avoided: dict[str, float] = {}  # nodes by id, until when on the clock of time.monotonic
         self._closing = threading.Event()
+        self._ask_now = threading.Event()  # for the nodes
         try:
             self._nodes = list(carrier.nodes())
             slots = sum(node.slots for node in self._nodes)
@@ -67,19 +71,28 @@ class ClusterEngine:
     # --- workers
 
     def start(self, number: int) -> SiteLink:
+        """
+        Raises:
+            OSError: nodes are followed, and those that are there have no room.
+        """
         sites = [site for site in self._sites if site.free > 0]
         if not sites:
             node, _ = spread(self._free_nodes(), 1)[0]
+            if node is None and self.room is not None and any(not site.lost for site in self._sites):
+                raise OSError("no node has room for a worker")
             sites = [self._open_site(node, 1)]
         return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
 
     def _free_nodes(self) -> list[Node]:
-        """Nodes, with the room that our sites have left there."""
+        """Nodes that can be used now, with the room that our sites have left there."""
         taken = {node.id: 0 for node in self._nodes}
         for site in self._sites:
             if site.node is not None and not site.lost:
                 taken[site.node.id] = taken.get(site.node.id, 0) + site.slots
-        return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in self._nodes]
+        return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in self._nodes if self._may_use(node)]
+
+    def _may_use(self, node: Node) -> bool:
+        return self._avoided.get(node.id, 0.0) <= time.monotonic()
 
     def _open_site(self, node: Node | None, slots: int) -> SiteHandle:
         key = self._carrier.start_site(SiteOptions(node, slots, self._patience))
@@ -102,7 +115,7 @@ class ClusterEngine:
         now = time.monotonic()
         for site in self._sites:
             if not site.lost and site.hello is not None and now - site.heard_at > self._patience:
-                site.lose(f"it has said nothing for {self._patience:g} s")
+                self._lose(site, f"it has said nothing for {self._patience:g} s")
             site.flush()
         links = [link for site in self._sites for link in site.links.values() if link.has_more()]
         self._sites = [site for site in self._sites if not site.lost or site.links]
@@ -110,20 +123,30 @@ class ClusterEngine:
 
     def _take(self, site: SiteHandle | None, news: Any) -> None:
         if site is not None:
-            was_new = site.hello is None
+            was_new, was_lost = site.hello is None, site.lost
             site.take(*news)
             if was_new and site.hello is not None:
                 self._check(site, site.hello)
-            if site.lost and not self._closing.is_set():
-                log.warning("a site is gone (%s: %s)", site.name or "a node that was to come", site.lost)
+            if site.lost and not was_lost:
+                self._lose(site, site.lost)
         elif news is not None:
             self._nodes = news
             there = {node.id for node in news}
             for each in self._sites:
                 if each.node is not None and each.node.id not in there and not each.lost:
-                    each.lose("its node has left the cluster")
+                    self._lose(each, "its node has left the cluster")
             if self._follows:
                 self._follow()
+
+    def _lose(self, site: SiteHandle, why: str) -> None:
+        if not site.lost:
+            site.lose(why)
+        log.warning("a site is gone (%s: %s)", site.name or "on a node that was to come", why)
+        if site.node is not None:
+            self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
+        if self._follows:
+            self._count_room()
+        self._ask_now.set()
 
     def _check(self, site: SiteHandle, theirs: Hello) -> None:
         """A node where something else is installed would read other things than were sent."""
@@ -141,13 +164,19 @@ class ClusterEngine:
         """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
         here = {site.node.id for site in self._sites if site.node is not None and not site.lost}
         for node in self._nodes:
-            if node.id not in here and node.slots:
+            if node.id not in here and node.slots and self._may_use(node):
                 with contextlib.suppress(OSError):  # asked again soon
                     self._open_site(node, node.slots)
-        self.room = max(1, sum(site.slots for site in self._sites if not site.lost))
+        self._count_room()
+
+    def _count_room(self) -> None:
+        if self.room is not None:  # else the number is the user's by now
+            self.room = max(1, sum(site.slots for site in self._sites if not site.lost))
 
     def _ask_for_nodes(self) -> None:
-        while not self._closing.wait(NODES_EVERY):
+        while not self._closing.is_set():
+            self._ask_now.wait(NODES_EVERY)
+            self._ask_now.clear()
             try:
                 self._inbox.put((None, list(self._carrier.nodes())))
             except ConnectionError as error:  # its sites will be missed, if they are gone, too
@@ -158,6 +187,7 @@ class ClusterEngine:
 
     def close(self) -> None:
         self._closing.set()
+        self._ask_now.set()
         for site in self._sites:
             site.close()
         self._carrier.close()

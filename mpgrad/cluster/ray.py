@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = ["RayCarrier", "ray_engine"]
 
 PIECE = 90 << 10  # bytes that Ray sends within a call
 WITHIN_CALL = 2 << 20
+CONNECT_PATIENCE = 5.0  # seconds
 
 
 def ray_module() -> Any:
@@ -35,35 +37,61 @@ def ray_module() -> Any:
         raise ImportError('engine "ray" needs Ray: pip install "mpgrad[ray]"') from error
 
 
+def stay_on_loopback() -> None:
+    """Have what Ray starts from now on listen on the loopback interface only, as it does where it knows no clusters."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    constants = sys.modules.get("ray._private.ray_constants")
+    if constants is not None:  # it had been imported before, and has read that already
+        constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
+
+
+def check_that_somebody_listens(address: str) -> None:
+    """Ray itself would try for minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), CONNECT_PATIENCE).close()
+
+
 class RayCarrier:
     def __init__(self, options: Ray) -> None:
-        """Joins the cluster, or starts one.
+        """Joins the cluster, or starts one; uses the one that the program has joined already.
 
         Raises:
             ImportError: Ray is not installed.
-            ConnectionError: there is no cluster at the address.
+            ConnectionError: there is no cluster at the address, or none can be started.
         """
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._starts_own = options.address == "local"
+        if self._starts_own:
+            stay_on_loopback()
         self._ray = ray_module()
         self._options = options
-        self._starts_own = options.address == "local"
         self._joined = not self._ray.is_initialized()
         if self._joined:
             self._join()
-        self._keys: set[Any] = set()
 
     def _join(self) -> None:
         options = self._options
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         how: dict[str, Any] = {"address": options.address, "log_to_driver": False, "logging_level": "WARNING"}
         if options.runtime_env is not None:
             how["runtime_env"] = dict(options.runtime_env)
         if self._starts_own:
             how |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
         try:
+            check_that_somebody_listens(os.environ.get("RAY_ADDRESS", "") if options.address == "auto" else options.address)
             self._ray.init(**how)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            remedy = 'start one (ray start --head), say its address, or use mpgrad.Ray(address="local")'
-            raise ConnectionError(f"no Ray cluster can be joined ({error}); {remedy} (address: {options.address!r})") from error
+        except Exception as error:  # Ray raises many kinds, among them just this one
+            can = "started" if self._starts_own else "joined"
+            remedy = (
+                ""
+                if self._starts_own
+                else '; start one (ray start --head), say its address, or use mpgrad.Ray(address="local")'
+            )
+            raise ConnectionError(f"no Ray cluster can be {can} ({error}){remedy} (address: {options.address!r})") from error
 
     def nodes(self) -> Sequence[Node]:
         try:

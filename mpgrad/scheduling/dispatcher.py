@@ -142,6 +142,7 @@ class Dispatcher(Scheduler):
             self._news_due = math.inf
         links = self.engine.wait(0 if self._woken or self.life.is_stopping or self.inbox else patience)
         self._sleeping = self._sleeping_soundly = False
+        self.look_at_room()
         if has_news and time.monotonic() >= self._news_due:  # though others may keep us busy
             self._news_due = math.inf
             self.deliveries.tell_news(quiet_for=GRACE)

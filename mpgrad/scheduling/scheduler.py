@@ -275,11 +275,15 @@ class Scheduler(ABC):
         busy = any(worker.under_way or worker.backlog for worker in self.workers.values())
         return not (busy or self._line.has_calls)
 
-    def keep_time(self) -> float | None:
-        """Do what is due; returns the seconds until something next is, None where nothing is."""
-        now, room = time.monotonic(), self.engine.room
+    def look_at_room(self) -> None:
+        """An engine that follows the nodes of a cluster has room for more workers, or for less."""
+        room = self.engine.room
         if room is not None and room != self.staff.wanted and self.life.phase is Phase.OPEN:
             self._have(room)
+
+    def keep_time(self) -> float | None:
+        """Do what is due; returns the seconds until something next is, None where nothing is."""
+        now = time.monotonic()
         if now >= self.staff.again_at:
             self.staff.fill()
         soonest = min(self.calling_off.keep_time(now), self.staff.again_at)

@@ -186,8 +186,8 @@ class Staff:
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
         """Whether workers cannot be started. Those that start together and die together count as one attempt."""
-        if worker.ready:
-            self._failed_starts = 0
+        if worker.ready or (worker.link.lost and any(each.ready for each in self._workers.values())):
+            self._failed_starts = 0  # a machine that is lost says nothing of the others
         elif worker.number > self._started_before_failure:
             self._failed_starts += 1
             self._started_before_failure = max(self._workers, default=worker.number)

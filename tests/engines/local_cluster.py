@@ -15,6 +15,7 @@ from mpgrad.cluster.carrier import Node
 from mpgrad.cluster.engine import ClusterEngine
 from mpgrad.cluster.local import LocalCarrier
 from mpgrad.cluster.options import Ray
+from mpgrad.cluster.ray import stay_on_loopback
 from mpgrad.engines.kinds import ENGINES, Kind, Wanted
 from mpgrad.engines.protocol import Engine
 
@@ -36,7 +37,7 @@ def two_ray_nodes(wanted: Wanted) -> Engine:
 
 def start_ray(nodes: int = 2, cpus: float = CPUS) -> Any:
     """A cluster of so many nodes beside the head, which has no CPUs."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 127.0.0.1 stays what it is
+    stay_on_loopback()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = importlib.import_module("ray.cluster_utils").Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.1"}

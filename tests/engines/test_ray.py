@@ -28,6 +28,21 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Ray keeps sockets and processes of its own; ours are those of sites."""
+    yield
+    sites = [each.pid for each in psutil.Process().children(recursive=True) if is_a_site(each)]
+    assert gone(sites, within=10)
+
+
+def is_a_site(process: psutil.Process) -> bool:
+    try:
+        return "SiteActor" in "".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return False
+
+
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
     """A head without CPUs, and two nodes."""
