@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ CONTENDERS = {"process, keep", "by hand", "ray, keep", "ray, eager"}
 
 
 def test_all_rows(tmp_path: Path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # LIMIT is longer, and ends a hang, too
     command = [sys.executable, str(SCRIPT), "--quick", "--json", str(tmp_path / "quick.json")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr

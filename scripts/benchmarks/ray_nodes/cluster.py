@@ -38,9 +38,10 @@ def simulated_nodes(count: int) -> Iterator[str]:
     except ImportError as error:
         raise NoClusterError(f"Ray is not installed ({error}): pip install 'mpgrad[bench]'") from error
     with tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True) as folder:
+        os.environ["RAY_TMPDIR"] = folder  # else Ray notes there, for all programs of this machine, that this is its cluster
         cluster = utils.Cluster()
         try:
-            start_node(cluster, num_cpus=0, include_dashboard=False, temp_dir=folder)
+            start_node(cluster, num_cpus=0, include_dashboard=False)
             for _ in range(count):
                 start_node(cluster, num_cpus=1)
             ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
