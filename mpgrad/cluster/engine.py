@@ -141,7 +141,8 @@ class ClusterEngine:
     def _lose(self, site: SiteHandle, why: str) -> None:
         if not site.lost:
             site.lose(why)
-        log.warning("a site is gone (%s: %s)", site.name or "on a node that was to come", why)
+        first_line, _, _ = why.partition("\n")
+        log.warning("a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
         if site.node is not None:
             self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
         if self._follows:

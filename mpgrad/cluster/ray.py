@@ -123,6 +123,7 @@ class RayCarrier:
             "scheduling_strategy": placement,
             "max_restarts": 0,
             "max_concurrency": 1000,
+            "enable_task_events": False,  # of each exchange, for the dashboard
         }
         if ours.memory_per_worker is not None:
             how["memory"] = ours.memory_per_worker * options.slots

@@ -41,6 +41,7 @@ __all__ = ["Hello", "Record", "Site", "hello"]
 Record = tuple[Any, ...]
 PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
 MOST_WAITING = 2  # exchanges
+GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
 
@@ -102,6 +103,7 @@ class Site:
         self._news: list[Record] = [("hello", hello())]
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._heard_at = time.monotonic()
+        self._answered_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
@@ -216,9 +218,14 @@ class Site:
 
     def _say(self, *record: Any) -> None:
         self._news.append(record)
-        self._answer()
+        since = time.monotonic() - self._answered_at
+        if since >= GATHERING:
+            self._answer()
+        elif len(self._news) == 1:  # more of it comes soon, and an answer costs both sides as much as a small call
+            self._loop.call_later(GATHERING - since, self._answer)
 
     def _answer(self) -> None:
+        self._answered_at = time.monotonic()
         while self._waiting:
             news = self._waiting.popleft()
             if not news.done():

@@ -55,6 +55,7 @@ class SiteHandle:
         self._arriving = Arriving()
         self._pending: set[int] = set()  # exchanges
         self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
+        self._lent_of: Counter[int] = Counter()  # slab -> how many of these addresses lie there
         self._slabs: dict[int, set[int]] = {}  # mirrored there -> workers that know it
 
     @property
@@ -145,6 +146,8 @@ class SiteHandle:
         self.mirror(holder.slab)
         if not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
             self.tell("write", address, bytes(holder.memory))
+        if not self._lent[address]:
+            self._lent_of[holder.slab.number] += 1
         self._lent[address] += 1
 
     def drop(self, holder: Slot | Borrowed, times: int) -> None:
@@ -152,7 +155,9 @@ class SiteHandle:
         self._lent[address] -= times
         if not self._lent[address]:
             del self._lent[address]
-            self._forget_if_unused(slab_of(address))
+            slab = slab_of(address)
+            self._lent_of[slab] -= 1
+            self._forget_if_unused(slab)
 
     def part(self, worker: int, slabs: Sequence[int]) -> None:
         """The worker forgets them; after the frame that says so."""
@@ -166,8 +171,8 @@ class SiteHandle:
         self.part(worker, list(self._slabs))
 
     def _forget_if_unused(self, slab: int) -> None:
-        if not self._slabs[slab] and not any(slab_of(address) == slab for address in self._lent):
-            del self._slabs[slab]
+        if not self._slabs[slab] and not self._lent_of[slab]:
+            del self._slabs[slab], self._lent_of[slab]
             self.tell("forget", slab)
 
 
