@@ -202,6 +202,10 @@ class SiteLink:
     def lost(self) -> str:
         return f"its site was lost: {self.site.lost}" if self.site.lost else self._refused
 
+    @property
+    def could_start(self) -> bool:
+        return bool(self.site.lost) and self.site.hello is not None
+
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         if self.ended:
             raise ConnectionError(self.site.lost or "the worker is gone")

@@ -29,6 +29,7 @@ class Loopback:
 
     node = ""
     lost = ""
+    could_start = False
     shares_memory = True
 
     def __init__(self, number: int) -> None:

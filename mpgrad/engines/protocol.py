@@ -46,6 +46,11 @@ class WorkerLink(Link, Protocol):
         """Why it is not the worker's fault that it has ended, where it is known not to be."""
         ...
 
+    @property
+    def could_start(self) -> bool:
+        """Its machine was lost, but is known to start workers: that it has ended is no sign that none can be started."""
+        ...
+
     def resident_bytes(self, pid: int) -> int:
         """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows yet. Any thread."""
         ...

@@ -27,6 +27,7 @@ class SocketLink(Channel):
 
     node = ""
     lost = ""
+    could_start = False
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)

@@ -186,8 +186,9 @@ class Staff:
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
         """Whether workers cannot be started. Those that start together and die together count as one attempt."""
-        if worker.ready or (worker.link.lost and any(each.ready for each in self._workers.values())):
-            self._failed_starts = 0  # a machine that is lost says nothing of the others
+        others_start = bool(worker.link.lost) and any(each.ready for each in self._workers.values())
+        if worker.ready or worker.link.could_start or others_start:
+            self._failed_starts = 0
         elif worker.number > self._started_before_failure:
             self._failed_starts += 1
             self._started_before_failure = max(self._workers, default=worker.number)

@@ -29,6 +29,7 @@ from mpgrad.cluster.ray import stay_on_loopback
 
 NODES = 3
 CPUS = 2  # of each
+PAUSES = (0.3, 1.5)  # seconds between kills; a site and its workers take some 3 s to start
 KINDS = ("worker", "worker", "worker", "site", "node")
 
 
@@ -70,7 +71,7 @@ class Killer:
 
     def run(self, meanwhile: concurrent.futures.Future[Any]) -> None:
         while self.left and not meanwhile.done():
-            time.sleep(self._random.uniform(0.1, 0.8))
+            time.sleep(self._random.uniform(*PAUSES))
             if self._kill(self._random.choice(KINDS)):
                 self.left -= 1
 

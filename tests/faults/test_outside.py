@@ -439,25 +439,36 @@ def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Poo
 
 
 def test_what_nobody_wants_any_more_is_not_begun(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    def note(k: int) -> None:
-        (tmp_path / f"begun {k}").touch()
-        while k == 0 and not (tmp_path / "go").exists():
-            time.sleep(1e-3)
+    def given_and_begun(pool: mpgrad.Pool, folder: Path) -> tuple[int, set[str]]:
+        """How many calls the worker had when nobody wanted them any more, and which it began."""
 
-    with mpgrad.Pool(1) as pool:
+        def note(k: int) -> None:
+            (folder / f"begun {k}").touch()
+            while k == 0 and not (folder / "go").exists():
+                time.sleep(1e-3)
+
         pool.map(note, range(100, 108), 1)  # short calls, of which a worker gets one more than it runs
         unwanted = pool.imap(note, range(8))
-        while not (tmp_path / "begun 0").exists():
+        while not (folder / "begun 0").exists():
             time.sleep(1e-3)
         (worker,) = pool._scheduler.workers.values()
         given = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         del unwanted
         gc.collect()
         assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, 20)
-        (tmp_path / "go").touch()
+        (folder / "go").touch()
         works(pool)
-        begun = {path.name for path in tmp_path.glob("begun ?")}
-        assert given > 1 and begun == {"begun 0"}  # the call that had begun, and no other
+        return given, {path.name for path in folder.glob("begun ?")}
+
+    with mpgrad.Pool(1) as pool:
+        for attempt in range(20):
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            given, begun = given_and_begun(pool, folder)
+            assert begun == {"begun 0"}  # the call that had begun, and no other
+            if given > 1:
+                return
+    raise AssertionError("calls seemed long each time, so the worker never had one that it could leave out")
 
 
 # --- threads, coroutines, forks
