@@ -356,7 +356,11 @@ def test_memory_stays_what_it_is(fresh_pool: mpgrad.Pool, with_graphs: bool) -> 
     second, last = tenths[1], tenths[-1]
     print(f"{count:,} calls, bytes in parent and workers after the second tenth and the last: {second[0]}, {last[0]}")
     assert all(now - before < NOISE for before, now in zip(second[0], last[0], strict=True))
-    assert second[1:] == last[1:]
+    # a slab more or less is no leak: one would leave something in each of thousands of calls
+    more = [
+        now - before for then, later in zip(second[1:], last[1:], strict=True) for before, now in zip(then, later, strict=True)
+    ]
+    assert max(more) <= 2
 
 
 def held(pool: mpgrad.Pool) -> tuple[list[int], list[int], list[int]]:

@@ -23,6 +23,7 @@ from mpgrad.__main__ import main
 from mpgrad.doctor import machine, steps, trial
 from mpgrad.doctor.findings import GIB, MIB, Finding, as_json, found_by, page, works
 from mpgrad.doctor.steps import STEPS, Step
+from mpgrad.system import PORTABLE
 from mpgrad.torch_state.behaviours import TRIED, minor_of
 
 LIMIT = 55  # seconds; below that of a test
@@ -59,7 +60,8 @@ def test_few_descriptors_and_one_cpu() -> None:
     told = json.loads(ended.stdout)
     assert told["mpgrad"] == mpgrad.__version__ and told["works"]
     found = by_name(told["findings"])
-    assert found["usable"]["value"] == 1 and "taskset" in found["usable"]["remedy"]
+    if not PORTABLE:  # there nobody says which CPUs a process may use
+        assert found["usable"]["value"] == 1 and "taskset" in found["usable"]["remedy"]
     assert found["open files"]["value"] == 32 and found["open files"]["problem"]
     assert found["first worker"]["value"] > 0 and found["further worker"]["value"] > 0
     assert 0 < found["tiny call, kept"]["value"] < found["tiny call, alone"]["value"]
