@@ -118,7 +118,7 @@ class SocketEngine:
         return found
 
     def wake(self) -> None:
-        with contextlib.suppress(ValueError):  # closed, so it has ended; a pipe that is full takes nothing, and wakes it, too
+        with contextlib.suppress(ValueError, OSError):  # closed, so it has ended; one that is full takes nothing, and wakes it
             self._wake_write.write(b"!")
 
     def close(self) -> None:

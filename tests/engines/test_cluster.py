@@ -127,6 +127,7 @@ def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
         assert pool.map(abs, [-1]) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORE)
 def test_the_core_tests_pass_on_two_nodes(name: str) -> None:
     faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
@@ -177,6 +178,7 @@ def unharmed(nursery: mpgrad.Pool) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["forward", "backward", "double backward"])
 @pytest.mark.parametrize("what", ["worker", "site", "silent site"])
 def test_what_was_lost_is_made_again_bit_for_bit(unharmed: list[torch.Tensor], what: str, when: str) -> None:

@@ -506,7 +506,7 @@ def limit_files(nbytes: int) -> None:
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1"),
         ({"maxtasksperchild": 0}, ValueError, "maxtasksperchild must be at least 1"),
         ({"maxtasksperchild": 0.5}, ValueError, r"maxtasksperchild must be an integer \(maxtasksperchild: 0.5\)"),
-        ({"engine": "gpu"}, ValueError, r"engine must be one of process, thread, inline, stream \(engine: 'gpu'\)"),
+        ({"engine": "gpu"}, ValueError, r"engine must be one of process, thread, inline, stream, ray \(engine: 'gpu'\)"),
         ({"initializer": 3}, TypeError, "initializer must be a function or None"),
         ({"initializer": abs, "initargs": (sys._getframe(),)}, TypeError, "the initializer or its arguments cannot be"),
         ({"context": 3}, TypeError, "context must be a name or a context of multiprocessing"),
