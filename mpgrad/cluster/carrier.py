@@ -31,7 +31,7 @@ class SiteOptions(NamedTuple):
 
 
 class Carrier(Protocol):
-    """One thread uses it, but for `nodes`, which another one may ask at the same time."""
+    """One thread uses it, but for `nodes` and `exchange`, which others call at the same time."""
 
     def nodes(self) -> Sequence[Node]:
         """Those that are alive. May take a while.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -46,7 +47,6 @@ class ClusterEngine:
         self.room: int | None = None
         self._carrier = carrier
         self._patience = patience
-        self._follows = workers is None
         self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
@@ -62,8 +62,8 @@ class ClusterEngine:
                 self.room = slots
             for node, number in spread(self._nodes, slots if workers is None else workers):
                 self._open_site(node, number)
-            self._thread = threading.Thread(target=self._ask_for_nodes, name="mpgrad-nodes", daemon=True)
-            self._thread.start()
+            for target in (self._ask_for_nodes, self._beat):
+                threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
         except BaseException:
             self.close()
             raise
@@ -77,26 +77,35 @@ class ClusterEngine:
         """
         sites = [site for site in self._sites if site.free > 0]
         if not sites:
-            node, _ = spread(self._free_nodes(), 1)[0]
-            if node is None and self.room is not None and any(not site.lost for site in self._sites):
-                raise OSError("no node has room for a worker")
-            sites = [self._open_site(node, 1)]
+            sites = [self._new_site()]
         return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
 
-    def _free_nodes(self) -> list[Node]:
-        """Nodes that can be used now, with the room that our sites have left there."""
+    def _new_site(self) -> SiteHandle:
+        """For a worker for which there is no room."""
+        alive = any(not site.lost for site in self._sites)
+        nodes = self._free_nodes(avoiding=alive or self.room is None)
+        node, _ = spread(nodes, 1)[0]
+        if self.room is None:
+            return self._open_site(node, 1)
+        if node is None:  # a site wherever there is room would take that of one which is to have the whole node
+            raise OSError("no node has room for a worker now")
+        return self._open_site(node, node.slots)
+
+    def _free_nodes(self, avoiding: bool) -> list[Node]:
+        """Nodes, with the room that our sites have left there; `avoiding` those whose sites were lost just now."""
         taken = {node.id: 0 for node in self._nodes}
         for site in self._sites:
             if site.node is not None and not site.lost:
                 taken[site.node.id] = taken.get(site.node.id, 0) + site.slots
-        return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in self._nodes if self._may_use(node)]
+        nodes = [node for node in self._nodes if self._may_use(node) or not avoiding]
+        return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in nodes]
 
     def _may_use(self, node: Node) -> bool:
         return self._avoided.get(node.id, 0.0) <= time.monotonic()
 
     def _open_site(self, node: Node | None, slots: int) -> SiteHandle:
         key = self._carrier.start_site(SiteOptions(node, slots, self._patience))
-        site = SiteHandle(self._carrier, key, node, slots, self.traffic, self._inbox.put)
+        site = SiteHandle(self._carrier, key, node, slots, self.traffic, self._inbox.put, self._look)
         self._sites.append(site)
         site.flush()
         return site
@@ -108,10 +117,10 @@ class ClusterEngine:
             site.flush()
         self.traffic.system_calls += 1
         patience = self._patience / 4 if seconds is None else min(seconds, self._patience / 4)
-        with contextlib.suppress(queue.Empty):
-            self._take(*self._inbox.get(timeout=patience) if patience > 0 else self._inbox.get_nowait())
-            while True:
-                self._take(*self._inbox.get_nowait())
+        if patience > 0:
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._inbox.get(timeout=patience))
+        self._look()
         now = time.monotonic()
         for site in self._sites:
             if not site.lost and site.hello is not None and now - site.heard_at > self._patience:
@@ -120,6 +129,12 @@ class ClusterEngine:
         links = [link for site in self._sites for link in site.links.values() if link.has_more()]
         self._sites = [site for site in self._sites if not site.lost or site.links]
         return links
+
+    def _look(self) -> None:
+        """Take what is there."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._take(*self._inbox.get_nowait())
 
     def _take(self, site: SiteHandle | None, news: Any) -> None:
         if site is not None:
@@ -135,7 +150,7 @@ class ClusterEngine:
             for each in self._sites:
                 if each.node is not None and each.node.id not in there and not each.lost:
                     self._lose(each, "its node has left the cluster")
-            if self._follows:
+            if self.room is not None:
                 self._follow()
 
     def _lose(self, site: SiteHandle, why: str) -> None:
@@ -145,8 +160,7 @@ class ClusterEngine:
         log.warning("a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
         if site.node is not None:
             self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
-        if self._follows:
-            self._count_room()
+        self._count_room()
         self._ask_now.set()
 
     def _check(self, site: SiteHandle, theirs: Hello) -> None:
@@ -157,8 +171,14 @@ class ClusterEngine:
                 remedy = "use one minor version of Python everywhere"
                 if name != "Python":
                     remedy = f"install the same there (pip install {name}=={here}, or the runtime_env of mpgrad.Ray)"
+                site.refusal = f"node {theirs.host} has {name} {there}, and the caller {here}; {remedy}"
+                if any(each.hello is not None and not each.refusal and not each.lost for each in self._sites):
+                    self._lose(site, site.refusal)  # the others can be used
+                    if site.node is not None:
+                        self._avoided[site.node.id] = math.inf
+                    return
                 for link in site.links.values():
-                    link.refuse(f"node {theirs.host} has {name} {there}, and the caller {here}; {remedy}")
+                    link.refuse(site.refusal)
                 return
 
     def _follow(self) -> None:
@@ -182,6 +202,12 @@ class ClusterEngine:
                 self._inbox.put((None, list(self._carrier.nodes())))
             except ConnectionError as error:  # its sites will be missed, if they are gone, too
                 log.debug("the cluster does not answer (%s)", error)
+
+    def _beat(self) -> None:
+        """Sites must hear of us also while a callback of the user's keeps the other thread busy."""
+        while not self._closing.wait(self._patience / 4):
+            for site in list(self._sites):
+                site.beat()
 
     def wake(self) -> None:
         self._inbox.put((None, None))

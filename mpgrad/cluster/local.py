@@ -133,11 +133,15 @@ async def serve_site(end: socket.socket, patience: float) -> None:
         number, content = await site.exchange(arrived.number, arrived.content)
         writer.write(LENGTHS.pack(arrived.number, len(content)) + LENGTHS.pack(number, 0) + content)
 
+    def finished(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        task.result()  # an error is the loop's, which ends the site
+
     try:
         while True:
             number, nbytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
             task = asyncio.create_task(answer(Arrived(number, await reader.readexactly(nbytes))))
             tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task.add_done_callback(finished)
     except (asyncio.IncompleteReadError, ConnectionError):  # the caller is gone
         site.close()

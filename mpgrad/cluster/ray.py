@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
@@ -24,6 +25,7 @@ __all__ = ["RayCarrier", "ray_engine"]
 PIECE = 90 << 10  # bytes that Ray sends within a call
 WITHIN_CALL = 2 << 20
 CONNECT_PATIENCE = 5.0  # seconds
+FETCHING = 8  # large replies at a time
 
 
 def ray_module() -> Any:
@@ -70,6 +72,7 @@ class RayCarrier:
             stay_on_loopback()
         self._ray = ray_module()
         self._options = options
+        self._fetching = ThreadPoolExecutor(FETCHING, "mpgrad-fetch")
         self._joined = not self._ray.is_initialized()
         if self._joined:
             self._join()
@@ -127,18 +130,28 @@ class RayCarrier:
         }
         if ours.memory_per_worker is not None:
             how["memory"] = ours.memory_per_worker * options.slots
-        return ray.remote(SiteActor).options(**how).remote(options.patience)
+        try:
+            return ray.remote(SiteActor).options(**how).remote(options.patience)
+        except Exception as error:  # of many kinds
+            raise OSError(f"Ray can start no site now ({type(error).__name__}: {error})") from error
 
     def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
-        get = self._ray.get
         asked = site.exchange.remote(number, *in_pieces(content, self._ray.put))
-        asked.future().add_done_callback(lambda future: reply(replied(future, get)))
+        asked.future().add_done_callback(lambda future: self._take(future, reply))
+
+    def _take(self, future: Any, reply: Reply) -> None:
+        """In a thread of Ray's, which has the replies of all sites: a large one is fetched in another."""
+        if future.exception() is None and is_large(future.result()[1:]):
+            self._fetching.submit(lambda: reply(replied(future, self._ray.get)))
+        else:
+            reply(replied(future, self._ray.get))
 
     def kill_site(self, site: Any) -> None:
         with contextlib.suppress(Exception):  # it has ended, or the cluster has
             self._ray.kill(site)
 
     def close(self) -> None:
+        self._fetching.shutdown(wait=False)
         if self._joined and self._starts_own and not sys.is_finalizing():
             self._ray.shutdown()
 
@@ -150,8 +163,12 @@ def in_pieces(content: bytes, put: Callable[[Any], Any]) -> list[Any]:
     return [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
 
 
+def is_large(pieces: Sequence[Any]) -> bool:
+    return len(pieces) == 1 and isinstance(pieces[0], list)
+
+
 def joined(pieces: Sequence[Any], get: Callable[[Any], Any]) -> bytes:
-    if len(pieces) == 1 and isinstance(pieces[0], list):
+    if is_large(pieces):
         return bytes(get(pieces[0][0]))
     return b"".join(pieces)
 
@@ -178,7 +195,7 @@ class SiteActor:
 
         if self._site is None:
             self._site = Site(self._patience)
-        if pieces and isinstance(pieces[0], list):
+        if is_large(pieces):
             content = bytes(await pieces[0][0])
         else:
             content = b"".join(pieces)

@@ -104,7 +104,9 @@ class Site:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._heard_at = time.monotonic()
         self._answered_at = 0.0
+        self._gathering = False  # an answer will be given soon
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(end_at_once)
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
@@ -221,11 +223,12 @@ class Site:
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
-        elif len(self._news) == 1:  # more of it comes soon, and an answer costs both sides as much as a small call
+        elif not self._gathering:  # more of it comes soon, and an answer costs both sides as much as a small call
+            self._gathering = True
             self._loop.call_later(GATHERING - since, self._answer)
 
     def _answer(self) -> None:
-        self._answered_at = time.monotonic()
+        self._gathering, self._answered_at = False, time.monotonic()
         while self._waiting:
             news = self._waiting.popleft()
             if not news.done():
@@ -242,3 +245,9 @@ class Site:
         if silence >= self._patience:
             os._exit(1)  # the nursery dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)
+
+
+def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A site that has failed in the middle of something is better lost: the caller notices that, and has all done elsewhere."""
+    loop.default_exception_handler(context)
+    os._exit(1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -31,15 +32,25 @@ from mpgrad.wire.pipe import HEADER, Traffic
 __all__ = ["SiteHandle", "SiteLink"]
 
 POLLS = 2  # exchanges that wait at the site for news
+MOST_PENDING = 8  # of them, if a site does not answer
+AFTER_REFUSAL = 5.0  # seconds for which no worker is started where none could be
 
 
 class SiteHandle:
     """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its workers."""
 
     def __init__(
-        self, carrier: Carrier, site: Any, node: Node | None, slots: int, traffic: Traffic, inbox: Callable[[Any], None]
+        self,
+        carrier: Carrier,
+        site: Any,
+        node: Node | None,
+        slots: int,
+        traffic: Traffic,
+        inbox: Callable[[Any], None],
+        look: Callable[[], None],
     ) -> None:
-        """`inbox`: what a reply has is put there, in a thread of the carrier's; `take` gets it from there."""
+        """`inbox`: what a reply has is put there, in a thread of the carrier's; `look`: what is there now is taken."""
+        self.look = look
         self.node = node
         self.slots = slots
         self.links: dict[int, SiteLink] = {}
@@ -53,14 +64,17 @@ class SiteHandle:
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = Arriving()
+        self._numbering = threading.Lock()
         self._pending: set[int] = set()  # exchanges
+        self._full_until = 0.0  # no worker could be started, on the clock of time.monotonic
+        self.refusal = ""  # why what is installed there cannot be used
         self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
         self._lent_of: Counter[int] = Counter()  # slab -> how many of these addresses lie there
         self._slabs: dict[int, set[int]] = {}  # mirrored there -> workers that know it
 
     @property
     def free(self) -> int:
-        return 0 if self.lost else self.slots - len(self.links)
+        return 0 if self.lost or time.monotonic() < self._full_until else self.slots - len(self.links)
 
     @property
     def name(self) -> str:
@@ -77,25 +91,40 @@ class SiteHandle:
         while not self.lost and (self._records or len(self._pending) < POLLS):
             records, self._records = self._records, []
             content = pickle.dumps(records, protocol=5) if records else b""
-            number, self._next_number = self._next_number, self._next_number + 1
-            self._pending.add(number)
             self.traffic.system_calls += 1
             self.traffic.bytes_sent += len(content)
+            self._exchange(content)
+
+    def beat(self) -> None:
+        """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
+        if not self.lost and len(self._pending) < MOST_PENDING:
+            self._exchange(b"")
+
+    def _exchange(self, content: bytes) -> None:
+        with self._numbering:
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pending.add(number)
+        try:
             self._carrier.exchange(self._site, number, content, partial(self._put_reply, number))
+        except Exception as error:  # of the carrier's kinds
+            self._put_reply(number, error)
 
     def _put_reply(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
-        self._inbox((self, (exchange, reply)))
+        with self._numbering:
+            is_first = exchange in self._pending
+            self._pending.discard(exchange)
+        self._inbox((self, (is_first, reply)))
 
     # --- what is heard
 
-    def take(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
-        """What was put into the inbox; it may have come before."""
-        if self.lost or exchange not in self._pending:
+    def take(self, is_first: bool, reply: tuple[int, bytes] | BaseException) -> None:
+        """What was put into the inbox; the same may have been there before."""
+        if self.lost:
             return
         if isinstance(reply, BaseException):
-            self.lose(f"{type(reply).__name__}: {reply}")
+            if is_first:
+                self.lose(f"{type(reply).__name__}: {reply}")
             return
-        self._pending.discard(exchange)
         self.heard_at = time.monotonic()
         for piece in self._arriving.arrange(*reply):
             self.traffic.bytes_received += len(piece)
@@ -115,6 +144,7 @@ class SiteHandle:
             elif kind == "gone":
                 link.end_with(rest[1])
             else:  # refused
+                self._full_until = time.monotonic() + AFTER_REFUSAL
                 link.end_with(None, f"no process can be started there: {rest[1]}")
 
     def lose(self, why: str) -> None:
@@ -193,6 +223,8 @@ class SiteLink:
         self._descriptors: deque[int] = deque()
         site.links[number] = self
         site.tell("start", number)
+        if site.refusal:
+            self.refuse(site.refusal)
 
     @property
     def node(self) -> str:
@@ -250,6 +282,7 @@ class SiteLink:
         return self._descriptors.popleft()
 
     def has_more(self) -> bool:
+        self.site.look()
         return bool(self.frames) or self.ended
 
     def kill(self, by: int = signal.SIGKILL) -> None:

@@ -188,7 +188,12 @@ class Scheduler(ABC):
 
     def resize(self, workers: int) -> None:
         self.life.check_open()
-        self.engine.room = None  # from now on the number is the user's
+        self._have(workers)
+        self.post(lambda: self._keep(workers))
+
+    def _keep(self, workers: int) -> None:
+        """From now on the number is the user's."""
+        self.engine.room = None
         self._have(workers)
 
     def _have(self, workers: int) -> None:

@@ -308,6 +308,42 @@ def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch:
         pool.map(abs, [-1])
 
 
+def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool goes on with the nodes that it has."""
+    from mpgrad.cluster.site_handle import SiteHandle
+
+    obey = SiteHandle._obey
+
+    def changed(self: SiteHandle, kind: str, *rest: Any) -> None:
+        if kind == "hello" and self.name == "beta":
+            rest = (rest[0]._replace(versions={**rest[0].versions, "torch": "1.2.3"}),)
+        obey(self, kind, *rest)
+
+    monkeypatch.setattr(SiteHandle, "_obey", changed)
+    with cluster(Node("a", "alpha", 1)) as (pool, carrier):
+        pool.map(abs, [-1])
+        carrier.join(Node("b", "beta", 1))
+        engine: Any = pool._scheduler.engine
+        deadline = time.monotonic() + 20
+        while "b" not in engine._avoided:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+        assert {worker.node for worker in pool.stats().workers} == {"alpha"}
+
+
+def test_a_slow_callback_is_no_silence(nursery: mpgrad.Pool) -> None:
+    """Callbacks run in the thread that speaks with the sites, which took the caller for dead."""
+    with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
+        weight = torch.ones(3, requires_grad=True)
+        (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])
+        pool.map_async(abs, [-1], callback=lambda _: time.sleep(3)).get()
+        time.sleep(0.1)
+        result.backward()
+        assert weight.grad is not None and weight.grad.tolist() == [2.0] * 3
+        assert pool.stats().deaths == 0
+
+
 class Refusing(LocalCarrier):
     def start_site(self, options: SiteOptions) -> Any:
         site = super().start_site(options)
