@@ -36,8 +36,8 @@ class ClusterEngine:
 
     copies_caller = False
 
-    def __init__(self, carrier: Carrier, workers: int | None, patience: float) -> None:
-        """`workers`: None for as many as there is room for.
+    def __init__(self, carrier: Carrier, workers: int | None, patience: float, packs: bool = False) -> None:
+        """`workers`: None for as many as there is room for. `packs`: on as few nodes as possible.
 
         Raises:
             ConnectionError: the cluster cannot be reached.
@@ -47,6 +47,7 @@ class ClusterEngine:
         self.room: int | None = None
         self._carrier = carrier
         self._patience = patience
+        self._packs = packs
         self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
@@ -60,7 +61,7 @@ class ClusterEngine:
                 raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
             if workers is None:
                 self.room = slots
-            for node, number in spread(self._nodes, slots if workers is None else workers):
+            for node, number in placed(self._nodes, slots if workers is None else workers, packs):
                 self._open_site(node, number)
             for target in (self._ask_for_nodes, self._beat):
                 threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
@@ -84,7 +85,7 @@ class ClusterEngine:
         """For a worker for which there is no room."""
         alive = any(not site.lost for site in self._sites)
         nodes = self._free_nodes(avoiding=alive or self.room is None)
-        node, _ = spread(nodes, 1)[0]
+        node, _ = placed(nodes, 1, self._packs)[0]
         if self.room is None:
             return self._open_site(node, 1)
         if node is None:  # a site wherever there is room would take that of one which is to have the whole node
@@ -220,20 +221,20 @@ class ClusterEngine:
         self._carrier.close()
 
 
-def spread(nodes: Sequence[Node], workers: int) -> list[tuple[Node | None, int]]:
-    """So many workers, evenly over the nodes that have room; those for which there is none come where there will be."""
+def placed(nodes: Sequence[Node], workers: int, packs: bool) -> list[tuple[Node | None, int]]:
+    """So many workers, evenly over the nodes that have room, or packed; for the rest there will be room somewhere."""
     given = {node.id: 0 for node in nodes}
     left = workers
     while left and (open_nodes := [node for node in nodes if given[node.id] < node.slots]):
-        share = max(1, left // len(open_nodes))
+        share = left if packs else max(1, left // len(open_nodes))
         for node in open_nodes:
             number = min(share, left, node.slots - given[node.id])
             given[node.id] += number
             left -= number
-    placed: list[tuple[Node | None, int]] = [(node, given[node.id]) for node in nodes if given[node.id]]
+    found: list[tuple[Node | None, int]] = [(node, given[node.id]) for node in nodes if given[node.id]]
     largest = max((node.slots for node in nodes), default=0) or left
     while left:
         number = min(left, largest)
-        placed.append((None, number))
+        found.append((None, number))
         left -= number
-    return placed
+    return found

@@ -205,4 +205,4 @@ class SiteActor:
 
 def ray_engine(options: Ray | None, workers: int | None) -> ClusterEngine:
     options = Ray() if options is None else options
-    return ClusterEngine(RayCarrier(options), workers, options.node_timeout)
+    return ClusterEngine(RayCarrier(options), workers, options.node_timeout, options.placement == "pack")

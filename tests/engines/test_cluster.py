@@ -24,7 +24,7 @@ from conftest import alive, gone
 
 import mpgrad
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
-from mpgrad.cluster.engine import ClusterEngine, spread
+from mpgrad.cluster.engine import ClusterEngine, placed
 from mpgrad.cluster.local import LocalCarrier
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.kinds import ENGINES, Kind
@@ -282,13 +282,15 @@ def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
-def test_workers_are_spread_evenly() -> None:
+def test_where_workers_are_placed() -> None:
     small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
-    assert spread([small, large], 4) == [(small, 2), (large, 2)]
-    assert spread([small, large], 9) == [(small, 2), (large, 7)]
-    assert spread([small, large], 12) == [(small, 2), (large, 8), (None, 2)]
-    assert spread([], 3) == [(None, 3)]
-    assert spread([small], 7) == [(small, 2), (None, 2), (None, 2), (None, 1)]
+    assert placed([small, large], 4, packs=False) == [(small, 2), (large, 2)]
+    assert placed([small, large], 9, packs=False) == [(small, 2), (large, 7)]
+    assert placed([small, large], 12, packs=False) == [(small, 2), (large, 8), (None, 2)]
+    assert placed([], 3, packs=False) == [(None, 3)]
+    assert placed([small], 7, packs=False) == [(small, 2), (None, 2), (None, 2), (None, 1)]
+    assert placed([large, small], 5, packs=True) == [(large, 5)]
+    assert placed([large, small], 9, packs=True) == [(large, 8), (small, 1)]
 
 
 def test_no_room(nursery: mpgrad.Pool) -> None:
