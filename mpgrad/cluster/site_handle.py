@@ -88,12 +88,12 @@ class SiteHandle:
 
     def flush(self) -> None:
         """Send what has been told; or have the site say what is new."""
-        while not self.lost and (self._records or len(self._pending) < POLLS):
+        if self._records and not self.lost:
             records, self._records = self._records, []
-            content = pickle.dumps(records, protocol=5) if records else b""
-            self.traffic.system_calls += 1
-            self.traffic.bytes_sent += len(content)
-            self._exchange(content)
+            self._exchange(pickle.dumps(records, protocol=5))
+        # no more than that: where each is answered at once, with an error, there would be no end
+        for _ in range(0 if self.lost else POLLS - len(self._pending)):
+            self._exchange(b"")
 
     def beat(self) -> None:
         """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
@@ -101,6 +101,8 @@ class SiteHandle:
             self._exchange(b"")
 
     def _exchange(self, content: bytes) -> None:
+        self.traffic.system_calls += 1
+        self.traffic.bytes_sent += len(content)
         with self._numbering:
             number, self._next_number = self._next_number, self._next_number + 1
             self._pending.add(number)
