@@ -125,7 +125,8 @@ def test_a_node_that_joins_takes_calls(ray_cluster: Any) -> None:
 def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
     code = (
         "import time, mpgrad\n"
-        f"pool = mpgrad.Pool(2, engine='ray', ray=mpgrad.Ray(address={ray_cluster.address!r}, node_timeout=5.0), inline='never')\n"
+        f"there = mpgrad.Ray(address={ray_cluster.address!r}, node_timeout=5.0)\n"
+        "pool = mpgrad.Pool(2, engine='ray', ray=there, inline='never')\n"
         "pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
         "print(*[worker.pid for worker in pool.stats().workers], flush=True)\n"
