@@ -129,12 +129,13 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
         "pool = mpgrad.Pool(2, engine='ray', ray=there, inline='never')\n"
         "pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
-        "print(*[worker.pid for worker in pool.stats().workers], flush=True)\n"
+        "print('workers', *[worker.pid for worker in pool.stats().workers], flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
-        workers = [psutil.Process(int(pid)) for pid in caller.stdout.readline().split()]
+        line = next(line for line in caller.stdout if line.startswith("workers"))  # Ray writes there, too
+        workers = [psutil.Process(int(pid)) for pid in line.split()[1:]]
         pids = [each.pid for worker in workers for each in (worker, *worker.parents()[:2])]
         caller.send_signal(signal.SIGKILL)
     # Ray ends sites in well under 2 s, where it is not busy; else they hear nothing for 5 s, and end by themselves
