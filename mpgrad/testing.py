@@ -244,7 +244,13 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 class RestPickler(structure.TensorPickler):
-    """For comparing: of functions what they do; the pickle of one by value says also where it was loaded, and how often."""
+    """For comparing: of functions what they do (the pickle of one by value says also where it was loaded, and how often), of
+    sets what is in them (their order depends on how often they were copied)."""
+
+    def persistent_id(self, value: object) -> Any:
+        if type(value) is set or type(value) is frozenset:
+            return type(value).__name__, sorted(map(rest_of, value))
+        return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, types.FunctionType):

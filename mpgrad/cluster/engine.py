@@ -2,7 +2,8 @@
 
     start ──► a site with room, or a new one ──► SiteLink          carrier's threads ──► inbox ──► wait ──► links with news
 Where no number of workers was asked for, there are as many as the nodes have room for, and nodes that join or leave change it.
-Assumes: one thread uses it, but for `wake`, and the thread that asks for nodes, which only puts answers into the inbox.
+Two threads of its own ask for the nodes, and keep the sites from taking us for dead.
+Assumes: one thread uses it, but for `wake`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +34,7 @@ SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and nu
 
 
 class ClusterEngine:
-    """Guarantees: a site that is silent for `patience` seconds is given up, with its workers; no polling in between."""
+    """Guarantees: a site that is silent for `patience` seconds is given up, with its workers."""
 
     copies_caller = False
 
@@ -94,10 +96,10 @@ class ClusterEngine:
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
         """Nodes, with the room that our sites have left there; `avoiding` those whose sites were lost just now."""
-        taken = {node.id: 0 for node in self._nodes}
+        taken: Counter[str] = Counter()
         for site in self._sites:
             if site.node is not None and not site.lost:
-                taken[site.node.id] = taken.get(site.node.id, 0) + site.slots
+                taken[site.node.id] += site.slots
         nodes = [node for node in self._nodes if self._may_use(node) or not avoiding]
         return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in nodes]
 

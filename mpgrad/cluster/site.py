@@ -50,7 +50,6 @@ class Hello(NamedTuple):
     """Who is there: what has to be the same at both ends."""
 
     host: str
-    pid: int
     versions: dict[str, str]  # of Python, torch and mpgrad, the first two numbers of Python
 
 
@@ -61,7 +60,7 @@ def hello() -> Hello:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "none"
-    return Hello(socket.gethostname(), os.getpid(), versions)
+    return Hello(socket.gethostname(), versions)
 
 
 class MirroredSlab:
@@ -171,12 +170,8 @@ class Site:
         worker = self._workers.get(number)
         if worker is None:
             return
-        descriptors = [self._slabs[each].descriptor for each in slabs]
-        if descriptors:
-            pickled, payload, _ = HEADER.unpack_from(frame)
-            frame = HEADER.pack(pickled, payload, len(descriptors)) + frame[HEADER.size :]
         try:
-            worker.send_raw(frame, descriptors)
+            worker.send_raw(frame, [self._slabs[each].descriptor for each in slabs])
         except ConnectionError:
             return  # the end of its pipe is read next, and says so
         except OSError:  # what it was sent is not whole

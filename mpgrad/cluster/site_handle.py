@@ -4,7 +4,7 @@
 What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
 workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`).
 
-Assumes: called by the thread that uses the engine, but for what carriers call back (`Inbox`) and `resident_bytes`.
+Assumes: called by the thread that uses the engine, but for `beat`, `resident_bytes`, and the replies that a carrier gives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpgrad.cluster.site import Hello, Record
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
-from mpgrad.wire.frames import Frame, framed, in_frames
+from mpgrad.wire.frames import Frame, framed, in_frames, unframed
 from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
 from mpgrad.wire.pipe import HEADER, Traffic
@@ -78,8 +78,10 @@ class SiteHandle:
 
     @property
     def name(self) -> str:
-        """Of its node."""
-        return self.hello.host if self.node is None and self.hello is not None else "" if self.node is None else self.node.name
+        """Of its node; "" while nobody knows which that will be."""
+        if self.node is not None:
+            return self.node.name
+        return "" if self.hello is None else self.hello.host
 
     # --- what is told
 
@@ -246,7 +248,7 @@ class SiteLink:
         new = [message.number for message in messages if isinstance(message, NewSlab)]
         self.site.introduce(self.number, new)
         self.site.traffic.frames_sent += 1
-        self.site.tell("frame", self.number, framed(messages, payload), new)
+        self.site.tell("frame", self.number, framed(messages, payload, len(new)), new)
         for message in messages:
             if isinstance(message, SlabsGone):
                 self.site.part(self.number, message.numbers)
@@ -269,11 +271,9 @@ class SiteLink:
                 raise EOFError
             return None
         raw = memoryview(self.frames.popleft())
-        pickled, _, _ = HEADER.unpack_from(raw)
         self.site.traffic.frames_received += 1
-        content = memoryview(bytearray(raw[HEADER.size :]))  # writable, and aligned, as what a socket gives
-        messages, payload = pickle.loads(content[:pickled]), content[pickled:]
-        messages, payload, mirrors = self._mirror.open(messages, payload)
+        body = memoryview(bytearray(raw[HEADER.size :]))  # writable, and aligned, as what a socket gives
+        messages, payload, mirrors = self._mirror.open(*unframed(HEADER.unpack_from(raw), body))
         self._descriptors.extend(mirrors)
         for message in messages:
             if isinstance(message, Ready):

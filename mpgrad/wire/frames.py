@@ -13,7 +13,7 @@ from mpgrad.wire.messages import Message, NewSlab
 from mpgrad.wire.mirror import Mirror, Outward
 from mpgrad.wire.pipe import ALIGNMENT, HEADER, MAX_DESCRIPTORS, Pipe, Traffic
 
-__all__ = ["Channel", "Frame", "drained", "framed", "in_frames"]
+__all__ = ["Channel", "Frame", "drained", "framed", "in_frames", "unframed"]
 
 
 class Frame(NamedTuple):
@@ -71,8 +71,7 @@ class Channel(Pipe):
         raw = self.receive_raw()
         if raw is None:
             return None
-        (pickled, _, _), content = raw
-        messages, payload = pickle.loads(content[:pickled]), content[pickled:]
+        messages, payload = unframed(*raw)
         if self._mirror is not None:
             messages, payload, mirrors = self._mirror.open(messages, payload)
             self._descriptors.extend(mirrors)
@@ -85,6 +84,11 @@ def framed(messages: list[Message], payload: Sequence[bytes], descriptors: int =
     padding = bytes(-len(pickled) % ALIGNMENT)
     header = HEADER.pack(len(pickled) + len(padding), sum(map(len, payload)), descriptors)
     return b"".join((header, pickled, padding, *payload))
+
+
+def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Message], memoryview]:
+    """Messages and payload again; the payload stays a part of the body."""
+    return pickle.loads(body[: header[0]]), body[header[0] :]
 
 
 def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]:

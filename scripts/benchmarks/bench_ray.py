@@ -43,7 +43,7 @@ PATIENCE = 60.0  # seconds: a machine that others use may be silent for long
 def started() -> Iterator[Contenders]:
     """All of them warm, for the whole run: an idle one costs the others next to nothing."""
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(simulated_nodes(NODES))
+        address = stack.enter_context(simulated_nodes(NODES)).address
         cluster = mpgrad.Ray(address=address, cpus_per_worker=SHARE, workers_per_node=1, node_timeout=PATIENCE)
 
         def pool(engine: str, graphs: str) -> mpgrad.Pool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import importlib
 import json
 import random
 import sys
@@ -24,8 +23,11 @@ from typing import Any
 import psutil
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
+
+from ray_nodes.cluster import simulated_nodes, start_node
+
 import mpgrad
-from mpgrad.cluster.ray import stay_on_loopback
 
 NODES = 3
 CPUS = 2  # of each
@@ -64,7 +66,7 @@ class Killer:
 
     def __init__(self, cluster: Any, kills: int, seed: int) -> None:
         self.cluster = cluster
-        self.nodes = [cluster.add_node(num_cpus=CPUS) for _ in range(NODES)]
+        self.nodes = list(cluster.worker_nodes)
         self.left = kills
         self.killed: collections.Counter[str] = collections.Counter()
         self._random = random.Random(seed)
@@ -77,9 +79,9 @@ class Killer:
 
     def _kill(self, kind: str) -> bool:
         if kind == "node":
-            node = self.nodes.pop(self._random.randrange(NODES))
+            node = self.nodes.pop(self._random.randrange(len(self.nodes)))
             self.cluster.remove_node(node, allow_graceful=False)
-            self.nodes.append(self.cluster.add_node(num_cpus=CPUS))
+            self.nodes.append(start_node(self.cluster, num_cpus=CPUS))
         else:
             victims = sites_below(psutil.Process())
             if kind == "worker":  # a site's child is the nursery, whose children are the workers
@@ -91,52 +93,52 @@ class Killer:
         return True
 
 
+def soak(cluster: Any, kills: int, seed: int) -> dict[str, Any]:
+    """Steps until so much was killed, and one more; what came of them."""
+    with mpgrad.Pool(2, deterministic=True) as pool:
+        expected = step(pool)
+
+    def differs(found: list[torch.Tensor]) -> bool:
+        return not all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+    killer, started = Killer(cluster, kills, seed), time.monotonic()
+    differing = []
+    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), deterministic=True, retries=20, inline="never") as pool:
+        step(pool)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            while killer.left:
+                under_way = thread.submit(step, pool)
+                killer.run(under_way)
+                differing.append(differs(under_way.result()))
+        differing.append(differs(step(pool)))
+        stats = pool.stats()
+    deadline = time.monotonic() + 5
+    while (left := sites_below(psutil.Process())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {
+        "kills": dict(killer.killed),
+        "steps": len(differing),
+        "steps that differ": sum(differing),
+        "deaths of workers": stats.deaths,
+        "calls run again": stats.reruns,
+        "sites left": len(left),
+        "seconds": round(time.monotonic() - started),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
-    stay_on_loopback()
-    cluster = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.1"}
-    )
-    ray = importlib.import_module("ray")
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    with mpgrad.Pool(2, deterministic=True) as pool:
-        expected = step(pool)
-    killer, started = Killer(cluster, options.kills, options.seed), time.monotonic()
-    steps = differing = 0
-    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), deterministic=True, retries=20, inline="never") as pool:
-        step(pool)
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            under_way = thread.submit(step, pool)
-            while killer.left:
-                killer.run(under_way)
-                found, steps = under_way.result(), steps + 1
-                differing += not all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-                under_way = thread.submit(step, pool)
-            under_way.result()
-        stats = pool.stats()
-    deadline = time.monotonic() + 5
-    while (left := sites_below(psutil.Process())) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    result = {
-        "kills": dict(killer.killed),
-        "steps": steps,
-        "steps that differ": differing,
-        "deaths of workers": stats.deaths,
-        "calls run again": stats.reruns,
-        "sites left": len(left),
-        "seconds": round(time.monotonic() - started),
-    }
+    with simulated_nodes(NODES, CPUS) as cluster:
+        result = soak(cluster, options.kills, options.seed)
     for name, value in result.items():
         print(f"{name:>20}  {value}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    ray.shutdown()
-    cluster.shutdown()
-    return 1 if differing or left else 0
+    return 1 if result["steps that differ"] or result["sites left"] else 0
 
 
 if __name__ == "__main__":

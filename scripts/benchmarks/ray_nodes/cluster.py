@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine: a head without CPUs, and nodes with one CPU each. For benchmarks only.
+"""A Ray cluster on this machine: a head without CPUs, and nodes with a few each. For benchmarks and soaks only.
 
 Each node has its own raylet and object store, so what travels between nodes takes the path that it takes between machines.
 The network between them is the loopback interface, and all of them share the CPUs of this machine.
@@ -26,8 +26,8 @@ class NoClusterError(Exception):
 
 
 @contextlib.contextmanager
-def simulated_nodes(count: int) -> Iterator[str]:
-    """This process is the cluster's driver in the block, which gets the cluster's address.
+def simulated_nodes(count: int, cpus: int = 1) -> Iterator[Any]:
+    """This process is the driver in the block, which gets Ray's cluster; to add nodes to it, use `start_node`.
 
     Raises:
         NoClusterError: Ray is not installed, or a node does not start.
@@ -43,21 +43,22 @@ def simulated_nodes(count: int) -> Iterator[str]:
         try:
             start_node(cluster, num_cpus=0, include_dashboard=False)
             for _ in range(count):
-                start_node(cluster, num_cpus=1)
+                start_node(cluster, num_cpus=cpus)
             ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
-            yield cluster.address
+            yield cluster
         finally:
             ray.shutdown()
             cluster.shutdown()
 
 
-def start_node(cluster: Any, **options: Any) -> None:
-    for attempt in range(1, STARTS + 1):
+def start_node(cluster: Any, **options: Any) -> Any:
+    left = STARTS
+    while True:
         try:
-            cluster.add_node(object_store_memory=STORE, **options)
-            return
+            return cluster.add_node(object_store_memory=STORE, **options)
         except Exception as error:  # `Exception` itself is what Ray raises
-            if attempt == STARTS:
+            left -= 1
+            if not left:
                 raise NoClusterError(f"a node of Ray does not start ({error}); try again when the machine is quiet") from error
 
 
