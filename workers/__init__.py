@@ -9,7 +9,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     functions                           functions as they were defined, until they are forgotten
     graphs, graph_edges, capture_sums   the graphs that are here; how they are entered; gradients added up
     loans, station                      memory lent and borrowed; the device
-    progress_report, task_warnings, streams, failures, last_words    what the caller hears beside results
+    whereabouts, task_warnings, streams, failures, last_words    what the caller hears beside results
     surroundings, allocated             what tensors left behind; memory in use
 """
 

@@ -3,7 +3,7 @@
     Backward ──► before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
                                                    captures' gradients: added up ──┘
     Collect ──► the sum ──► lend ──► Collected
-Guarantees: each backward that is not called off has one outcome, whatever the task raises.
+Guarantees: each backward that is not skipped has one outcome, whatever the task raises.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpgrad.workers.functions import FunctionTable
 from mpgrad.workers.graph_edges import Entrance, dress, edge_of, edges_at
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.progress_report import ProgressReport
 from mpgrad.workers.station import Station
 from mpgrad.workers.task_warnings import TaskWarnings
+from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.pickling import classes
 from mpgrad.torch_state.modes import under
@@ -55,7 +55,7 @@ class BackwardHandler:
         graphs: GraphTable,
         loans: Loans,
         runner: CallRunner,
-        progress: ProgressReport,
+        tracker: Tracker,
         task_warnings: TaskWarnings,
         station: Station,
     ) -> None:
@@ -63,7 +63,7 @@ class BackwardHandler:
         self._graphs = graphs
         self._loans = loans
         self._runner = runner
-        self._progress = progress
+        self._tracker = tracker
         self._warnings = task_warnings
         self._station = station
         self._engine_seconds = 0.0  # up to now
@@ -76,13 +76,13 @@ class BackwardHandler:
         seconds_before = self._engine_seconds
         with under(message.modes):
             for position, call in enumerate(calls):
-                if self._progress.is_called_off(chunk):
+                if self._tracker.is_skipped(chunk):
                     break
                 steps = deque([*call.before, call])
                 try:
                     found: Differentiated | None = None
                     while steps:
-                        self._progress.begin(chunk, position)
+                        self._tracker.begin(chunk, position)
                         found = self._step(steps.popleft(), incoming)
                         if found is None:
                             break
@@ -106,7 +106,7 @@ class BackwardHandler:
         """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
         payload = Payload()
         function = self._functions.get(message.function)
-        sums = None if function is None else function.sums.take(message.task, message.levels)
+        sums = None if function is None else function.sums.take(message.graph_task, message.levels)
         if function is None or sums is None:
             return Collected(message.chunk, [], 0), payload
         try:
@@ -171,12 +171,12 @@ class BackwardHandler:
             self._engine_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
-            graph.function.sums.add(call.task, call.levels, of_captures)
+            graph.function.sums.add(call.graph_task, call.levels, of_captures)
         reached: Sequence[int] = ()
         if call.graph is not None:
             connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
             if connected:
-                reached = graph.function.search.behind(connected, graph.whole)
+                reached = graph.function.search.behind(connected, graph.reentrant)
                 edges = [*edges_at(entrances), *graph.inputs]
                 devices = graph.devices.derived(connected, call.grads)
                 derived = GraphEdges(graph.function, list(map(edge_of, connected)), edges, devices=devices)

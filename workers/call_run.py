@@ -17,9 +17,9 @@ from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
 from mpgrad.workers.graphs import GraphEdges
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.progress_report import ProgressReport
 from mpgrad.workers.station import Station
 from mpgrad.workers.surroundings import SURROUNDINGS
+from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.errors import UncarriedResultError
 from mpgrad.pickling import structure
@@ -80,7 +80,7 @@ class CallRun:
         self._outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
         self._codes: list[int] = []  # where the outputs lie, in a pool with devices
         self._has_graph = False
-        self._whole = False  # see `GraphEdges`
+        self._reentrant = False  # see `GraphEdges`
         self._station = station
 
     def items(self) -> Iterator[list[torch.Tensor]]:
@@ -96,7 +96,7 @@ class CallRun:
         yield from zip(self._given, flags_in(self._refs), strict=False)  # when the function has ended they are forgotten
         yield from zip(self._function.captures, self._function.flags, strict=True)
 
-    def connect(self, found: Sequence[torch.Tensor], whole: bool) -> list[torch.Tensor]:
+    def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
         flags = [flags_in_graph(tensor, self._given, self._function.captures) for tensor in found]
         self.flags += flags
@@ -111,25 +111,25 @@ class CallRun:
             return []
         search = self._function.search
         if search.is_on:
-            search.look(outputs, whole)
+            search.look(outputs, reentrant)
         if alone:
-            self.unused = unused_inputs(self._refs, self.inputs, outputs, whole)
+            self.unused = unused_inputs(self._refs, self.inputs, outputs, reentrant)
         self._has_graph = True
         return outputs
 
-    def enter(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
+    def enter(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
         """Gradients may come to these."""
         self._outputs += map(edge_of, outputs)
         self._codes += self._station.codes_of(outputs)
-        self._whole = self._whole or whole
+        self._reentrant = self._reentrant or reentrant
 
-    def take_ahead(self, ahead: Ahead, item: int, found: list[torch.Tensor], whole: bool) -> list[torch.Tensor]:
+    def take_ahead(self, ahead: Ahead, item: int, found: list[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """Run the backward of what an item gave, if that is a loss; returns what is to be sent."""
-        outputs = self.connect(found, whole)
-        if outputs and ahead.take(item, self.inputs, found, whole):
+        outputs = self.connect(found, reentrant)
+        if outputs and ahead.take(item, self.inputs, found, reentrant):
             return [tensor.detach() for tensor in found]  # nothing holds the graph now: the next one gets its memory
         if outputs:
-            self.enter(outputs, whole)
+            self.enter(outputs, reentrant)
         return found
 
     def end(self) -> None:
@@ -137,15 +137,15 @@ class CallRun:
         if self._has_graph:
             function = self._function
             devices = self._station.device_map(self._codes, self._call.tensors, function.homes)
-            self.graph = GraphEdges(function, self._outputs, self.inputs, self._whole, devices)
+            self.graph = GraphEdges(function, self._outputs, self.inputs, self._reentrant, devices)
 
 
 class CallRunner:
     """Runs calls, for their results or, a second time, for their graphs."""
 
-    def __init__(self, loans: Loans, progress: ProgressReport, station: Station) -> None:
+    def __init__(self, loans: Loans, tracker: Tracker, station: Station) -> None:
         self._loans = loans
-        self._progress = progress
+        self._tracker = tracker
         self._station = station
 
     def run(
@@ -158,7 +158,7 @@ class CallRunner:
         ahead: Ahead | None = None,
     ) -> CallRun:
         """Notes in `stage` how far it came. `ahead`: what runs the backwards of losses at once."""
-        station, kind, begin_item = self._station, self._loans.packer.kind, self._progress.begin_item
+        station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
         refs = station.named(call.tensors, function.gathers)
         given, entrances = dress(self._loans.views(refs, payload), flags_in(refs))
         run = CallRun(call, function, refs, given, entrances, message.modes.inference, station)
@@ -189,8 +189,8 @@ class CallRunner:
             run.tensors += found
         if ahead is not None:
             ahead.end()
-        elif outputs := run.connect(run.tensors, whole := CHECKPOINTS.count != before):
-            run.enter(outputs, whole)
+        elif outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before):
+            run.enter(outputs, reentrant)
         begin_item(-1)
         run.end()
         return run
@@ -224,11 +224,11 @@ def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
 
 
 def unused_inputs(
-    refs: Sequence[TensorRef], edges: Sequence[Edge | None], outputs: Sequence[torch.Tensor], whole: bool
+    refs: Sequence[TensorRef], edges: Sequence[Edge | None], outputs: Sequence[torch.Tensor], reentrant: bool
 ) -> list[int]:
     """See `Result.unused`: of the leaves with hooks those that no output leads to, and what `edges_at` found no edge for."""
     looked_for = {id(edge): number for number in with_more_behind(refs) if isinstance(edge := edges[number], torch.Tensor)}
-    unled_to = looked_for.keys() - leaves_behind(outputs, looked_for, whole)
+    unled_to = looked_for.keys() - leaves_behind(outputs, looked_for, reentrant)
     return [number for number, edge in enumerate(edges) if edge is None] + [looked_for[each] for each in unled_to]
 
 

@@ -45,8 +45,8 @@ class FunctionSums:
         self._eager: CaptureSums | None = None
         self._by_backward: dict[tuple[int, tuple[Level, ...]], CaptureSums] = {}
 
-    def add(self, task: int, levels: tuple[Level, ...], grads: Sequence[torch.Tensor | None]) -> None:
-        key = task, levels
+    def add(self, graph_task: int, levels: tuple[Level, ...], grads: Sequence[torch.Tensor | None]) -> None:
+        key = graph_task, levels
         sums = self._by_backward.get(key)
         if sums is None:
             sums = self._by_backward[key] = CaptureSums(len(grads))
@@ -59,9 +59,9 @@ class FunctionSums:
             self._eager = CaptureSums(len(grads))
         self._eager.add(grads)
 
-    def take(self, task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
-        """What was added up for a backward; without `task`, for the eager ones."""
-        if task is not None:
-            return self._by_backward.pop((task, levels), None)
+    def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
+        """What was added up for a backward; without `graph_task`, for the eager ones."""
+        if graph_task is not None:
+            return self._by_backward.pop((graph_task, levels), None)
         eager, self._eager = self._eager, None
         return eager

@@ -64,7 +64,7 @@ class Ahead:
         """An item begins: what it does to its backward, as far as that is noticed, makes it more than a multiplication."""
         self._applied, self._hooks = APPLIED.count, HOOKS.count
 
-    def take(self, item: int, inputs: Sequence[Edge | None], tensors: Sequence[torch.Tensor], whole: bool) -> bool:
+    def take(self, item: int, inputs: Sequence[Edge | None], tensors: Sequence[torch.Tensor], reentrant: bool) -> bool:
         """The item gave `tensors`; `inputs` are the call's. Returns whether its backward was run, so that its graph can go."""
         loss = loss_of(tensors)
         if loss is None or item != self._items + len(self._waiting):
@@ -79,8 +79,8 @@ class Ahead:
         own = self._wanted[item]
         inputs, one = inputs[own.start : own.stop], torch.ones_like(loss)
         if self._at_once:
-            return self._differentiate(inputs, loss, one, whole)
-        self._waiting.append((inputs, edge_of(loss), one, whole))
+            return self._differentiate(inputs, loss, one, reentrant)
+        self._waiting.append((inputs, edge_of(loss), one, reentrant))
         return False
 
     def end(self) -> None:
@@ -92,13 +92,13 @@ class Ahead:
                     break
         self._waiting.clear()
 
-    def _differentiate(self, inputs: Sequence[Edge | None], edge: Edge, one: torch.Tensor, whole: bool) -> bool:
+    def _differentiate(self, inputs: Sequence[Edge | None], edge: Edge, one: torch.Tensor, reentrant: bool) -> bool:
         """By itself: what items of a bundle have in common, by way of the function, belongs to neither's gradient."""
         self.has_begun = True
         started = time.perf_counter()
         try:
             edges = [*map(still_there, inputs), *map(still_there, self._captures)]
-            found = gradients_at(edges, (edge,), (one,), whole)
+            found = gradients_at(edges, (edge,), (one,), reentrant)
             for place, grad in enumerate(found):
                 if grad is not None and grad.layout is not torch.strided:
                     found[place] = grad.clone()  # its indices may be a tensor that the function keeps, and writes to again

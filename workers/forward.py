@@ -2,7 +2,7 @@
 
     Forward ──► CallRunner ──► CallRun ──► results: lend ──► Results
                                   └──────► graph: keep; or, with graphs="eager", its backward runs at once: gradients, lent too
-Guarantees: each call that is not called off has one outcome, whatever the task raises.
+Guarantees: each call that is not skipped has one outcome, whatever the task raises.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpgrad.workers.functions import Function, FunctionTable
 from mpgrad.workers.graph_edges import APPLIED
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.progress_report import ProgressReport
 from mpgrad.workers.station import Station
 from mpgrad.workers.task_warnings import TaskWarnings
+from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.errors import SharedMemoryError
 from mpgrad.torch_state.modes import under
@@ -44,7 +44,7 @@ class ForwardHandler:
         graphs: GraphTable,
         loans: Loans,
         runner: CallRunner,
-        progress: ProgressReport,
+        tracker: Tracker,
         task_warnings: TaskWarnings,
         station: Station,
     ) -> None:
@@ -52,7 +52,7 @@ class ForwardHandler:
         self._graphs = graphs
         self._loans = loans
         self._runner = runner
-        self._progress = progress
+        self._tracker = tracker
         self._warnings = task_warnings
         self._station = station
 
@@ -66,9 +66,9 @@ class ForwardHandler:
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
-                if self._progress.is_called_off(chunk):
+                if self._tracker.is_skipped(chunk):
                     break
-                self._progress.begin(chunk, position)
+                self._tracker.begin(chunk, position)
                 stage = Stage()
                 outcome = self._run(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
                 outcomes.append(outcome)
@@ -98,7 +98,7 @@ class ForwardHandler:
             if message.eager and may_go_ahead(call, message.modes, function.precise):
                 sums = CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None
                 at_once = bool(function.code.gives_losses)
-                ahead = Ahead(call, function.edges, sums, at_once, message.ones, self._progress.begin_item)
+                ahead = Ahead(call, function.edges, sums, at_once, message.ones, self._tracker.begin_item)
             run = self._runner.run(message, call, function, incoming, stage, ahead)
             placed = self._place(run, call.origin, stage)
             graph = run.graph

@@ -98,7 +98,7 @@ class FunctionTable:
     def _loaded(self, message: Define) -> Function:
         refs = self._station.named(message.captures, message.gathers)
         with torch.inference_mode(False):  # of the caller's thread, where that is ours; they are used under others too
-            tensors = self._loans.captures(message.block, refs)
+            tensors = self._loans.captures(message.slot, refs)
             captures = [as_captured(tensor, ref.flags) for tensor, ref in zip(tensors, refs, strict=True)]
         edges: list[Edge] = [tensor for tensor in captures if tensor.requires_grad]
         number, state, in_state = 0, b"", 0

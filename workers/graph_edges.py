@@ -102,12 +102,12 @@ def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
     return None if node is None else GradientEdge(node, 0)
 
 
-def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], whole: bool) -> set[int]:
+def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool) -> set[int]:
     """Those leaves, of the `wanted` ones by id, that the outputs depend on.
 
-    A graph that is `whole` does not show what that is: so it may be any.
+    A graph that is `reentrant` does not show what that is: so it may be any.
     """
-    if whole or not wanted:
+    if reentrant or not wanted:
         return set(wanted)
     found = {id(output) for output in outputs if id(output) in wanted}
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -136,25 +136,25 @@ class CaptureSearch:
         """Whether there is one that has not been found."""
         return bool(self._left)
 
-    def look(self, outputs: Sequence[torch.Tensor], whole: bool) -> None:
+    def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
         """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
-        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, whole)]
+        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)]
 
     def take_found(self) -> list[int]:
         """Since the last time."""
         found, self._found = self._found, []
         return found
 
-    def behind(self, outputs: Sequence[torch.Tensor], whole: bool) -> list[int]:
+    def behind(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> list[int]:
         """Those that these outputs depend on."""
-        return [self._all[each] for each in leaves_behind(outputs, self._all, whole)]
+        return [self._all[each] for each in leaves_behind(outputs, self._all, reentrant)]
 
 
 def gradients_at(
     edges: Sequence[Edge | None],
     outputs: Sequence[Edge],
     grads: Sequence[torch.Tensor],
-    whole: bool,
+    reentrant: bool,
     keep: bool = False,
     create: bool = False,
     levels: tuple[Level, ...] = (),
@@ -164,7 +164,7 @@ def gradients_at(
     found: Sequence[torch.Tensor | None]
     if not there:
         return [None] * len(edges)
-    if whole:
+    if reentrant:
         found = run_whole(outputs, there, grads, keep, create)
     elif levels:
         found = over(levels, lambda grads: gradients(outputs, there, grads, keep, create), grads)

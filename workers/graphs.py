@@ -46,7 +46,7 @@ class GraphEdges(NamedTuple):
     function: Function
     outputs: list[Edge]  # of the outputs that need gradients, in order
     inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
-    whole: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
+    reentrant: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
     devices: DeviceMap = NO_DEVICES
 
     def run_backward(
@@ -66,7 +66,7 @@ class GraphEdges(NamedTuple):
         if not given:
             return [None] * len(edges)
         outputs, incoming = zip(*given, strict=True)
-        return gradients_at(edges, outputs, incoming, self.whole, keep, create, levels)
+        return gradients_at(edges, outputs, incoming, self.reentrant, keep, create, levels)
 
 
 class GraphTable:

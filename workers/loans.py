@@ -56,12 +56,12 @@ class Loans:
     def borrow(self, ref: TensorRef) -> Any:
         return self._lenders.borrow(ref.place, ref.nbytes, private=bool(ref.flags & SHARED))
 
-    def captures(self, block: tuple[int, int] | None, refs: Sequence[TensorRef]) -> list[torch.Tensor]:
-        """Those of a function; `block`: address and size of what holds the small ones."""
+    def captures(self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]) -> list[torch.Tensor]:
+        """Those of a function; `slot`: address and size of what holds the small ones."""
         content = memoryview(b"")
-        if block is not None:
+        if slot is not None:
             try:
-                content = self._lenders.borrow(*block, private=True)
+                content = self._lenders.borrow(*slot, private=True)
             except BaseException:
                 self._unread.extend((ref.place, 1) for ref in lent(refs))
                 raise

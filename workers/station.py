@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from mpgrad.memory.accelerator import INSTALLED, LOCAL, DeviceSlab, Handle, Lane, Post, code_of
+from mpgrad.memory.accelerator import INSTALLED, LOCAL, DeviceSlab, Handle, Lane, Post, device_code
 from mpgrad.memory.arena import Lenders
 from mpgrad.torch_state.modes import seed_item
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Direct, NewSlab, Tried, Try
 from mpgrad.wire.tensor_packing import Devices
-from mpgrad.wire.tensor_refs import DEVICE, REQUIRES_GRAD, TensorRef, renamed
+from mpgrad.wire.tensor_refs import DEVICE, REQUIRES_GRAD, TensorRef, redirected
 
 __all__ = ["NO_DEVICES", "NO_STATION", "DeviceMap", "Station", "station"]
 
@@ -58,13 +58,13 @@ class KnownDevices(DeviceMap):
 
     def arriving(self, refs: Sequence[TensorRef], parts: Sequence[int]) -> Sequence[TensorRef]:
         codes = [code for count, code in zip(parts, self._outputs, strict=True) for _ in range(count)]
-        return [renamed(*each) for each in zip(refs, codes, strict=True)]
+        return [redirected(*each) for each in zip(refs, codes, strict=True)]
 
     def homes(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
         return [self._inputs[k] for k in wanted] + [*(self._captures if captures else ())]
 
     def derived(self, outputs: Sequence[torch.Tensor], grads: Sequence[TensorRef]) -> DeviceMap:
-        return KnownDevices([*map(code_of, outputs)], [*codes_in(grads), *self._inputs], self._captures)
+        return KnownDevices([*map(device_code, outputs)], [*codes_in(grads), *self._inputs], self._captures)
 
 
 NO_DEVICES = DeviceMap()
@@ -231,13 +231,13 @@ class DeviceStation(Station):
     def _named(self, ref: TensorRef, gathers: bool) -> TensorRef:
         code = ref.flags // DEVICE
         stays = code == self._code or (not gathers and (code == 0 or code in self._codes))
-        return ref if stays else renamed(ref, self._code)
+        return ref if stays else redirected(ref, self._code)
 
     def homes_of(self, tensors: Sequence[torch.Tensor], origin: int) -> Iterable[int | None]:
-        return [origin if code == self._code else code for code in map(code_of, tensors)]
+        return [origin if code == self._code else code for code in map(device_code, tensors)]
 
     def codes_of(self, tensors: Sequence[torch.Tensor]) -> Iterable[int]:
-        return map(code_of, tensors)
+        return map(device_code, tensors)
 
     def codes_in(self, refs: Sequence[TensorRef]) -> Sequence[int] | None:
         return codes_in(refs)

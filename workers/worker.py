@@ -17,9 +17,9 @@ from mpgrad.workers.forward import ForwardHandler
 from mpgrad.workers.functions import FunctionTable
 from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.progress_report import ProgressReport
 from mpgrad.workers.station import NO_STATION, Station
 from mpgrad.workers.task_warnings import TaskWarnings
+from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
@@ -52,12 +52,12 @@ class Worker:
         self._station = station
         self.before_answer: Callable[[], None] = lambda: None
         self._loans = loans = Loans(number, link, station)
-        self._progress = progress = ProgressReport(loans.arena, None if link.shares_memory else self._tell_begun)
+        self._tracker = tracker = Tracker(loans.arena, None if link.shares_memory else self._tell_begun)
         self._warnings = task_warnings = TaskWarnings()
         functions, graphs = FunctionTable(loans, station), GraphTable(graph_bytes)
-        runner = CallRunner(loans, progress, station)
-        forward = ForwardHandler(functions, graphs, loans, runner, progress, task_warnings, station)
-        backward = BackwardHandler(functions, graphs, loans, runner, progress, task_warnings, station)
+        runner = CallRunner(loans, tracker, station)
+        forward = ForwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
+        backward = BackwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: forward.answer,
             Backward: backward.answer,
@@ -79,7 +79,7 @@ class Worker:
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        self._send(Ready(pid, self._progress.address))
+        self._send(Ready(pid, self._tracker.address))
 
     def handle(self, frame: Frame) -> None:
         self._station.arrive()

@@ -17,8 +17,8 @@ from mpgrad.autograd.result_hooks import keep_hooks_apart
 from mpgrad.autograd.running import forget_at_end_of_backward
 from mpgrad.torch_state.private import (
     apply,
+    current_graph_task,
     graph_is_kept,
-    graph_task,
     has_tangent,
     leaf_will_run,
     node_type,
@@ -51,7 +51,7 @@ class Call(torch.autograd.Function):
         ctx.graph = graph
         ctx.token = token
         ctx.has_token = token is not None
-        ctx.task = -1  # the backward that came here last
+        ctx.graph_task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
         ctx.inputs = inputs  # only for what may be differentiated again; no hooks for saved tensors have to see them
         graph.placeholders = tuple(
@@ -71,8 +71,8 @@ class Call(torch.autograd.Function):
             wanted = tuple([number for number in there if will_run(gates[number][0])])
             count = len(there)
         captures = capture_node is not None and will_run(capture_node)
-        task = graph_task()
-        promises = ctx.graph.take_promises(task)
+        graph_task = current_graph_task()
+        promises = ctx.graph.take_promises(graph_task)
         if not (wanted or captures):
             try:
                 for _, promise in promises:
@@ -81,20 +81,20 @@ class Call(torch.autograd.Function):
                 hide_own_frames(error)
                 raise
         else:
-            ctx.task = task
+            ctx.graph_task = graph_task
             keep = graph_is_kept() or relatives_will_run(ctx)
             whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
             create = torch.is_grad_enabled()
-            order = Order(task, keep, whole, create, wanted, captures, apart=False, levels=())
+            order = Order(graph_task, keep, whole, create, wanted, captures, apart=False, levels=())
             derivative = differentiate(ctx, grads, order, promises)
             if wanted:
                 ctx.graph.expect(derivative)
             if derivative.order.apart:
                 reach = ctx.graph.home.reach
-                reach.apart.setdefault(derivative.order.task, []).append(derivative)
+                reach.apart.setdefault(derivative.order.graph_task, []).append(derivative)
                 forget_oldest(reach.apart)
             if create:
-                forget_at_end_of_backward(ctx.graph, task)
+                forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, *ctx.graph.placeholders
 
 
@@ -120,7 +120,7 @@ def wanted_of_bundle(
 def relatives_will_run(node: Any) -> bool:
     """Whether this backward still comes to a graph that shares its nodes in the worker: the last one may free them."""
     relatives = [each for ref in node.graph.family or () if (each := ref()) is not None]
-    return any(each is not node and each.task != node.task and will_run(each) for each in relatives)
+    return any(each is not node and each.graph_task != node.graph_task and will_run(each) for each in relatives)
 
 
 CALL_NODE = node_type(Call)
@@ -184,7 +184,7 @@ def differentiate(
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
     apart = order.apart or order.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
-    apart = order.captures and (apart or (graph.ready is not None and graph.ready.apart))
+    apart = order.captures and (apart or (graph.ahead is not None and graph.ahead.apart))
     if levels or apart != order.apart:
         order = order._replace(apart=apart, levels=levels)
     further = None

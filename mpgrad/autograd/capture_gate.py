@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from mpgrad.autograd.remote_graph import WAIT_LAST, Home, Reach, forget_oldest
-from mpgrad.torch_state.private import apply, graph_task, node_type, plus, set_priority, wait_for_devices, when_backward_ends
+from mpgrad.torch_state.private import (
+    apply,
+    current_graph_task,
+    node_type,
+    plus,
+    set_priority,
+    wait_for_devices,
+    when_backward_ends,
+)
 from mpgrad.torch_state.vmap_levels import within
 from mpgrad.tracebacks import hide_own_frames
 
@@ -34,25 +42,25 @@ class CaptureGate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """For each capture its gradient, over all calls of the backward; waits for the workers."""
         reach: Reach = ctx.home.reach
-        task = graph_task()
+        graph_task = current_graph_task()
         edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
         total: list[torch.Tensor | None] = [None] * len(edges)
         # the last first: the order in which the engine adds up what the serial loop's items contribute
         try:
-            for derivative in sorted(reach.apart.pop(task, ()), key=lambda derivative: -derivative.number):
+            for derivative in sorted(reach.apart.pop(graph_task, ()), key=lambda derivative: -derivative.number):
                 total = added(total, derivative.take_captures())
-            for levels, grads in ctx.home.capture_gradients(task):
+            for levels, grads in ctx.home.capture_gradients(graph_task):
                 total = added(total, [None if each is None else within(each, levels) for each in grads])
         except BaseException as error:
             hide_own_frames(error)
             raise
-        if task in reach.put_aside:
-            total = added(total, reach.put_aside.pop(task))
+        if graph_task in reach.put_aside:
+            total = added(total, reach.put_aside.pop(graph_task))
         for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]
         if any(grad is not None for grad in for_others):
-            reach.put_aside[task] = for_others
+            reach.put_aside[graph_task] = for_others
             forget_oldest(reach.put_aside)
-            when_backward_ends(lambda: reach.put_aside.pop(task, None))  # the others may not be in it
+            when_backward_ends(lambda: reach.put_aside.pop(graph_task, None))  # the others may not be in it
         wait_for_devices(total)
         return None, None, None, *total
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from mpgrad.autograd.remote_graph import RemoteGraph
-from mpgrad.torch_state.private import apply, graph_task, plus
+from mpgrad.torch_state.private import apply, current_graph_task, plus
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = ["ROOT", "ROOT_EDGE", "edges_of_leaves", "gate", "gate_behind", "leaf_gate"]
@@ -41,20 +41,20 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
         """The worker's gradient, for which it waits; None where that goes on as a promise."""
-        graph, number, task = ctx.graph, ctx.number, graph_task()
+        graph, number, graph_task = ctx.graph, ctx.number, current_graph_task()
         source: RemoteGraph | None = ctx.source
         if source is not None and source.hidden and not graph.has_further:
-            promise = graph.promise(task, number)
+            promise = graph.promise(graph_task, number)
             if promise is not None:
-                source.put_promise(task, ctx.output, promise)
+                source.put_promise(graph_task, ctx.output, promise)
                 return None
         try:
             if not graph.has_further:
-                return graph.take(task, number)  # type: ignore[no-any-return]
+                return graph.take(graph_task, number)  # type: ignore[no-any-return]
             # Gradients of a derivative of this call have come through gates of their own, in front of this one, and are real.
             if others is graph.placeholders[number]:
                 others = None
-            grad = graph.take(task, number) if graph.is_expected(task) else None
+            grad = graph.take(graph_task, number) if graph.is_expected(graph_task) else None
         except BaseException as error:
             hide_own_frames(error)
             raise
@@ -77,9 +77,11 @@ class LeafGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
-        graph, task = ctx.graph, graph_task()
+        graph, graph_task = ctx.graph, current_graph_task()
         try:
-            return None, *(graph.take_all(task, ctx.count)[::-1] if graph.is_expected(task) else (None,) * ctx.count)
+            if not graph.is_expected(graph_task):
+                return None, *[None] * ctx.count
+            return None, *graph.take_all(graph_task, ctx.count)[::-1]
         except BaseException as error:
             hide_own_frames(error)
             raise

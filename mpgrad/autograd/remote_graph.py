@@ -56,7 +56,7 @@ Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call
 class Order(NamedTuple):
     """What a backward of one call has to compute."""
 
-    task: int  # the number of the backward
+    graph_task: int  # the number of the backward
     keep: bool  # the graph, for another backward
     whole: bool  # from all outputs to all inputs and captures: none of the graph is left then, unless it is kept
     create: bool  # a graph of the gradients
@@ -83,7 +83,7 @@ class Reply(Protocol):
         ...
 
 
-class Ready(Protocol):
+class GradientsAhead(Protocol):
     """Gradients that a worker computed ahead, for a gradient of one."""
 
     apart: bool  # those of the captures too
@@ -107,7 +107,7 @@ class Home(Protocol):
         ...
 
     @property
-    def carrier(self) -> object:
+    def sender(self) -> object:
         """By which graphs are reached: that of one pool."""
         ...
 
@@ -115,7 +115,7 @@ class Home(Protocol):
         """Start the backward of one call; returns at once."""
         ...
 
-    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+    def capture_gradients(self, graph_task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         """Wait for the captures' gradients, summed over all calls that were to be added up in this backward."""
         ...
 
@@ -183,6 +183,7 @@ class RemoteGraph:
     __slots__ = (
         "__weakref__",
         "_derivatives",
+        "ahead",
         "call",
         "family",
         "gates_behind",
@@ -195,7 +196,6 @@ class RemoteGraph:
         "number",
         "placeholders",
         "promises",
-        "ready",
         "recipe",
         "worker",
     )
@@ -204,7 +204,7 @@ class RemoteGraph:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
-        self.ready: Ready | None = None
+        self.ahead: GradientsAhead | None = None
         self.call = call
         self.index = index  # of its item, or of those of a bundle
         self.members: Members | None = None  # of a bundle
@@ -230,18 +230,18 @@ class RemoteGraph:
     def expect(self, derivative: Derivative) -> None:
         if self._derivatives is None:
             self._derivatives = {}
-        self._derivatives[derivative.order.task] = derivative
+        self._derivatives[derivative.order.graph_task] = derivative
 
-    def take(self, task: int, number: int) -> torch.Tensor | None:
+    def take(self, graph_task: int, number: int) -> torch.Tensor | None:
         """The gradient of input `number`; the first gate of a call to ask waits for all of them."""
-        derivative = self._expected(task)
+        derivative = self._expected(graph_task)
         grad = derivative.take(number)
         self._forget_taken(derivative)
         return grad
 
-    def take_all(self, task: int, count: int) -> list[torch.Tensor | None]:
+    def take_all(self, graph_task: int, count: int) -> list[torch.Tensor | None]:
         """The gradients of all `count` inputs of a bundle."""
-        derivative = self._expected(task)
+        derivative = self._expected(graph_task)
         found = derivative.take_all()
         self._forget_taken(derivative)
         return [found.get(number) for number in range(count)]
@@ -253,40 +253,40 @@ class RemoteGraph:
         items = self.members.given(grads)
         return self.index[next(iter(items))] if len(items) == 1 else self.index
 
-    def is_expected(self, task: int) -> bool:
-        return self._derivatives is not None and task in self._derivatives
+    def is_expected(self, graph_task: int) -> bool:
+        return self._derivatives is not None and graph_task in self._derivatives
 
-    def forget(self, task: int) -> None:
+    def forget(self, graph_task: int) -> None:
         """What nobody has taken of that backward, and nobody will."""
         if self._derivatives is not None:
-            self._derivatives.pop(task, None)
+            self._derivatives.pop(graph_task, None)
         if self.home.reach is not None:
-            self.home.reach.apart.pop(task, None)
+            self.home.reach.apart.pop(graph_task, None)
 
-    def _expected(self, task: int) -> Derivative:
+    def _expected(self, graph_task: int) -> Derivative:
         assert self._derivatives is not None
-        return self._derivatives[task]
+        return self._derivatives[graph_task]
 
     def _forget_taken(self, derivative: Derivative) -> None:
         derivatives = self._derivatives
         if derivative.is_taken and derivatives is not None:
-            derivatives.pop(derivative.order.task, None)  # two gates may come here at once
+            derivatives.pop(derivative.order.graph_task, None)  # two gates may come here at once
             self._derivatives = derivatives or None
 
-    def promise(self, task: int, number: int) -> Promise | None:
+    def promise(self, graph_task: int, number: int) -> Promise | None:
         """Instead of `take`; None where the gradient has to be seen on its way."""
-        derivative = self._expected(task)
+        derivative = self._expected(graph_task)
         promise = derivative.promise(number)
         self._forget_taken(derivative)
         return promise
 
-    def take_promises(self, task: int) -> Sequence[tuple[int, Promise]]:
-        return () if self.promises is None else self.promises.pop(task, ())
+    def take_promises(self, graph_task: int) -> Sequence[tuple[int, Promise]]:
+        return () if self.promises is None else self.promises.pop(graph_task, ())
 
-    def put_promise(self, task: int, output: int, promise: Promise) -> None:
+    def put_promise(self, graph_task: int, output: int, promise: Promise) -> None:
         if self.promises is None:
             self.promises = {}
-        self.promises.setdefault(task, []).append((output, promise))
+        self.promises.setdefault(graph_task, []).append((output, promise))
         forget_oldest(self.promises)
 
     def reveal(self) -> None:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from mpgrad.autograd.remote_graph import RemoteGraph
-from mpgrad.torch_state.private import graph_task, when_backward_ends
+from mpgrad.torch_state.private import current_graph_task, when_backward_ends
 
 __all__ = ["backward_without_engine", "call_off_if_interrupted", "forget_at_end_of_backward", "note_failure"]
 
 
-class Carrier(Protocol):
+class Sender(Protocol):
     """By which gradients are sent."""
 
-    def call_off_backward(self, task: int) -> None:
+    def call_off_backward(self, graph_task: int) -> None:
         """Nobody waits any more for what was sent for the backward with this number. Called from finalizers."""
         ...
 
@@ -28,10 +28,10 @@ class Backward:
     that leads back to the graph which keeps them: Python's collector does not see a cycle through the engine's nodes.
     """
 
-    def __init__(self, task: int) -> None:
-        self.task = task
+    def __init__(self, graph_task: int) -> None:
+        self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
-        self.carriers: list[Carrier] = []
+        self.senders: list[Sender] = []
         self.was_interrupted = True  # unless it comes to its end, or to what the backward of a call raised
 
     def __call__(self) -> None:
@@ -41,41 +41,41 @@ class Backward:
     def __del__(self) -> None:
         for ref in self.graphs:
             if (graph := ref()) is not None:
-                graph.forget(self.task)
+                graph.forget(self.graph_task)
         if self.was_interrupted:
-            for carrier in self.carriers:
-                carrier.call_off_backward(self.task)
+            for sender in self.senders:
+                sender.call_off_backward(self.graph_task)
 
 
 RUNNING: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
 
 
-def running(task: int) -> Backward:
+def running(graph_task: int) -> Backward:
     """The backward with this number, which runs in this thread."""
-    backward = RUNNING.get(task)
+    backward = RUNNING.get(graph_task)
     if backward is None:
-        backward = RUNNING[task] = Backward(task)
+        backward = RUNNING[graph_task] = Backward(graph_task)
         when_backward_ends(backward)
     return backward
 
 
-def forget_at_end_of_backward(graph: RemoteGraph, task: int) -> None:
+def forget_at_end_of_backward(graph: RemoteGraph, graph_task: int) -> None:
     """What its gates have not taken by then nobody will take."""
-    running(task).graphs.append(weakref.ref(graph))
+    running(graph_task).graphs.append(weakref.ref(graph))
 
 
-def call_off_if_interrupted(task: int, carrier: Carrier) -> None:
-    """The carrier is about to send gradients for this backward."""
-    if task in RUNNING or task == graph_task():
-        backward = running(task)
-        if carrier not in backward.carriers:
-            backward.carriers.append(carrier)
+def call_off_if_interrupted(graph_task: int, sender: Sender) -> None:
+    """The sender is about to send gradients for this backward."""
+    if graph_task in RUNNING or graph_task == current_graph_task():
+        backward = running(graph_task)
+        if sender not in backward.senders:
+            backward.senders.append(sender)
 
 
 @contextlib.contextmanager
-def backward_without_engine(task: int) -> Iterator[None]:
+def backward_without_engine(graph_task: int) -> Iterator[None]:
     """What is sent within it, with this number, is called off if it is interrupted."""
-    backward = RUNNING[task] = Backward(task)
+    backward = RUNNING[graph_task] = Backward(graph_task)
     try:
         yield
         backward()
@@ -83,8 +83,8 @@ def backward_without_engine(task: int) -> Iterator[None]:
         del backward  # the traceback may live on
 
 
-def note_failure(task: int) -> None:
+def note_failure(graph_task: int) -> None:
     """The backward of a call has raised, which ends the one with this number: nobody has interrupted that."""
-    backward = RUNNING.get(task)
+    backward = RUNNING.get(graph_task)
     if backward is not None:
         backward.was_interrupted = False

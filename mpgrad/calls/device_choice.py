@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from mpgrad.memory.accelerator import INSTALLED, code_of, name_of
+from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.wire.tensor_refs import DEVICE
 
-__all__ = ["Device", "Request", "code_named", "device_count", "missing_device", "next_for", "requested"]
+__all__ = ["Device", "Request", "device_code_named", "device_count", "missing_device", "next_for", "requested"]
 
 Device = str | torch.device
 
@@ -31,7 +31,7 @@ def device_count(asked: object) -> int:
     return count
 
 
-def code_named(device: object, name: str) -> int:
+def device_code_named(device: object, name: str) -> int:
     """The number of a device that the caller named as the argument `name`."""
     kind = INSTALLED.accelerator.type
     expected = f'{name} must be "cpu", "{kind}" or like "{kind}:0" ({name}: {device!r})'
@@ -63,10 +63,10 @@ class Request:
         self.staged = wanted == frozenset({0})  # all goes to workers that can read the CPU's memory only
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:
-        self._captured = next(filter(None, map(code_of, captures)), 0)
+        self._captured = next(filter(None, map(device_code, captures)), 0)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int] | None, int]:
-        return self.of_codes([code_of(tensor) for tensor in tensors])
+        return self.of_codes([device_code(tensor) for tensor in tensors])
 
     def of_codes(self, codes: Sequence[int]) -> tuple[frozenset[int] | None, int]:
         """For a call whose tensors lie there: the devices whose workers may run it (None: all), and the one it comes from.
@@ -108,7 +108,7 @@ def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request |
     if isinstance(device, str) and device == kind:
         wanted = frozenset(workers) - {0}
     else:
-        wanted = frozenset({code_named(device, "device")}) & frozenset(workers)
+        wanted = frozenset({device_code_named(device, "device")}) & frozenset(workers)
     if not wanted:
         raise ValueError(no_worker(str(device), workers))
     return None if codes is None else Request(codes, wanted)

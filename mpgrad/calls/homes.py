@@ -26,7 +26,7 @@ from mpgrad.wire.messages import Failure, Warned
 from mpgrad.wire.tensor_packing import Packer, Placed, placed_again, staged_again
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, view_at, views
 
-__all__ = ["Carrier", "GradientReply", "OperationHome", "raised_from"]
+__all__ = ["GradientReply", "OperationHome", "Sender", "raised_from"]
 
 FEW = 8  # to take one row out of columns takes as long as to pass by so many
 
@@ -37,9 +37,9 @@ class GradientReply:
     """The answer to one backward, or to one request for capture gradients."""
 
     __slots__ = (
+        "_graph_task",
         "_index",
         "_outcome",
-        "_task",
         "_wait_until",
         "apart",
         "calls",
@@ -57,11 +57,11 @@ class GradientReply:
         wait_until: Callable[[Callable[[], bool]], bool],
         index: int | range | None,
         worker: object,
-        task: int | None = None,
+        graph_task: int | None = None,
     ) -> None:
         self._wait_until = wait_until
         self._index = index
-        self._task = task  # the backward that fails with it
+        self._graph_task = graph_task  # the backward that fails with it
         self.worker = worker  # in whose sum the captures' gradients are, unless they are apart: its graph may get another
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
         self._outcome: Outcome | Callable[[], BaseException] | None = None
@@ -144,8 +144,8 @@ class GradientReply:
         for each in self.take_warnings():
             warned_again(*each)
         if callable(outcome):
-            if self._task is not None:
-                note_failure(self._task)
+            if self._graph_task is not None:
+                note_failure(self._graph_task)
             raise outcome()
         assert outcome is not None
         return outcome
@@ -163,7 +163,7 @@ def subject_of(index: int | range | None) -> str:
     return "" if index is None else f"item {index}, "
 
 
-class ReadyGradients:
+class DeliveredGradients:
     """The gradients of losses, which came with them: of their inputs, and where `apart` of the captures too.
 
     Those of a bundle are taken one by one, each once, unless it is to be kept: whoever gets one may write to it.
@@ -269,13 +269,13 @@ def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
     return factors
 
 
-class Carrier(Protocol):
+class Sender(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply: ...
 
     def request_captures(
-        self, worker: Any, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
+        self, worker: Any, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply: ...
 
     def release(self, graph: RemoteGraph) -> None: ...
@@ -315,8 +315,8 @@ def alive(ref: weakref.ref[RemoteGraph]) -> RemoteGraph:
 class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
-    def __init__(self, carrier: Carrier, function: SharedFunction, deterministic: bool, timeout: float | None) -> None:
-        self.carrier = carrier
+    def __init__(self, sender: Sender, function: SharedFunction, deterministic: bool, timeout: float | None) -> None:
+        self.sender = sender
         self._function = function
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
@@ -338,50 +338,50 @@ class OperationHome:
         served = self._serve(graph, order, grads)
         if served is not None:
             return served
-        reply = self.carrier.send_gradients(graph, order, grads)
+        reply = self.sender.send_gradients(graph, order, grads)
         if order.captures and not order.apart:
-            sums = self._contributions.setdefault(order.task, {})
+            sums = self._contributions.setdefault(order.graph_task, {})
             forget_oldest(self._contributions)
             sums.setdefault((reply.worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
         return reply
 
     def _serve(self, graph: RemoteGraph, order: Order, grads: Grads) -> ReadyReply | None:
         """From gradients that came with the result; None where that cannot be."""
-        ready = graph.ready
-        if not isinstance(ready, ReadyGradients) or (order.apart and not ready.apart):
+        ahead = graph.ahead
+        if not isinstance(ahead, DeliveredGradients) or (order.apart and not ahead.apart):
             return None
         factors = factors_of(order, grads)
         factor = factors[0] if factors else None
         if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
             return None
-        if ready.for_one and not all(each in (None, 1) for each in factors):
-            self.carrier.note_other_gradient(self._function)
+        if ahead.for_one and not all(each in (None, 1) for each in factors):
+            self.sender.note_other_gradient(self._function)
             return None
         if graph.members is not None:
-            served = ready.serve_bundle(order, graph.members, factors)
+            served = ahead.serve_bundle(order, graph.members, factors)
         else:
-            served = None if factor is None else ready.serve(order, len(graph.placeholders), factor)
+            served = None if factor is None else ahead.serve(order, len(graph.placeholders), factor)
         if served is not None:
-            self._note_share(graph, ready, order, grads, factor)
+            self._note_share(graph, ahead.maker, order, grads, factor)
         return served
 
-    def _note_share(self, graph: RemoteGraph, ready: ReadyGradients, order: Order, grads: Grads, factor: float | None) -> None:
+    def _note_share(self, graph: RemoteGraph, maker: object, order: Order, grads: Grads, factor: float | None) -> None:
         if order.captures and not order.apart and factor is not None:
-            shares = self._shares.setdefault(order.task, {})
+            shares = self._shares.setdefault(order.graph_task, {})
             forget_oldest(self._shares)
-            shares.setdefault(ready.maker, []).append(Share(weakref.ref(graph), order, grads, factor))
+            shares.setdefault(maker, []).append(Share(weakref.ref(graph), order, grads, factor))
         if not order.keep and graph.members is None:
-            graph.ready = None  # another backward has to run the call again
+            graph.ahead = None  # another backward has to run the call again
 
-    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
-        request = self.carrier.request_captures
-        sums = self._contributions.pop(task, {})
+    def capture_gradients(self, graph_task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+        request = self.sender.request_captures
+        sums = self._contributions.pop(graph_task, {})
         for each in itertools.chain(*sums.values()):
             if any(isinstance(part, Promise) for parts in each.grads for part in parts):
                 each.reply.wait()  # only now it has gone to its worker; the others go there before the request does
-        yield from self._eager_gradients(task, sums)
+        yield from self._eager_gradients(graph_task, sums)
         asked = [
-            (levels, contributions, request(worker, self._function.number, task, levels, self.timeout))
+            (levels, contributions, request(worker, self._function.number, graph_task, levels, self.timeout))
             for (worker, levels), contributions in sums.items()
         ]
         for levels, contributions, reply in asked:
@@ -397,9 +397,11 @@ class OperationHome:
             for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
                 yield levels, own.gradients()[len(order.wanted) :]
 
-    def _eager_gradients(self, task: int, sums: Sums) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
+    def _eager_gradients(
+        self, graph_task: int, sums: Sums
+    ) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
-        shares = self._shares.pop(task, {})
+        shares = self._shares.pop(graph_task, {})
         sure = {worker: own for worker, own in shares.items() if self._are_the_sum(worker, own)}
         with self._eager_lock:
             self._collect_eager(sure)
@@ -417,7 +419,7 @@ class OperationHome:
 
     def _collect_eager(self, sure: dict[object, list[Share]]) -> None:
         """From all workers at once."""
-        request = self.carrier.request_captures
+        request = self.sender.request_captures
         missing = [worker for worker in sure if worker not in self._eager_sums]
         for worker, reply in [(each, request(each, self._function.number, None, (), self.timeout)) for each in missing]:
             with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
@@ -433,14 +435,14 @@ class OperationHome:
         """Run the backward again, with the gradient that came."""
         graph = alive(share.graph)
         order = share.order._replace(wanted=())
-        reply = self.carrier.send_gradients(graph, order, share.grads, again=True)
+        reply = self.sender.send_gradients(graph, order, share.grads, again=True)
         sums.setdefault((reply.worker, ()), []).append(Contribution(share.graph, order, share.grads, reply))
 
     def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
         """Once more, of a backward that was done: its part of the sum was lost with the worker."""
         graph = alive(lost.graph)
         order = lost.order._replace(wanted=(), apart=True)
-        return order, self.carrier.send_gradients(graph, order, lost.grads, again=True)
+        return order, self.sender.send_gradients(graph, order, lost.grads, again=True)
 
     def release(self, graph: RemoteGraph) -> None:
-        self.carrier.release(graph)
+        self.sender.release(graph)

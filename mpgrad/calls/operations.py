@@ -38,7 +38,7 @@ __all__ = ["Operation", "OperationOptions"]
 class Holder(Protocol):
     """Who has asked for the results: `AsyncResult`, a future, an iterator."""
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
         ...
 
@@ -100,7 +100,7 @@ class Operation:
     def add(self, call: PackedCall) -> None:
         """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
         call.conditions = self.conditions
-        if call.claims and any(claim.source.home.carrier is not self.home.carrier for claim in call.claims):
+        if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
             raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
         call.start = self.items
         self.added += 1

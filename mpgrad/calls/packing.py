@@ -96,7 +96,7 @@ class SharedFunction:
         self._forget = forget
 
     @property
-    def block(self) -> tuple[int, int] | None:
+    def sent_slot(self) -> tuple[int, int] | None:
         return None if self.slot is None else (self.slot.address, self.slot.memory.nbytes)
 
     def __del__(self) -> None:

@@ -108,7 +108,7 @@ class AsyncResult:
         self._value: Any = None
         self._error: BaseException | None = None
         self._fetched = False
-        self._is_given_up = False
+        self._is_abandoned = False
         operation.on_finished = self._finish
         operation.holder = weakref.ref(self)
 
@@ -142,14 +142,14 @@ class AsyncResult:
         try:
             return self._desk.wait_until(self.ready, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self.give_up()
+            self.abandon()
             raise
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for the result any more."""
-        if self._is_given_up or self.ready() or self._callback is not None or self._error_callback is not None:
+        if self._is_abandoned or self.ready() or self._callback is not None or self._error_callback is not None:
             return
-        self._is_given_up = True
+        self._is_abandoned = True
         call_off_with(self, self._desk, self._operation)
         ref = weakref.ref(self)
         self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
@@ -203,7 +203,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         self._number = uncollected.number()
         self._told = False  # that it was cancelled
         self._failed: Failed | None = None
-        self._is_given_up = False
+        self._is_abandoned = False
         self._tells = False  # somebody, when it is done
         operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
@@ -263,14 +263,14 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         try:
             self._desk.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self.give_up()
+            self.abandon()
             raise
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Whoever waited was interrupted: the call is called off as soon as nobody can ask for its result any more."""
-        if self._is_given_up or self.done() or self._tells:
+        if self._is_abandoned or self.done() or self._tells:
             return
-        self._is_given_up = True
+        self._is_abandoned = True
         call_off_with(self, self._desk, self._operation)
         ref = weakref.ref(self)
         self._operation.starts = lambda: told._starts() if (told := ref()) is not None else True
@@ -347,7 +347,7 @@ class ResultIterator:
         arrived = self._arrived  # not self: the operation would keep the iterator alive
         operation.on_outcome = arrived.append
         operation.holder = weakref.ref(self)
-        self._is_given_up = False
+        self._is_abandoned = False
         self._fill()
 
     def __iter__(self) -> ResultIterator:
@@ -369,7 +369,7 @@ class ResultIterator:
             try:
                 is_there = self._desk.wait_until(there, timeout)
             except BaseException:  # KeyboardInterrupt, above all
-                self.give_up()
+                self.abandon()
                 raise
             if not is_there:
                 raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
@@ -392,13 +392,13 @@ class ResultIterator:
         try:
             self._add_some()
         except BaseException:  # as in `next`; the source's own exceptions do not come here
-            self.give_up()
+            self.abandon()
             raise
 
     def _add_some(self) -> None:
         """Have as many calls under way as the window allows; an error of their source is kept until its turn."""
         before = self.operation.added, self.operation.sealed
-        batch = 1  # the workers begin with the first; the source may be slow
+        wave = 1  # the workers begin with the first; the source may be slow
         while not self.operation.sealed and self.operation.added - self._next < self._window:
             try:
                 self.operation.add(next(self._calls)())
@@ -407,19 +407,19 @@ class ResultIterator:
             except Exception as error:
                 self._source_error = error
                 self.operation.sealed = True
-            if self.operation.added - before[0] == batch:
-                batch *= 4
+            if self.operation.added - before[0] == wave:
+                wave *= 4
                 self._desk.admit(self.operation)
         if (self.operation.added, self.operation.sealed) != before:
             self._desk.admit(self.operation)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
-        self._is_given_up = True
+        self._is_abandoned = True
 
     def cancel_rest(self) -> None:
         """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
-        if self._is_given_up:
+        if self._is_abandoned:
             self._desk.call_off(self.operation)
             return
         self.operation.sealed = True
@@ -427,7 +427,7 @@ class ResultIterator:
             self._desk.cancel_queued(self.operation)
 
     def __del__(self) -> None:
-        if self._is_given_up:
+        if self._is_abandoned:
             self._desk.call_off(self.operation)
         # with a window without end, all is asked for, whether anybody looks at it or not
         elif not self.operation.sealed or (self._window < math.inf and not self.operation.finished):

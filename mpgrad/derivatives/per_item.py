@@ -27,7 +27,7 @@ Inputs = torch.Tensor | tuple[torch.Tensor, ...]
 Place = tuple[bool, int]  # whether it is a capture, and which one; else which input of the call
 Places = list[list[Place]]  # for each tensor, all where it enters the call
 
-TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers from 0, and -1 stands for none
+GRAPH_TASKS = itertools.count(-2, -1)  # the engine's own backwards have numbers from 0, and -1 stands for none
 
 
 @without_own_frames
@@ -121,14 +121,14 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
     places = [places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)]
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
     last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
-    task = next(TASKS)
-    with torch.set_grad_enabled(create_graph), backward_without_engine(task):
+    graph_task = next(GRAPH_TASKS)
+    with torch.set_grad_enabled(create_graph), backward_without_engine(graph_task):
         sent = [
             differentiate(
                 node,
                 [grad if number == output else None for number in range(node.output_count)],
                 Order(
-                    task,
+                    graph_task,
                     keep=keep or last[items[index]] != index,
                     whole=False,
                     create=create_graph,

@@ -42,13 +42,13 @@ __all__ = [
     "Lane",
     "Post",
     "Region",
-    "code_of",
+    "device_code",
     "device_of",
     "name_of",
 ]
 
 
-def code_of(tensor: torch.Tensor) -> int:
+def device_code(tensor: torch.Tensor) -> int:
     """Where `tensor` lies, as a number: 0 on the CPU, k + 1 on device k."""
     return 0 if tensor.is_cpu else int(tensor.device.index) + 1
 

@@ -7,7 +7,7 @@ Imports `calls`, `engines` and what is below them. Nothing here waits for a work
     lifecycle        open, closed, leaving, draining, stopping
     admissions       operations from the start to their end; waiting_calls: calls whose arguments are other calls' results
     queue            the calls that wait; function_cache: what they cost
-    sizes            every decision about how much goes together: batches, bundles, chunks
+    sizes            every decision about how much goes together: waves, bundles, chunks
     gradient_sender  backwards, from autograd's threads
     deliveries       what leaves for workers; chunk_writer: as messages; chunks: what they consist of
     worker_handle    each worker: under_way (chunks, and how far it is), graph_ledger, loans

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from mpgrad.autograd.remote_graph import Home, RemoteGraph
-from mpgrad.calls.homes import GradientReply, ReadyGradients, raised_from
+from mpgrad.calls.homes import DeliveredGradients, GradientReply, raised_from
 from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
@@ -65,7 +65,7 @@ class Answers:
                 continue
             if graph is not None and outcome.gradients is not None:
                 apart = operation.eager == Eager.APART
-                graph.ready = ReadyGradients(worker, outcome.gradients, payload, memories, apart, outcome.for_one)
+                graph.ahead = DeliveredGradients(worker, outcome.gradients, payload, memories, apart, outcome.for_one)
             if graph is None or graph.recipe is None:
                 call.forget_tensors()
             if graph is None:
@@ -98,7 +98,7 @@ class Answers:
 
     def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
         assert chunk.captures is not None
-        worker.sums.forget(chunk.captures.function, chunk.captures.task, chunk.captures.levels)
+        worker.sums.forget(chunk.captures.function, chunk.captures.graph_task, chunk.captures.levels)
         chunk.captures.reply.calls = message.calls
         self._arrive(chunk.captures.reply, message.grads, payload, worker)
 

@@ -100,11 +100,11 @@ class CallingOff:
         for worker in self._workers.values():
             worker.under_way.give_up_operation(None)
 
-    def call_off_backward(self, task: int) -> None:
+    def call_off_backward(self, graph_task: int) -> None:
         """Whoever would do its parts, or do them again, sees that they have a reply."""
         interrupted = CancelledError("the backward was interrupted")
         for worker in [*self._workers.values(), *self._staff.stranded]:
-            worker.give_up_backward(task, interrupted)
+            worker.give_up_backward(graph_task, interrupted)
         self._driver.tell_waiters()
 
     # --- by the clock
@@ -134,7 +134,7 @@ class CallingOff:
     def _end_given_up(self, worker: WorkerHandle) -> None:
         """It has had time enough to come to an end with what nobody wants any more."""
         under_way = worker.under_way
-        under_way.call_off_behind()
+        under_way.skip_behind()
         self._drain(worker)  # we may have been late, and it not
         if worker.gone is not None or under_way.end_at > time.monotonic():
             return

@@ -66,7 +66,7 @@ class ChunkWriter:
         payload, messages = Payload(), list[Message]()
         if isinstance(first, CaptureRequest):
             backlog.popleft()
-            collect = Collect(number, first.function, first.task, first.levels)
+            collect = Collect(number, first.function, first.graph_task, first.levels)
             return [collect], payload, Chunk(None, [], [], first, first.timeout)
         sent: list[SentGradients] = []
         calls: list[BackwardCall] = []
@@ -78,7 +78,7 @@ class ChunkWriter:
             sent.append(item)
             order = item.what.order
             if order.captures and not order.apart:
-                self._sums.note(item.what.graph.home.function, order.task, order.levels)
+                self._sums.note(item.what.graph.home.function, order.graph_task, order.levels)
             before = self._before(item.what.graph, payload, messages, item.again)
             item.again = True  # should it be lost with the worker
             call = self._backward_call(item.what, payload, before)
@@ -93,7 +93,9 @@ class ChunkWriter:
             return
         pickled = None if function.code in self.codes else function.pickled
         state = None if function.state is None else self._told(function.state)
-        messages.append(Define(function.number, function.code, pickled, function.block, function.refs, function.gathers, state))
+        messages.append(
+            Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
+        )
         self.functions.add(function.number)
         self.codes.add(function.code)
         if function.slot is not None:
@@ -115,7 +117,7 @@ class ChunkWriter:
         grads = what.grads if isinstance(what.grads, Together) else [part for part in what.grads if isinstance(part, Placed)]
         return BackwardCall(
             what.graph.call,
-            order.task,
+            order.graph_task,
             order.keep,
             what.is_last,
             order.wanted,

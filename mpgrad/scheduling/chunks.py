@@ -57,8 +57,8 @@ class SentGradients:
         self.idle_deaths = 0  # of workers that had it next
 
     @property
-    def task(self) -> int:
-        return self.what.order.task
+    def graph_task(self) -> int:
+        return self.what.order.graph_task
 
     def set_apart(self) -> None:
         """Its captures' gradients come with the reply: the sum that they were to be part of is with another worker."""
@@ -69,7 +69,7 @@ class SentGradients:
 
 class CaptureRequest(NamedTuple):
     function: int
-    task: int | None  # None: of the eager backwards
+    graph_task: int | None  # None: of the eager backwards
     levels: tuple[Level, ...]
     timeout: float | None
     reply: GradientReply

@@ -33,7 +33,7 @@ HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for 
 
 
 class GradientSender:
-    """What homes of operations ask of the scheduler (see `calls.homes.Carrier`)."""
+    """What homes of operations ask of the scheduler (see `calls.homes.Sender`)."""
 
     def __init__(self, driver: Driver, life: Lifecycle, codes: Codes, packer: Packer, numbers: itertools.count[int]) -> None:
         """`numbers` are given to graphs of gradients, as to calls."""
@@ -47,11 +47,11 @@ class GradientSender:
         self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
         self.give_up: Callable[[int], None]  # the backward with this number
         self._held = 0
-        self._task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
+        self._graph_task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
 
     @property
     def last_backward(self) -> int:
-        return self._task_modes[0]
+        return self._graph_task_modes[0]
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         """Copies them, and returns at once. `again`: see `SentGradients`."""
@@ -62,13 +62,14 @@ class GradientSender:
         assert isinstance(worker, WorkerHandle)
         placed = self._place(flat, worker)
         number = next(self._numbers) if order.create else None
-        task, modes = self._task_modes  # read once: another thread's backward may put its own there
-        if task != order.task:
-            call_off_if_interrupted(order.task, self)
+        graph_task, modes = self._graph_task_modes  # read once: another thread's backward may put its own there
+        if graph_task != order.graph_task:
+            call_off_if_interrupted(order.graph_task, self)
             modes = current_modes()
-            self._task_modes = order.task, modes
+            self._graph_task_modes = order.graph_task, modes
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
-        sent = SentGradients(what, GradientReply(self._wait_until, what.items, worker, order.task), graph.home.timeout, again)
+        reply = GradientReply(self._wait_until, what.items, worker, order.graph_task)
+        sent = SentGradients(what, reply, graph.home.timeout, again)
         if waits_for_others:
             self._driver.put(lambda: self.wait_for_gradients(sent))
         else:
@@ -91,11 +92,11 @@ class GradientSender:
         return [part if isinstance(part, Promise) else next(placed) for part in parts]
 
     def request_captures(
-        self, worker: WorkerHandle, function: int, task: int | None, levels: tuple[Level, ...], timeout: float | None
+        self, worker: WorkerHandle, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply:
         self._life.check_alive()
         reply = GradientReply(self._wait_until, None, worker)
-        self.leave(worker, CaptureRequest(function, task, levels, timeout, reply))
+        self.leave(worker, CaptureRequest(function, graph_task, levels, timeout, reply))
         self._driver.wake()
         return reply
 
@@ -112,9 +113,9 @@ class GradientSender:
             worker.releases.append(graph.call)
             self._driver.nudge()
 
-    def call_off_backward(self, task: int) -> None:
+    def call_off_backward(self, graph_task: int) -> None:
         """As `Scheduler.call_off`, all that was sent for the backward with this number."""
-        self._driver.post(lambda: self.give_up(task))
+        self._driver.post(lambda: self.give_up(graph_task))
 
     def note_other_gradient(self, function: SharedFunction) -> None:
         """Than the one for which the backward of a loss was run ahead, and must be run again."""

@@ -119,18 +119,18 @@ class SumLedger:
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def are_before(self, task: int) -> bool:
+    def are_before(self, graph_task: int) -> bool:
         """All of them are of earlier backwards than this."""
-        return all(each is not None and each < task for sums in self._sums.values() for each, _ in sums)
+        return all(each is not None and each < graph_task for sums in self._sums.values() for each, _ in sums)
 
-    def note(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
+    def note(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.setdefault(function, {})
-        sums[task, levels] = None
+        sums[graph_task, levels] = None
         forget_oldest(sums)  # as the worker does, which keeps the eager sum beside
 
-    def forget(self, function: int, task: int | None, levels: tuple[Level, ...]) -> None:
+    def forget(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.get(function, {})
-        sums.pop((task, levels), None)
+        sums.pop((graph_task, levels), None)
         if not sums:
             self._sums.pop(function, None)
 

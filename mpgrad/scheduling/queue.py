@@ -90,7 +90,7 @@ class Line:
         richest = max(loads, key=loads.__getitem__)
         if loads[richest] < SHORTEST_CHUNK:
             return []
-        for operation, calls in richest.under_way.call_off():
+        for operation, calls in richest.under_way.take_back():
             self.put_back(operation, calls)
         return dry
 

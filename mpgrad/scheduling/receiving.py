@@ -27,7 +27,6 @@ from mpgrad.wire.messages import (
     Logged,
     NewSlab,
     Printed,
-    Progress,
     Ready,
     Result,
     Results,
@@ -35,6 +34,7 @@ from mpgrad.wire.messages import (
     SlabsGone,
     StartFailed,
     Tried,
+    Whereabouts,
 )
 
 __all__ = ["Receiver"]
@@ -116,10 +116,10 @@ class Receiver:
     def _ready(self, worker: WorkerHandle, message: Ready) -> None:
         if worker.link.shares_memory:
             with contextlib.suppress(SharedMemoryError):  # then nothing is known of how far it has come
-                memory = self._memory.lenders.slab(slab_of(message.progress)).memory
-                offset = message.progress & OFFSET_MASK
-                worker.under_way.progress = memory[offset : offset + 8 * Progress.COUNT].cast("q")
-                worker.under_way.can_call_off = True
+                memory = self._memory.lenders.slab(slab_of(message.whereabouts)).memory
+                offset = message.whereabouts & OFFSET_MASK
+                worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
+                worker.under_way.can_skip = True
         worker.pid = message.pid
         worker.ready = True
         self._staff.note_ready()

@@ -6,7 +6,7 @@ a graph that is lost is only missing: it is made again, by the worker that gets 
     forward under way ──► the front of its operation's queue
     backward under way, or waiting ──► another worker: [Rerun, [Rederive ...,]] BackwardCall      graph: missing there
     a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
-Guarantees: an item is given up only when more than `retries` workers died while they ran it.
+Guarantees: an item fails only when more than `retries` workers died while they ran it.
 Assumes: called by the scheduling thread.
 """
 
@@ -54,7 +54,7 @@ class Recovery:
         self.reruns = 0  # calls and backwards that were given to another worker
 
     def blame(self, worker: WorkerHandle, code: int | None, chunk: Chunk, position: int, offset: int) -> None:
-        """The call that was running, or else was next, may be what killed the worker: past the retries it is given up.
+        """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
 
         `offset` is that of the item, where the call was running and is a bundle.
 
@@ -79,21 +79,21 @@ class Recovery:
             accused.idle_deaths += 1
         if accused.deaths <= self._retries and accused.idle_deaths <= max(self._retries, IDLE_DEATHS):
             return
-        given_up = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
+        failed = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
         if chunk.operation is not None:
             phase = "forward" if position >= 0 else "loading the function"
-            for _, call in chunk.calls[given_up]:
+            for _, call in chunk.calls[failed]:
                 chunk.operation.deliver(call.index, self._death(worker, code, accused_index, phase, accused))
-            del chunk.calls[given_up]
+            del chunk.calls[failed]
         else:
-            for sent in chunk.gradients[given_up]:
+            for sent in chunk.gradients[failed]:
                 sent.reply.fail(self._death(worker, code, accused_index, "backward", accused))
-            del chunk.gradients[given_up]
+            del chunk.gradients[failed]
 
     def _death(
         self, worker: WorkerHandle, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
     ) -> BaseException:
-        """The error of a call that is given up: what is known of the death, and how often it was tried."""
+        """The error of a call that fails: what is known of the death, and how often it was tried."""
         tried = accused.deaths + accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
         if worker.overdue is not None:

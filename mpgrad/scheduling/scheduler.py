@@ -181,7 +181,7 @@ class Scheduler(ABC):
                     if holder is None:
                         self.call_off(operation)
                     else:
-                        holder.give_up()
+                        holder.abandon()
             raise
 
     # --- any thread: the pool's life

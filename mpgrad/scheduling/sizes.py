@@ -1,6 +1,6 @@
-"""Every decision about how much goes together: items in a batch and in a bundle, calls in a chunk. Caller's side.
+"""Every decision about how much goes together: items in a wave and in a bundle, calls in a chunk. Caller's side.
 
-    items ── batch: packed before the workers hear ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
+    items ── wave: packed before the workers hear ──► calls, each an item or a bundle of cheap ones ── chunk ──► a worker
 What calls take is measured (`function_cache.Ran`), never guessed: before the first answer they go one by one.
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 import math
 
 __all__ = [
-    "BATCH_BYTES",
     "CHUNKS_UNDER_WAY",
-    "LARGEST_BATCH",
+    "LARGEST_WAVE",
     "LONGEST_CHUNK",
     "MOST_CALLS",
     "MOST_PAYLOAD",
     "SHORTEST_CHUNK",
+    "WAVE_BYTES",
     "bundle_size",
     "chunk_size",
     "fed",
-    "first_batch",
+    "first_wave",
     "guided_size",
 ]
 
 LEAD = 4e-3  # seconds of work that are packed before any of it is sent; doubles
-FIRST_BATCH = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
-LARGEST_BATCH = 512  # items that are at most
-BATCH_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
+FIRST_WAVE = 16  # items that are in any case: of a few dear ones all, so that the largest can be begun first
+LARGEST_WAVE = 512  # items that are at most
+WAVE_BYTES = 1 << 20  # of tensors copied, after which what is packed is sent in any case
 
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3  # seconds of work in a bundle of cheap items: the more, the further off the end
 BUNDLES_PER_WORKER = 4  # at least, where there are items enough
@@ -40,15 +40,15 @@ MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
 
 
-def first_batch(seconds: float) -> int:
-    """How many items, of so many seconds each, are packed before the workers hear of them; each later batch is twice as large.
+def first_wave(seconds: float) -> int:
+    """How many items, of so many seconds each, are packed before the workers hear of them; each later wave is twice as large.
 
     Once they do, they take the CPUs, the caller's too where there are no more; and when it is its turn again its caches are
     cold, and they have run dry. So of cheap items, which are packed in no time, the caller packs many first. That would be
     too late for many workers, of which the first few leave it its CPU: so it does not depend on how many there are.
     Unknown seconds are infinite.
     """
-    return min(LARGEST_BATCH, max(FIRST_BATCH, math.ceil(LEAD / max(seconds, 1e-9))))
+    return min(LARGEST_WAVE, max(FIRST_WAVE, math.ceil(LEAD / max(seconds, 1e-9))))
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:

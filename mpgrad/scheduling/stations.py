@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpgrad.calls.device_choice import Device, code_named, device_count
+from mpgrad.calls.device_choice import Device, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, traits_of
 from mpgrad.memory.accelerator import INSTALLED
 
@@ -16,7 +16,7 @@ __all__ = ["worker_devices"]
 def worker_devices(
     devices: Device | Sequence[Device] | None, processes: int | None, engine: str, context: object
 ) -> tuple[int, ...] | None:
-    """The code of each worker's device (see `accelerator.code_of`), for `Pool(devices=...)`; None where that is None.
+    """The code of each worker's device (see `accelerator.device_code`), for `Pool(devices=...)`; None where that is None.
 
     Raises:
         ValueError, TypeError: a device that does not exist, or that this engine or number of processes does not go with.
@@ -33,9 +33,9 @@ def worker_devices(
     if isinstance(devices, str) and devices == kind:
         codes = [code + 1 for code in range(device_count(devices))]
     elif isinstance(devices, (str, torch.device)):
-        codes = [code_named(devices, "devices")] * (1 if processes is None else processes)
+        codes = [device_code_named(devices, "devices")] * (1 if processes is None else processes)
     elif isinstance(devices, Sequence):
-        codes = [code_named(device, "devices") for device in devices]
+        codes = [device_code_named(device, "devices") for device in devices]
     else:
         raise TypeError(f"devices must be a device, or a list of one for each worker (devices: {devices!r})")
     if not codes:

@@ -1,6 +1,6 @@
 """The chunks that a worker has been sent and has not answered, and how far it has come with them. Caller's side.
 
-A worker writes what it begins into memory that the caller reads (see `wire.messages.Progress`), and looks there, before each
+A worker writes what it begins into memory that the caller reads (see `wire.messages.Whereabouts`), and looks there, before each
 call, whether the caller has called the chunk off. Where no memory is shared the worker sends `Begun`, and cannot be told.
 
 Assumes: called by the scheduling thread.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.chunks import Chunk
-from mpgrad.wire.messages import Progress
+from mpgrad.wire.messages import Whereabouts
 
 __all__ = ["MERCY", "UnderWay"]
 
@@ -28,8 +28,8 @@ class UnderWay:
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
-        self.progress: memoryview | None = None  # of int64, see `Progress`
-        self.can_call_off = False  # the worker sees what we write there
+        self.whereabouts: memoryview | None = None  # of int64, see `Whereabouts`
+        self.can_skip = False  # the worker sees what we write there
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
         self.end_at = math.inf  # when the worker is ended, should it be at such a part then, on the same clock
@@ -44,12 +44,12 @@ class UnderWay:
 
     def note_begun(self, chunk: int, position: int) -> None:
         """As the worker would write it, by our clock."""
-        if self.progress is None:
-            self.progress = memoryview(bytearray(8 * Progress.COUNT)).cast("q")
-        self.progress[Progress.STARTED] = time.monotonic_ns()
-        self.progress[Progress.OFFSET] = -1
-        self.progress[Progress.POSITION] = position
-        self.progress[Progress.CHUNK] = chunk
+        if self.whereabouts is None:
+            self.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+        self.whereabouts[Whereabouts.STARTED] = time.monotonic_ns()
+        self.whereabouts[Whereabouts.OFFSET] = -1
+        self.whereabouts[Whereabouts.POSITION] = position
+        self.whereabouts[Whereabouts.CHUNK] = chunk
 
     def take(self, number: int) -> Chunk:
         """It is answered."""
@@ -63,7 +63,7 @@ class UnderWay:
     def end(self) -> None:
         """The worker is gone."""
         self.chunks.clear()
-        self.progress = None
+        self.whereabouts = None
 
     # --- where it is
 
@@ -78,15 +78,15 @@ class UnderWay:
     def begun(self) -> tuple[int, float]:
         """The position of the call that the worker is at, in the first chunk, and since when; -1 where it is at none."""
         chunk = next(iter(self.chunks), None)
-        progress = self.progress
-        if progress is None or progress[Progress.CHUNK] != chunk:
+        whereabouts = self.whereabouts
+        if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
             return -1, self.since
-        return progress[Progress.POSITION], max(self.since, progress[Progress.STARTED] / 1e9)
+        return whereabouts[Whereabouts.POSITION], max(self.since, whereabouts[Whereabouts.STARTED] / 1e9)
 
     @property
     def offset(self) -> int:
         """Of the item that it is at, in a bundle."""
-        return 0 if self.progress is None else self.progress[Progress.OFFSET]
+        return 0 if self.whereabouts is None else self.whereabouts[Whereabouts.OFFSET]
 
     @property
     def is_at_wanted(self) -> bool:
@@ -99,32 +99,32 @@ class UnderWay:
         """Have the worker leave out what it has not begun of chunks that nobody waits for."""
         for number, chunk in self.chunks.items():
             if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
-                self._call_off(number)
+                self._skip(number)
 
-    def _call_off(self, number: int) -> None:
-        """In a place that no other chunk under way has: that one, too, must stay called off.
+    def _skip(self, number: int) -> None:
+        """In a place that no other chunk under way has: that one, too, must stay skipped.
 
         There is one for each that a process is sent at a time; in the caller's own there may be more of them.
         """
-        progress = self.progress
-        if progress is None or not self.can_call_off:
+        whereabouts = self.whereabouts
+        if whereabouts is None or not self.can_skip:
             return
-        places = range(Progress.CANCELLED, Progress.COUNT)
-        free = [place for place in places if progress[place] not in self.chunks]
-        if free and all(progress[place] != number for place in places):
-            progress[free[0]] = number
+        places = range(Whereabouts.SKIPPED, Whereabouts.COUNT)
+        free = [place for place in places if whereabouts[place] not in self.chunks]
+        if free and all(whereabouts[place] != number for place in places):
+            whereabouts[free[0]] = number
 
     def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
         """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.
 
-        It notes each call that it begins, and looks before each whether the chunk is called off. So it may have looked at one
-        more already when we call it off, but not at two: it has run the first of them in between.
+        It notes each call that it begins, and looks before each whether the chunk is skipped. So it may have looked at one
+        more already when we have it skipped, but not at two: it has run the first of them in between.
         """
-        progress = self.progress
-        if progress is None or not self.can_call_off:
+        whereabouts = self.whereabouts
+        if whereabouts is None or not self.can_skip:
             return []
-        at, position = progress[Progress.CHUNK], progress[Progress.POSITION]
-        if at == Progress.BETWEEN or at != progress[Progress.CHUNK]:  # it goes on in this moment
+        at, position = whereabouts[Whereabouts.CHUNK], whereabouts[Whereabouts.POSITION]
+        if at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]:  # it goes on in this moment
             return []
         found = []
         is_answered = at in self.chunks  # those before it are, though their answers may still be on their way
@@ -136,32 +136,32 @@ class UnderWay:
                 found.append((chunk.operation, chunk.calls, max(0, len(chunk.calls) - begun - 2)))
         return found
 
-    def call_off(self) -> list[tuple[Operation, list[PackedCall]]]:
+    def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
         """Take back what `unbegun` counts."""
-        if not self.can_call_off:
+        if not self.can_skip:
             return []
         for number, chunk in self.chunks.items():
             if chunk.operation is not None:
-                self._call_off(number)
+                self._skip(number)
         taken = []
-        for operation, calls, count in self.unbegun():  # counted after it can see that it is called off
+        for operation, calls, count in self.unbegun():  # counted after it can see that it is skipped
             if count:
                 taken.append((operation, [call for _, call in calls[-count:]]))
                 del calls[-count:]
         return taken
 
-    def call_off_behind(self) -> None:
+    def skip_behind(self) -> None:
         """Have it leave out the calls of the chunks behind its first."""
         for number in self._behind():
-            self._call_off(number)
+            self._skip(number)
 
     def take_back_behind(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Those calls, for others. It answers a chunk before it looks whether the next one is called off.
+        """Those calls, for others. It answers a chunk before it looks whether the next one is skipped.
 
-        Assumes: its answers were read after they had been called off, and its first chunk has none.
+        Assumes: its answers were read after they were skipped, and its first chunk has none.
         """
         taken = []
-        for chunk in self._behind().values() if self.can_call_off else ():
+        for chunk in self._behind().values() if self.can_skip else ():
             assert chunk.operation is not None
             taken.append((chunk.operation, [call for _, call in chunk.calls]))
             chunk.calls.clear()
@@ -178,14 +178,14 @@ class UnderWay:
         wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
         self.give_up([each for each in wanted if operation is None or self.chunks[each].operation is operation])
 
-    def give_up_backward(self, task: int, error: BaseException) -> None:
+    def give_up_backward(self, graph_task: int, error: BaseException) -> None:
         """The parts of the backward with this number; who waits for them gets the error."""
         numbers = []
         for number, chunk in self.chunks.items():
-            of_task = [each for each in (*chunk.gradients, chunk.captures) if each is not None and each.task == task]
-            for each in of_task:
+            parts = [each for each in (*chunk.gradients, chunk.captures) if each is not None and each.graph_task == graph_task]
+            for each in parts:
                 each.reply.fail(error)
-            if of_task:
+            if parts:
                 numbers.append(number)
         self.give_up(numbers)
 
@@ -194,7 +194,7 @@ class UnderWay:
         for number in numbers:
             self.given_up.add(number)
             if not any(self.chunks[number].wanted()):
-                self._call_off(number)
+                self._skip(number)
         self.look_at_given_up()
 
     def look_at_given_up(self) -> None:

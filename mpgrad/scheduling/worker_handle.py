@@ -92,11 +92,11 @@ class WorkerHandle:
         """Nothing under way, nothing waiting, nothing there that a backward could still need."""
         return not self.sums and self.has_sums_before(0)
 
-    def has_sums_before(self, task: int) -> bool:
+    def has_sums_before(self, graph_task: int) -> bool:
         """It would be done, but for sums of earlier backwards."""
         if self.under_way or self.backlog or self.releases or self.graphs.needs_worker(self.is_last):
             return False
-        return self.sums.are_before(task)
+        return self.sums.are_before(graph_task)
 
     @property
     def has_others(self) -> bool:
@@ -104,14 +104,14 @@ class WorkerHandle:
         graphs = self.graphs.states.keys() - set(self.releases)
         return bool(graphs or self.backlog or self.sums) or any(any(chunk.wanted()) for chunk in self.under_way.chunks.values())
 
-    def give_up_backward(self, task: int, error: BaseException) -> None:
+    def give_up_backward(self, graph_task: int, error: BaseException) -> None:
         """All that was sent for the backward with this number; who waits for it gets the error."""
         for item in list(self.backlog):
-            if item.task == task:
+            if item.graph_task == graph_task:
                 with contextlib.suppress(ValueError):  # after the end several threads may take from it
                     self.backlog.remove(item)
                 item.reply.fail(error)
-        self.under_way.give_up_backward(task, error)
+        self.under_way.give_up_backward(graph_task, error)
 
     # --- what it is sent
 

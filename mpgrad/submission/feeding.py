@@ -1,6 +1,6 @@
-"""How an operation gets its calls: packed alone or in bundles, and handed to the scheduler a batch at a time. Caller only.
+"""How an operation gets its calls: packed alone or in bundles, and handed to the scheduler a wave at a time. Caller only.
 
-    calls ──► alone, or in bundles once they are known to be cheap ──► `operation.add` ──► `scheduler.admit`, batch by batch
+    calls ──► alone, or in bundles once they are known to be cheap ──► `operation.add` ──► `scheduler.admit`, wave by wave
 Guarantees: an operation gets all its calls and is sealed, or it is called off. What the caller goes on to change is copied
     before `feed` returns, unless it waits for the results (`borrow`).
 Assumes: one thread feeds an operation.
@@ -18,7 +18,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
 from mpgrad.collector import let_collector_look
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.scheduling.sizes import BATCH_BYTES, LARGEST_BATCH, bundle_size, first_batch
+from mpgrad.scheduling.sizes import LARGEST_WAVE, WAVE_BYTES, bundle_size, first_wave
 from mpgrad.wire.tensor_packing import Packer
 
 __all__ = ["Feeder"]
@@ -48,15 +48,15 @@ class Feeder:
         """
         scheduler = self._scheduler
         packer = scheduler.packer if borrow else scheduler.copying_packer
-        batch, packed, copied = self._first_batch(operation), 0, packer.bytes_copied
+        wave, packed, copied = self._first_wave(operation), 0, packer.bytes_copied
         try:
             for call in self._packed(operation, iter(calls), packer, shared, total):
                 operation.add(call)
                 packed += call.items
-                if packed >= batch or packer.bytes_copied - copied > BATCH_BYTES:
+                if packed >= wave or packer.bytes_copied - copied > WAVE_BYTES:
                     scheduler.admit(operation, waits=borrow)
                     let_collector_look()
-                    batch, packed, copied = min(2 * batch, LARGEST_BATCH), 0, packer.bytes_copied
+                    wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
             operation.sealed = seal
             scheduler.admit(operation, waits=borrow)
         except BaseException:
@@ -69,9 +69,9 @@ class Feeder:
         pack = functools.partial(pack_call, packing)
         return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
 
-    def _first_batch(self, operation: Operation) -> int:
+    def _first_wave(self, operation: Operation) -> int:
         ran = self._scheduler.ran(operation.function.pickled)
-        return first_batch(math.inf if ran is None else ran.total)
+        return first_wave(math.inf if ran is None else ran.total)
 
     def _packed(
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None

@@ -1,10 +1,10 @@
 """Batched gradients: `torch.autograd.grad(..., is_grads_batched=True)`, and a backward under `torch.func.vmap`.
 
-There the engine hands every node stand-ins, which look like one gradient and hold a batch of them. A stand-in cannot travel,
+There the engine hands every node wrappers, which look like one gradient and hold a batch of them. A wrapper cannot travel,
 the batch can: it is taken out here, sent with its batch dimensions in front, differentiated in the worker under as many vmaps
-of the same kind, and put back into stand-ins.
+of the same kind, and put back into wrappers.
 
-    stand-ins ──► levels_of, without ──► [B1, B2, *shape] ──► worker: over ──► [B1, B2, *shape] ──► within ──► stand-ins
+    wrappers ──► levels_of, without ──► [B1, B2, *shape] ──► worker: over ──► [B1, B2, *shape] ──► within ──► wrappers
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _without_one(tensor: torch.Tensor, level: Level) -> torch.Tensor:
 
 
 def within(tensor: torch.Tensor, levels: tuple[Level, ...]) -> torch.Tensor:
-    """The stand-in for a tensor with batch dimensions in front."""
+    """The wrapper for a tensor with batch dimensions in front."""
     for level in levels:
         tensor = private.batched(tensor, level.number, level.older)
     return tensor

@@ -42,7 +42,6 @@ __all__ = [
     "NewSlab",
     "Parts",
     "Printed",
-    "Progress",
     "Ready",
     "Rederive",
     "Release",
@@ -58,6 +57,7 @@ __all__ = [
     "Tried",
     "Try",
     "Warned",
+    "Whereabouts",
 ]
 
 FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
@@ -69,8 +69,8 @@ Structure = int | bytes | None
 Parts = Sequence[tuple[Structure, int]]
 
 
-class Progress:
-    """What the int64 at a worker's `Ready.progress` are. Written by the worker, but for those that say otherwise."""
+class Whereabouts:
+    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those that say otherwise."""
 
     COUNT = 6
     BETWEEN = -1  # in the place of the chunk: the position is that of another one now
@@ -78,11 +78,11 @@ class Progress:
     POSITION = 1  # of the call in the chunk
     STARTED = 2  # when that call began, on the clock of time.monotonic_ns
     OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
-    CANCELLED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
+    SKIPPED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
 
 
 class Begun(NamedTuple):
-    """What `Progress` says of a call, from a worker that shares no memory with the caller."""
+    """What `Whereabouts` says of a call, from a worker that shares no memory with the caller."""
 
     chunk: int
     position: int
@@ -169,14 +169,14 @@ class Define(NamedTuple):
     """A function as it is during one map.
 
     `pickled` is None where the worker has the bytes of `code` already. The captures lie in one slot of shared memory, whose
-    address and size are `block` (None where they are empty); their places are offsets in it. `state` is what the function uses
+    address and size are `slot` (None where they are empty); their places are offsets in it. `state` is what the function uses
     of the user's modules, whose captures come last.
     """
 
     function: int
     code: int
     pickled: bytes | None
-    block: tuple[int, int] | None
+    slot: tuple[int, int] | None
     captures: Sequence[TensorRef]
     gathers: bool = False  # all tensors of its calls go to the worker's device
     state: ModulesState | None = None
@@ -250,7 +250,7 @@ class BackwardCall(NamedTuple):
     """
 
     call: int
-    task: int
+    graph_task: int
     keep: bool
     last: bool
     wanted: tuple[int, ...]
@@ -279,11 +279,11 @@ class Backward(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Hand over the capture gradients added up for a function in one backward; without `task`, in the eager ones."""
+    """Hand over the capture gradients added up for a function in one backward; without `graph_task`, in the eager ones."""
 
     chunk: int
     function: int
-    task: int | None
+    graph_task: int | None
     levels: tuple[Level, ...]
 
 
@@ -305,10 +305,10 @@ class LastWords(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The worker has started; at `progress` in shared memory lie a few int64, see `Progress`."""
+    """The worker has started; at `whereabouts` in shared memory lie a few int64, see `Whereabouts`."""
 
     pid: int
-    progress: int
+    whereabouts: int
 
 
 class Failure(NamedTuple):

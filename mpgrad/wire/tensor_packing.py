@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, overload
 
 import torch
 
-from mpgrad.memory.accelerator import Lane, code_of
+from mpgrad.memory.accelerator import Lane, device_code
 from mpgrad.memory.arena import Arena, Borrowed, Slot
 from mpgrad.torch_state.private import flattened, have_plain_memory, without_autocast
 from mpgrad.wire.tensor_cores import (
@@ -187,7 +187,7 @@ class Packer:
     def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
         """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
         if code or not tensor.is_cpu:
-            return self._place_elsewhere(tensor, flags, code_of(tensor) if code is None else code, staged)
+            return self._place_elsewhere(tensor, flags, device_code(tensor) if code is None else code, staged)
         core, form, how = dense_core(tensor)
         flags |= how
         nbytes = core.numel() * core.element_size()
@@ -224,7 +224,7 @@ class Packer:
 
     def _way(self, tensor: torch.Tensor) -> Lane | None:
         is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor._is_zerotensor()
-        return self._devices.way_to(code_of(tensor)) if is_plain and self._devices is not None else None
+        return self._devices.way_to(device_code(tensor)) if is_plain and self._devices is not None else None
 
     def place_together(
         self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
@@ -251,7 +251,7 @@ class Packer:
         refs, slot, slots = self.place_together(through_here, sharing)
         here, found = zip(refs, through_here, strict=True), []
         for tensor, way in zip(tensors, ways, strict=True):
-            code = code_of(tensor)
+            code = device_code(tensor)
             if way is None:
                 ref, own = next(here)
                 how = ref.flags & HOW | left_behind(tensor, own)

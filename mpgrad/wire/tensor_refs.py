@@ -50,7 +50,7 @@ __all__ = [
     "flags_of",
     "lent",
     "place_of",
-    "renamed",
+    "redirected",
     "rows_of",
     "span_of",
     "stand_in",
@@ -243,7 +243,7 @@ SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and 
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
 WITHIN = 64  # begins within the memory that travels: before it comes what its storage holds there
 LONE = 128  # what its storage holds before it stays behind
-DEVICE = 256  # times the code (`accelerator.code_of`) of the device on which the receiver is to have it, wherever it lies now
+DEVICE = 256  # times the code of the device (`accelerator.device_code`) on which the receiver is to have it
 
 
 def flags_of(tensor: torch.Tensor) -> int:
@@ -304,7 +304,7 @@ def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:
     return refs.place if type(refs) is Bucket else ref.place
 
 
-def renamed(ref: TensorRef, code: int) -> TensorRef:
+def redirected(ref: TensorRef, code: int) -> TensorRef:
     """The same tensor, to be had on another device."""
     return ref._replace(flags=ref.flags % DEVICE + code * DEVICE)
 
@@ -390,7 +390,7 @@ def view_elsewhere(ref: TensorRef, payload: memoryview, borrow: Callable[[Tensor
     device, stride = device_of(ref.flags // DEVICE), ref.form
     memory = borrow(ref) if ref.place >= 0 else None
     if isinstance(stride, Sparse):
-        return view(renamed(ref, 0), payload, lambda ref: memory).to(device)
+        return view(redirected(ref, 0), payload, lambda ref: memory).to(device)
     dtype = DTYPES[ref.dtype]
     flat_shape = (ref.nbytes // dtype.itemsize,)
     if isinstance(memory, Region):

@@ -571,23 +571,23 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
     from mpgrad.scheduling.chunks import Chunk
     from mpgrad.scheduling.under_way import UnderWay
-    from mpgrad.wire.messages import Progress
+    from mpgrad.wire.messages import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
 
     first, second = (types.SimpleNamespace(chunksize=None, limit=9) for _ in range(2))
     under_way = UnderWay()
-    under_way.progress, under_way.can_call_off = memoryview(bytearray(8 * Progress.COUNT)).cast("q"), True
+    under_way.whereabouts, under_way.can_skip = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q"), True
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
-    under_way.progress[Progress.CHUNK] = 1  # which it runs
-    ((_, taken),) = under_way.call_off()
+    under_way.whereabouts[Whereabouts.CHUNK] = 1  # which it runs
+    ((_, taken),) = under_way.take_back()
     assert len(taken) == 4
     del under_way.chunks[1]  # it is answered, and the worker has yet to look at the next
     under_way.chunks[3] = chunk(second, range(1))
     second.limit = 0
     under_way.cancel(second)  # type: ignore[arg-type]
-    assert set(under_way.progress[Progress.CANCELLED :]) == {2, 3}
+    assert set(under_way.whereabouts[Whereabouts.SKIPPED :]) == {2, 3}
 
 
 def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
@@ -596,16 +596,16 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery
     from mpgrad.scheduling.worker_handle import WorkerHandle
-    from mpgrad.wire.messages import Progress
+    from mpgrad.wire.messages import Whereabouts
 
     operation: Any = types.SimpleNamespace(limit=9)
     worker = WorkerHandle(1, None)  # type: ignore[arg-type]
-    worker.under_way.progress, worker.under_way.can_call_off = memoryview(bytearray(8 * Progress.COUNT)).cast("q"), True
+    worker.under_way.whereabouts, worker.under_way.can_skip = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q"), True
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
-    worker.under_way.call_off_behind()
+    worker.under_way.skip_behind()
     ((_, taken),) = worker.under_way.take_back_behind()
-    assert [call.index for call in taken] == [2] and 2 in worker.under_way.progress[Progress.CANCELLED :]
+    assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[Whereabouts.SKIPPED :]
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted

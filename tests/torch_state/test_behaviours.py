@@ -294,7 +294,7 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
     "a tensor that torch.func.grad follows is told from a batch": [
         replaced(FUNCTORCH, "is_batchedtensor", lambda tensor: True)
     ],
-    "batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before": [
+    "batched gradients come to nodes as wrappers, of torch.func.vmap's kind or the one before": [
         replaced(FUNCTORCH, "is_legacy_batchedtensor", lambda tensor: False),
         replaced(torch._C, "_vmapmode_increment_nesting", lambda: 1),
         replaced(torch, "_add_batch_dim", lambda tensor, dim, level: tensor),

@@ -17,10 +17,10 @@ __all__ = [
     "CallCounter",
     "SharedHooks",
     "apply",
+    "current_graph_task",
     "edge_that_keeps",
     "gradients",
     "graph_is_kept",
-    "graph_task",
     "is_alive",
     "leaf_will_run",
     "node_type",
@@ -36,7 +36,7 @@ ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 NODE_IN_PYTHON: Any = getattr(torch._C, "_FunctionBase", None)
 
 
-def graph_task() -> int:
+def current_graph_task() -> int:
     """The number of the backward that is running in this thread; -1 outside one."""
     return int(torch._C._current_graph_task_id())
 

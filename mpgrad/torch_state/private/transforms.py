@@ -34,12 +34,12 @@ __all__ = [
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a stand-in inside `torch.func.grad`, `vmap` and their like."""
+    """Whether `tensor` is a wrapper inside `torch.func.grad`, `vmap` and their like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What such a stand-in holds, beneath all transforms; it says nothing of batch dimensions."""
+    """What such a wrapper holds, beneath all transforms; it says nothing of batch dimensions."""
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -153,8 +153,8 @@ def unbatched(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, int | Non
 def batched(tensor: torch.Tensor, level: int, older: bool) -> torch.Tensor:
     """Let `tensor` stand for one element of its leading dimension."""
     add: Any = torch._add_batch_dim if older else torch._C._functorch._add_batch_dim
-    stand_in: torch.Tensor = add(tensor, 0, level)
-    return stand_in
+    wrapper: torch.Tensor = add(tensor, 0, level)
+    return wrapper
 
 
 # The vmap before torch.func; `torch.autograd.grad(is_grads_batched=True)` is what still uses it.

@@ -54,19 +54,19 @@ def kept_graphs() -> None:
 @behaviour("each backward has a number of its own, also one within another")
 def numbered_backwards() -> None:
     outer, inner = list[Any](), list[Any]()
-    nested = through(leaf(), private.graph_task, inner).sum()
+    nested = through(leaf(), private.current_graph_task, inner).sum()
 
     def look() -> int:
-        before = private.graph_task()
+        before = private.current_graph_task()
         nested.backward(retain_graph=True)
-        expect(before, private.graph_task())
+        expect(before, private.current_graph_task())
         return before
 
-    result = through(through(leaf(), private.graph_task, outer), look, outer).sum()
+    result = through(through(leaf(), private.current_graph_task, outer), look, outer).sum()
     result.backward(retain_graph=True)
     result.backward()
     first, again, second, third = outer
-    expect((-1, first, second), (private.graph_task(), again, third))
+    expect((-1, first, second), (private.current_graph_task(), again, third))
     expect(4, len({first, second, *inner}))
     expect(True, min(first, second, *inner) >= 0)
 

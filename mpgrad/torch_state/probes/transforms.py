@@ -54,7 +54,7 @@ def tensors_that_grad_follows() -> None:
         torch._C._functorch._grad_decrement_nesting()
 
 
-@behaviour("batched gradients come to nodes as stand-ins, of torch.func.vmap's kind or the one before")
+@behaviour("batched gradients come to nodes as wrappers, of torch.func.vmap's kind or the one before")
 def batched_gradients() -> None:
     batch, seen = torch.arange(6.0, dtype=torch.float64, device="cpu").reshape(3, 2), list[Any]()
 
@@ -68,12 +68,12 @@ def batched_gradients() -> None:
     expect((batch * 2).tolist(), doubled.tolist())
     expect(([(True, 1, False)], 0, False), (seen, private.older_levels(), private.is_batched_the_older_way(batch)))
 
-    def is_stand_in(grad: torch.Tensor) -> torch.Tensor:
+    def is_wrapper(grad: torch.Tensor) -> torch.Tensor:
         seen.append(private.is_batched(grad) or private.is_batched_the_older_way(grad))
         return grad
 
     x = leaf()
-    result = private.apply(Node, x, is_stand_in)
+    result = private.apply(Node, x, is_wrapper)
 
     def pull_back(row: torch.Tensor) -> tuple[torch.Tensor]:
         (grad,) = private.gradients([result], [x], [row], keep=True, create=False)

@@ -1,4 +1,4 @@
-"""The progress of a worker: a few numbers in shared memory (`Progress`), which the caller reads at any time.
+"""Which call a worker is at: a few numbers in shared memory (`Whereabouts`), which the caller reads at any time.
 
 Guarantees: whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a pair that goes
     together. The worker notes each call before it runs it.
@@ -10,36 +10,36 @@ import time
 from collections.abc import Callable
 
 from mpgrad.memory.arena import Arena
-from mpgrad.wire.messages import Progress
+from mpgrad.wire.messages import Whereabouts
 
-__all__ = ["ProgressReport"]
+__all__ = ["Tracker"]
 
 
-class ProgressReport:
-    """Written by the worker, but for the chunks that are called off: these are the caller's."""
+class Tracker:
+    """Written by the worker, but for the chunks that are skipped: these are the caller's."""
 
     def __init__(self, arena: Arena, tell: Callable[[int, int], None] | None) -> None:
         """`tell`: says what begins to a caller who cannot look."""
         self._tell = tell
-        self._slot = arena.allocate(8 * Progress.COUNT)
+        self._slot = arena.allocate(8 * Whereabouts.COUNT)
         self._numbers = self._slot.memory.cast("q")
         self.address = self._slot.address
 
-    def is_called_off(self, chunk: int) -> bool:
-        return chunk in self._numbers[Progress.CANCELLED :]
+    def is_skipped(self, chunk: int) -> bool:
+        return chunk in self._numbers[Whereabouts.SKIPPED :]
 
     def begin(self, chunk: int, position: int) -> None:
         """A call of the chunk begins."""
         numbers = self._numbers
-        numbers[Progress.STARTED] = time.monotonic_ns()
-        numbers[Progress.OFFSET] = -1
-        if numbers[Progress.CHUNK] != chunk:
-            numbers[Progress.CHUNK] = Progress.BETWEEN  # whoever reads both finds them to go together, or this
-        numbers[Progress.POSITION] = position
-        numbers[Progress.CHUNK] = chunk
+        numbers[Whereabouts.STARTED] = time.monotonic_ns()
+        numbers[Whereabouts.OFFSET] = -1
+        if numbers[Whereabouts.CHUNK] != chunk:
+            numbers[Whereabouts.CHUNK] = Whereabouts.BETWEEN  # whoever reads both finds them to go together, or this
+        numbers[Whereabouts.POSITION] = position
+        numbers[Whereabouts.CHUNK] = chunk
         if self._tell is not None:
             self._tell(chunk, position)
 
     def begin_item(self, offset: int) -> None:
         """Of a bundle: for who has to say which one a worker died of. -1: none."""
-        self._numbers[Progress.OFFSET] = offset
+        self._numbers[Whereabouts.OFFSET] = offset
