@@ -68,7 +68,7 @@ class Pool:
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
-        graphs: "keep"; or "recompute": workers keep no graphs, and a backward runs the forward again; or "eager": where a
+        graphs: "keep"; or "recompute": workers keep no graphs, and a backward runs the forward again; or "ahead": where a
             result is a loss (one float32 or float64 number, and nothing else that needs gradients), the worker runs the
             backward right after the forward, while the graph is hot in its cache, and keeps the gradients only; the caller's
             backward multiplies them by the gradient that comes. Gradients of captures are added up on the workers as if
@@ -79,8 +79,8 @@ class Pool:
             "thread" and "inline" (which do not notice hooks).
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
-        inline: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
-            run in the caller's thread, on private copies and with the same results; "never": all are sent to workers. With an
+        send: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
+            run in the caller's thread, on private copies and with the same results; "always": all are sent to workers. With an
             `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that a generator
             makes, and calls that bring a class of the script (or another that no module can be imported for).
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
@@ -118,7 +118,7 @@ class Pool:
         timeout: float | None = None,
         graphs: str = "keep",
         graph_memory: int | str | None = None,
-        inline: str = "auto",
+        send: str = "auto",
         devices: Device | Sequence[Device] | None = None,
         ray: Ray | None = None,
     ) -> None:
@@ -139,7 +139,7 @@ class Pool:
             timeout=timeout,
             graphs=graphs,
             graph_memory=graph_memory,
-            inline=inline,
+            send=send,
             devices=devices,
             ray=ray,
         )

@@ -45,7 +45,7 @@ def assert_same_as_serial(
 
     The loop is run a second time, with the last item first, and must give the same. The pool is asked twice: as it is asked
     anywhere, and with the last item first, each item a call of its own. Where it may run cheap calls in the caller
-    (``inline="auto"``), they are run there too.
+    (``send="auto"``), they are run there too.
 
     Objects, in items and results, are taken apart as the pool does it: their tensors are compared like others. The rest of one
     is alike if its equality says so (or both are NaN), or if its pickle is the same.

@@ -50,7 +50,7 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine, inline="never")))
+                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine, send="always")))
             return made[engine, processes]
 
         for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
@@ -76,7 +76,7 @@ def pool2(shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
 @pytest.fixture
 def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool of two processes of the test's own, to be hurt."""
-    with mpgrad.Pool(processes=2, inline="never") as pool:
+    with mpgrad.Pool(processes=2, send="always") as pool:
         yield pool
 
 
@@ -84,7 +84,7 @@ def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
 def calls_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools send cheap calls to workers too, whose doings most tests are about, instead of running them in the caller.
 
-    The fixtures' pools do so because of `inline="never"`. Modules whose tests make pools of their own ask for this one.
+    The fixtures' pools do so because of `send="always"`. Modules whose tests make pools of their own ask for this one.
     """
     monkeypatch.setattr(Costs, "pays", lambda *_: False)
 

@@ -5,7 +5,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     main, nursery                       entry points; the process that workers are forked from
     worker                              the loop: each message to the part whose matter it is
     forward, backward                   what answers the calls, and the gradients, of a chunk
-    call_run, eager_backward            one run of a function; its backward right behind it
+    call_run, backward_ahead            one run of a function; its backward right behind it
     functions                           functions as they were defined, until they are forgotten
     graphs, graph_edges, capture_sums   the graphs that are here; how they are entered; gradients added up
     loans, station                      memory lent and borrowed; the device

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from mpgrad.workers.eager_backward import Ahead
+from mpgrad.workers.backward_ahead import Ahead
 from mpgrad.workers.failures import described, given_in_words
 from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind

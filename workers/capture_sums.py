@@ -42,7 +42,7 @@ class FunctionSums:
     """All sums of one function: one for each backward, and one for the backwards that ran right after their forwards."""
 
     def __init__(self) -> None:
-        self._eager: CaptureSums | None = None
+        self._ahead: CaptureSums | None = None
         self._by_backward: dict[tuple[int, tuple[Level, ...]], CaptureSums] = {}
 
     def add(self, graph_task: int, levels: tuple[Level, ...], grads: Sequence[torch.Tensor | None]) -> None:
@@ -54,14 +54,14 @@ class FunctionSums:
                 del self._by_backward[next(iter(self._by_backward))]
         sums.add(grads)
 
-    def add_eager(self, grads: Sequence[torch.Tensor | None]) -> None:
-        if self._eager is None:
-            self._eager = CaptureSums(len(grads))
-        self._eager.add(grads)
+    def add_ahead(self, grads: Sequence[torch.Tensor | None]) -> None:
+        if self._ahead is None:
+            self._ahead = CaptureSums(len(grads))
+        self._ahead.add(grads)
 
     def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
-        """What was added up for a backward; without `graph_task`, for the eager ones."""
+        """What was added up for a backward; without `graph_task`, for those ahead."""
         if graph_task is not None:
             return self._by_backward.pop((graph_task, levels), None)
-        eager, self._eager = self._eager, None
-        return eager
+        ahead, self._ahead = self._ahead, None
+        return ahead

@@ -1,7 +1,7 @@
 """The forward pass: the calls of a `Forward` run, their results are lent, their graphs kept.
 
     Forward ──► CallRunner ──► CallRun ──► results: lend ──► Results
-                                  └──────► graph: keep; or, with graphs="eager", its backward runs at once: gradients, lent too
+                                  └──────► graph: keep; or, with graphs="ahead", its backward runs at once: gradients, lent too
 Guarantees: each call that is not skipped has one outcome, whatever the task raises.
 """
 
@@ -12,9 +12,9 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from mpgrad.workers.backward_ahead import Ahead, may_go_ahead
 from mpgrad.workers.call_run import CallRun, CallRunner, Stage
 from mpgrad.workers.capture_sums import CaptureSums
-from mpgrad.workers.eager_backward import Ahead, may_go_ahead
 from mpgrad.workers.failures import failure
 from mpgrad.workers.functions import Function, FunctionTable
 from mpgrad.workers.graph_edges import APPLIED
@@ -26,7 +26,7 @@ from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.errors import SharedMemoryError
 from mpgrad.torch_state.modes import under
-from mpgrad.wire.messages import Eager, Failure, Forward, ForwardCall, Result, Results
+from mpgrad.wire.messages import Failure, Forward, ForwardCall, Result, Results, RunAhead
 from mpgrad.wire.tensor_packing import Payload, Placed, Together
 from mpgrad.wire.tensor_refs import TensorRef
 
@@ -95,8 +95,8 @@ class ForwardHandler:
         before = self._graphs.memory_in_use()
         try:
             ahead = None
-            if message.eager and may_go_ahead(call, message.modes, function.precise):
-                sums = CaptureSums(len(function.edges)) if message.eager == Eager.SUMS else None
+            if message.ahead and may_go_ahead(call, message.modes, function.precise):
+                sums = CaptureSums(len(function.edges)) if message.ahead == RunAhead.SUMS else None
                 at_once = bool(function.code.gives_losses)
                 ahead = Ahead(call, function.edges, sums, at_once, message.ones, self._tracker.begin_item)
             run = self._runner.run(message, call, function, incoming, stage, ahead)
@@ -149,5 +149,5 @@ class ForwardHandler:
         if gradients is None:
             self._graphs.miss(call)
         elif ahead.sums is not None and ahead.sums.calls:
-            function.sums.add_eager(ahead.sums.sums)
+            function.sums.add_ahead(ahead.sums.sums)
         return gradients

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from mpgrad.workers.backward_ahead import are_precise
 from mpgrad.workers.capture_sums import FunctionSums
-from mpgrad.workers.eager_backward import are_precise
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import CaptureSearch, Edge
 from mpgrad.workers.loans import Loans

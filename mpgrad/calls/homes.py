@@ -293,7 +293,7 @@ class Contribution(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What an eager backward has added to the sums of its worker, as the caller's backward wants it."""
+    """What a backward ahead has added to the sums of its worker, as the caller's backward wants it."""
 
     graph: weakref.ref[RemoteGraph]
     order: Order
@@ -323,8 +323,8 @@ class OperationHome:
         self.reach: Reach | None = None  # of its captures that need gradients
         self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
         self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
-        self._eager_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
-        self._eager_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
+        self._ahead_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
+        self._ahead_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
 
     @property
     def function(self) -> int:
@@ -379,7 +379,7 @@ class OperationHome:
         for each in itertools.chain(*sums.values()):
             if any(isinstance(part, Promise) for parts in each.grads for part in parts):
                 each.reply.wait()  # only now it has gone to its worker; the others go there before the request does
-        yield from self._eager_gradients(graph_task, sums)
+        yield from self._ahead_gradients(graph_task, sums)
         asked = [
             (levels, contributions, request(worker, self._function.number, graph_task, levels, self.timeout))
             for (worker, levels), contributions in sums.items()
@@ -397,18 +397,18 @@ class OperationHome:
             for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
                 yield levels, own.gradients()[len(order.wanted) :]
 
-    def _eager_gradients(
+    def _ahead_gradients(
         self, graph_task: int, sums: Sums
     ) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
         shares = self._shares.pop(graph_task, {})
         sure = {worker: own for worker, own in shares.items() if self._are_the_sum(worker, own)}
-        with self._eager_lock:
-            self._collect_eager(sure)
-            held = {worker: self._eager_sums.get(worker) for worker in sure}
+        with self._ahead_lock:
+            self._collect_ahead(sure)
+            held = {worker: self._ahead_sums.get(worker) for worker in sure}
             for worker, own in sure.items():
                 if not own[0].order.keep:
-                    self._eager_sums.pop(worker, None)
+                    self._ahead_sums.pop(worker, None)
         for worker, own in shares.items():
             found = held.get(worker)
             if found is not None and all(is_in_range(each, own[0].factor) for each in found):
@@ -417,15 +417,15 @@ class OperationHome:
             for share in own:
                 self._contribute(share, sums)
 
-    def _collect_eager(self, sure: dict[object, list[Share]]) -> None:
+    def _collect_ahead(self, sure: dict[object, list[Share]]) -> None:
         """From all workers at once."""
         request = self.sender.request_captures
-        missing = [worker for worker in sure if worker not in self._eager_sums]
+        missing = [worker for worker in sure if worker not in self._ahead_sums]
         for worker, reply in [(each, request(each, self._function.number, None, (), self.timeout)) for each in missing]:
             with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
                 found = reply.gradients()
                 if reply.calls == len(sure[worker]):  # not so where another backward took it, or a call failed half-way
-                    self._eager_sums[worker] = found
+                    self._ahead_sums[worker] = found
 
     def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
         """Whether what the worker has added up is what these calls give, but for one factor."""

@@ -29,7 +29,7 @@ from mpgrad.pickling import structure
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.bundles import owners, split
-from mpgrad.wire.messages import Eager, Warned
+from mpgrad.wire.messages import RunAhead, Warned
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
 __all__ = ["Operation", "OperationOptions"]
@@ -52,7 +52,7 @@ class OperationOptions(NamedTuple):
     return_errors: bool = False  # in the place of the results that they prevented
     noun: str = "item"  # what a call is in the caller's eyes, for errors: an item, or a block of them
     request: Request | None = None  # where its calls are to run
-    eager: int = Eager.NO
+    ahead: int = RunAhead.NO
     at_rest: bool = False  # what calls are given is all there, and all results are waited for together
 
 
@@ -74,7 +74,7 @@ class Operation:
         self.return_errors = options.return_errors
         self.noun = options.noun
         self.request = options.request
-        self.eager = options.eager
+        self.ahead = options.ahead
         self.at_rest = options.at_rest
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None

@@ -85,7 +85,7 @@ class SharedFunction:
     ) -> None:
         self.pickled, captures, sharing, self.state = function
         self.number = next(self.numbers)
-        self.summed: dict[object, int] = {}  # eager gradients of how many calls, by worker
+        self.summed: dict[object, int] = {}  # gradients ahead of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         self.ones = True  # no other gradient than one has come yet where that would have mattered
         self.gathers = request is not None and request.gathers

@@ -139,7 +139,7 @@ def start_first(pools: ExitStack) -> Iterator[Finding]:
     import mpgrad
 
     start = time.perf_counter()
-    pool = pools.enter_context(mpgrad.Pool(1, inline="never"))
+    pool = pools.enter_context(mpgrad.Pool(1, send="always"))
     pool.apply(abs, (-1,))
     seconds = time.perf_counter() - start
     # exact arithmetic: the first `exp` of a process in two threads of MKL may have errors of 3e-5 while the machine is busy
@@ -171,7 +171,7 @@ def start_further(pools: ExitStack) -> Iterator[Finding]:
     begun = time.perf_counter()
     while len(times) < FURTHER_WORKERS and time.perf_counter() - begun < FURTHER_SECONDS:
         start = time.perf_counter()
-        with mpgrad.Pool(1, inline="never") as pool:
+        with mpgrad.Pool(1, send="always") as pool:
             pool.apply(abs, (-1,))
             times.append(time.perf_counter() - start)
     seconds = statistics.median(times)
@@ -190,7 +190,7 @@ def time_calls(pools: ExitStack) -> Iterator[Finding]:
     from mpgrad.cpus import usable_cpus
 
     workers = min(MOST_WORKERS, usable_cpus())
-    sending = pools.enter_context(mpgrad.Pool(workers, inline="never"))
+    sending = pools.enter_context(mpgrad.Pool(workers, send="always"))
     keeping = pools.enter_context(mpgrad.Pool(workers))
     items = [torch.ones(3) for _ in range(CALLS)]
     ways: dict[str, Callable[[], object]] = {

@@ -20,7 +20,7 @@ from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.chunks import Chunk, Differentiation
 from mpgrad.scheduling.crossing import kept
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.messages import Collected, Eager, Failure, Gradients, Missing, Results
+from mpgrad.wire.messages import Collected, Failure, Gradients, Missing, Results, RunAhead
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
 
 __all__ = ["Answers", "failed_again"]
@@ -52,7 +52,7 @@ class Answers:
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.gradients is not None:
                 graph = RemoteGraph(operation.home, worker, number, item, call)
-                if operation.eager == Eager.SUMS and operation.home.reach is not None:
+                if operation.ahead == RunAhead.SUMS and operation.home.reach is not None:
                     worker.sums.note(operation.function.number, None, ())
                     summed = operation.function.summed
                     summed[worker] = summed.get(worker, 0) + 1
@@ -64,7 +64,7 @@ class Answers:
                 operation.deliver(call.index, error)
                 continue
             if graph is not None and outcome.gradients is not None:
-                apart = operation.eager == Eager.APART
+                apart = operation.ahead == RunAhead.APART
                 graph.ahead = DeliveredGradients(worker, outcome.gradients, payload, memories, apart, outcome.for_one)
             if graph is None or graph.recipe is None:
                 call.forget_tensors()

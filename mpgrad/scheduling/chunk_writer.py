@@ -56,7 +56,7 @@ class ChunkWriter:
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         messages.append(
-            Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.eager, function.ones, sent)
+            Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.ahead, function.ones, sent)
         )
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 

@@ -69,7 +69,7 @@ class SentGradients:
 
 class CaptureRequest(NamedTuple):
     function: int
-    graph_task: int | None  # None: of the eager backwards
+    graph_task: int | None  # None: of the backwards ahead
     levels: tuple[Level, ...]
     timeout: float | None
     reply: GradientReply

@@ -9,7 +9,7 @@ name) is noticed, and then all that ran here is forgotten and sent; the function
 
 Guarantees: values, gradients and errors as from a worker; the caller's tensors and random generators are not written to. Any
     thread may map, several at once: `TURNS` has them run calls one after another.
-Assumes: what a function does to modules, files and the process it may do here; `Pool(inline="never")` is for others.
+Assumes: what a function does to modules, files and the process it may do here; `Pool(send="always")` is for others.
 """
 
 from __future__ import annotations

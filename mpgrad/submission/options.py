@@ -25,9 +25,9 @@ from mpgrad.scheduling.stations import worker_devices
 
 __all__ = ["CallOptions", "PoolOptions", "pickled_initializer", "positive"]
 
-GRAPHS = ("keep", "recompute", "eager")
+GRAPHS = ("keep", "recompute", "ahead")
 ON_ERROR = ("raise", "return")
-INLINE = ("auto", "never")
+SEND = ("auto", "always")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PoolOptions:
     timeout: float | None
     graphs: str
     graph_memory: int | str | None
-    inline: str
+    send: str
     devices: Device | Sequence[Device] | None
     ray: Ray | None
     device_codes: tuple[int, ...] | None = field(init=False)  # one for each worker
@@ -57,7 +57,7 @@ class PoolOptions:
     def __post_init__(self) -> None:
         is_process = self.traits.is_process
         one_of("graphs", self.graphs, GRAPHS)
-        one_of("inline", self.inline, INLINE)
+        one_of("send", self.send, SEND)
         if self.graph_memory is not None:
             bytes_of("graph_memory", self.graph_memory)
         if self.processes is not None:
@@ -80,14 +80,14 @@ class PoolOptions:
         return traits_of(self.engine)
 
     @property
-    def is_eager(self) -> bool:
-        return self.graphs == "eager"
+    def runs_ahead(self) -> bool:
+        return self.graphs == "ahead"
 
     @property
     def may_stay(self) -> bool:
         """Whether cheap calls may run in the caller's thread, where neither an initializer nor a limit would reach them."""
         is_plain = self.initializer is None and self.timeout is None and self.device_codes is None
-        return self.inline == "auto" and self.traits.is_process and is_plain
+        return self.send == "auto" and self.traits.is_process and is_plain
 
     @property
     def may_bundle(self) -> bool:
@@ -125,7 +125,7 @@ class PoolOptions:
             graph_bytes=0 if self.graphs == "recompute" else graph_bytes,
             devices=codes,
             in_process=not is_process,
-            eager=self.is_eager,
+            ahead=self.runs_ahead,
             remote=self.traits.remote,
         )
 

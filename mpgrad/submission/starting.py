@@ -22,7 +22,7 @@ from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import callable_of
 from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_hooks
 from mpgrad.torch_state.private import outside_transforms, tracer
-from mpgrad.wire.messages import Eager
+from mpgrad.wire.messages import RunAhead
 from mpgrad.wire.tensor_refs import with_more_behind
 
 __all__ = ["Prepared", "Starter", "check_untraced"]
@@ -89,10 +89,10 @@ class Starter:
             home = OperationHome(scheduler.gradients, shared, deterministic, seconds)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        eager = Eager.NO
-        if self._options.is_eager:
+        ahead = RunAhead.NO
+        if self._options.runs_ahead:
             apart = one_by_one or deterministic or torch.are_deterministic_algorithms_enabled()
-            eager = Eager.APART if apart else Eager.SUMS
+            ahead = RunAhead.APART if apart else RunAhead.SUMS
         how = OperationOptions(
             chunksize=options.chunksize,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
@@ -100,7 +100,7 @@ class Starter:
             noun=noun,
             timeout=seconds,
             request=request,
-            eager=eager,
+            ahead=ahead,
             at_rest=at_rest,
         )
         now = modes or current_modes(scheduler.packer.kind)

@@ -28,7 +28,6 @@ __all__ = [
     "Collected",
     "Define",
     "Direct",
-    "Eager",
     "Failure",
     "Forget",
     "Forward",
@@ -49,6 +48,7 @@ __all__ = [
     "Result",
     "Results",
     "Returned",
+    "RunAhead",
     "SlabsGone",
     "Start",
     "StartFailed",
@@ -208,7 +208,7 @@ class ForwardCall(NamedTuple):
 class Forward(NamedTuple):
     """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
 
-    `eager`: see `Eager`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
+    `ahead`: see `RunAhead`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
     that may say nothing of other gradients.
     """
 
@@ -217,12 +217,12 @@ class Forward(NamedTuple):
     modes: Modes
     seed: int | None
     stop_at_failure: bool
-    eager: int
+    ahead: int
     ones: bool
     calls: list[ForwardCall]
 
 
-class Eager:
+class RunAhead:
     """Whether backwards are run right after their forwards, and where the gradients of captures go then."""
 
     NO = 0
@@ -279,7 +279,7 @@ class Backward(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Hand over the capture gradients added up for a function in one backward; without `graph_task`, in the eager ones."""
+    """Hand over the capture gradients added up for a function in one backward; without `graph_task`, in those ahead."""
 
     chunk: int
     function: int
@@ -329,7 +329,7 @@ class StartFailed(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run at once: eager.
+    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run ahead.
 
     `for_one`: they say nothing of other gradients than one. `bundle`: the result of each item, where there are many. `unused`:
     inputs that it does not depend on, by number among those that need gradients, where they have a history or hooks in the

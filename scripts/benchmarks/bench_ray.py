@@ -48,10 +48,10 @@ def started() -> Iterator[Contenders]:
 
         def pool(engine: str, graphs: str) -> mpgrad.Pool:
             ray = cluster if engine == "ray" else None
-            opened: mpgrad.Pool = mpgrad.Pool(NODES, engine=engine, graphs=graphs, inline="never", ray=ray)
+            opened: mpgrad.Pool = mpgrad.Pool(NODES, engine=engine, graphs=graphs, send="always", ray=ray)
             return stack.enter_context(opened)
 
-        yield Contenders(pool("process", "keep"), ByHand(node_ids()), pool("ray", "keep"), pool("ray", "eager"))
+        yield Contenders(pool("process", "keep"), ByHand(node_ids()), pool("ray", "keep"), pool("ray", "ahead"))
 
 
 def bench(names: Sequence[str], plan: Plan) -> Iterator[Figure]:

@@ -106,7 +106,7 @@ def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
     runs = {"forward": forward, "forward and backward": forward_and_backward}
     found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
     for workers in plan.workers:
-        with mpgrad.Pool(workers, inline="never") as pool:
+        with mpgrad.Pool(workers, send="always") as pool:
             for name, run in runs.items():
                 found[name][workers] = costs(pool, run, plan)
     yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
@@ -136,7 +136,7 @@ def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
 
 def bench_balance(plan: Plan) -> Iterator[Sequence[Figure]]:
     for workers in plan.crews:
-        with mpgrad.Pool(workers, inline="never") as pool:
+        with mpgrad.Pool(workers, send="always") as pool:
             while len(pool.stats().workers) < workers:
                 pool.map(abs, range(workers))
             for rounds in plan.rounds:
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if options.point is not None:
         axis, size, rounds = options.point
-        print(json.dumps(point(axis, int(size), 2, int(rounds), {"inline": "never"})))
+        print(json.dumps(point(axis, int(size), 2, int(rounds), {"send": "always"})))
         return 0
     given = {"axes": options.axes, "largest": options.largest, "repeats": options.repeats}
     plan = replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})

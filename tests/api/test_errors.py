@@ -322,7 +322,7 @@ def test_the_stack_of_a_worker_that_crashes(fresh_pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"])
 def test_every_fatal_signal_leaves_a_stack(name: str, nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match=f"was killed by {name} ") as caught:
             pool.apply(crash_by, (name,))
         assert_at(caught.value, "os.kill(os.getpid(), getattr(signal, name))")
@@ -338,7 +338,7 @@ def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.P
         ctypes.PyDLL(None).sleep(60)
 
     function, source = (stuck_with_the_interpreters_lock, "PyDLL(None).sleep(60)") if in_c else (stuck, "time.sleep(60)")
-    with mpgrad.Pool(1, retries=1, inline="never") as pool:
+    with mpgrad.Pool(1, retries=1, send="always") as pool:
         pool.apply(time.sleep, (0,))
         with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried 2 times \(retries: 1\)") as caught:
             pool.map(function, [1], timeout=0.2)
@@ -359,7 +359,7 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mp
         signal.signal(FAREWELL, signal.SIG_IGN)
         time.sleep(60)
 
-    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             pool.map(lambda k: deaf(), [1], timeout=0.1)
         assert caught.value.stack == ""
@@ -385,7 +385,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
         return 2
 
     monkeypatch.setattr(calling_off, "FAREWELL_PATIENCE", 1.0)
-    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]
         assert pool.map(is_interrupted, [tmp_path / "begun"]) == [2]
@@ -400,7 +400,7 @@ def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
         os.waitpid(pid, 0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mpgrad.Pool(1, retries=0, inline="never") as pool:
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match="was killed by SIGKILL") as caught:
             pool.apply(fork_and_die)
         assert caught.value.stack == ""
@@ -439,7 +439,7 @@ def test_stacks_of_workers_of_a_context() -> None:
     def stuck(k: int) -> None:
         time.sleep(60)
 
-    with mpgrad.Pool(1, context="fork", retries=0, inline="never") as pool:
+    with mpgrad.Pool(1, context="fork", retries=0, send="always") as pool:
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
             pool.apply(crash_in_c)
         assert_at(caught.value, "ctypes.string_at(0)")
@@ -481,7 +481,7 @@ def test_a_second_iterable_suggests_starmap(pool2: mpgrad.Pool, operation: str, 
 
 
 def test_after_the_with_block(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, inline="never") as pool:
+    with mpgrad.Pool(1, send="always") as pool:
         (y,) = pool.map(torch.exp, [X])
         later = pool.apply_async(time.sleep, (60,))
     for ask in (later.get, y.sum().backward):

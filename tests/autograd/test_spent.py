@@ -24,7 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"graphs": "recompute"},
     {"graph_memory": "1 GiB"},
-    {"graphs": "eager"},
+    {"graphs": "ahead"},
     {"deterministic": True},
     {"retries": 0},
     {"engine": "thread"},
@@ -163,7 +163,7 @@ def test_a_second_backward_finds_what_it_finds_serially(any_pool: mpgrad.Pool, c
     settings = any_pool._scheduler.settings
     # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one has freed, and the backward
     # of a loss has been run already
-    works = (settings.graph_bytes == 0 and case in PARTIAL) or (settings.eager and case == "a loss")
+    works = (settings.graph_bytes == 0 and case in PARTIAL) or (settings.ahead and case == "a loss")
     expected = second_backward(serial, fn, pick, keep=works)
     found = second_backward(lambda fn, xs: any_pool.map(fn, xs, 1), fn, pick)
     assert str(found) == str(expected)
@@ -333,7 +333,7 @@ FAILING: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str)
 def test_a_backward_that_fails_leaves_what_it_leaves_serially(nursery: mpgrad.Pool, options: dict[str, Any], case: str) -> None:
     """Symptom: "a second time", for a part that was never run through. Cause: the graph went though its backward had failed."""
-    with mpgrad.Pool(1, inline="never", **options) as pool:
+    with mpgrad.Pool(1, send="always", **options) as pool:
         assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(serial, *FAILING[case])
 
 
@@ -361,7 +361,7 @@ def test_the_memory_of_spent_graphs(nursery: mpgrad.Pool) -> None:
     """Symptom: they pushed out others. Cause: they counted as they were before they were run through."""
     weight = torch.ones(3000, requires_grad=True)
     xs = [torch.ones(3000, requires_grad=True) for _ in range(12)]
-    with mpgrad.Pool(1, inline="never", graph_memory="100 KB") as pool:
+    with mpgrad.Pool(1, send="always", graph_memory="100 KB") as pool:
         results = pool.map(lambda x: (x * weight).exp(), xs, 1)
         for result, x in zip(results, xs, strict=True):
             torch.autograd.grad(result.sum(), [x, weight])

@@ -54,7 +54,7 @@ def ray_cluster() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def ray_pool(**options: Any) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), inline="never", **options) as pool:
+    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), send="always", **options) as pool:
         yield pool
 
 
@@ -126,7 +126,7 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
     code = (
         "import time, mpgrad\n"
         f"there = mpgrad.Ray(address={ray_cluster.address!r}, node_timeout=5.0)\n"
-        "pool = mpgrad.Pool(2, engine='ray', ray=there, inline='never')\n"
+        "pool = mpgrad.Pool(2, engine='ray', ray=there, send='always')\n"
         "pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
         "print('workers', *[worker.pid for worker in pool.stats().workers], flush=True)\n"
@@ -153,7 +153,7 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
     code = (
         "import os, mpgrad, psutil, torch\n"
         "weight = torch.ones(3, requires_grad=True)\n"
-        "with mpgrad.Pool(2, engine='ray', ray=mpgrad.Ray(address='local'), inline='never') as pool:\n"
+        "with mpgrad.Pool(2, engine='ray', ray=mpgrad.Ray(address='local'), send='always') as pool:\n"
         "    sum(pool.map(lambda x: (weight * x).sum(), [1.0, 2.0])).backward()\n"
         "print(weight.grad.tolist(), len(psutil.Process().children(recursive=True)))\n"
     )

@@ -414,7 +414,7 @@ def test_gradients_after_the_shutdown() -> None:
     wait_for_threads(before)
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "eager"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"graphs": "recompute"}, {"graph_memory": 1}, {"graphs": "ahead"}], ids=str)
 def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> None:
     """Symptom: PoolClosedError. Cause: workers that had but sums, or whose graphs were to be made again, counted as done."""
     before = threading.active_count()
@@ -424,7 +424,7 @@ def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> No
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x * weight).exp().sum()
 
-    with mpgrad.Executor(2, inline="never", **options) as executor:
+    with mpgrad.Executor(2, send="always", **options) as executor:
         losses = list(executor.map(loss, xs))
     expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
     torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)

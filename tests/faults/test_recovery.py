@@ -216,7 +216,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
         yield
         yield torch.autograd.grad(sum(losses) + sum((slope**2).sum() for slope in slopes), [*xs, weight])
 
-    with mpgrad.Pool(2, inline="never") as pool:
+    with mpgrad.Pool(2, send="always") as pool:
         scheduler: Any = pool._scheduler
         place = scheduler.gradients._place
         rehomed = []
@@ -468,7 +468,7 @@ def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: P
 
 
 @pytest.fixture(
-    params=[{"graphs": "recompute"}, {"graphs": "eager"}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str
+    params=[{"graphs": "recompute"}, {"graphs": "ahead"}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str
 )
 def frugal(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Any:
     return request.param
@@ -593,7 +593,7 @@ def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> 
 def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(nursery: mpgrad.Pool) -> None:
     """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was ended."""
     weight, xs = torch.ones(4, dtype=torch.float64, requires_grad=True), items(6)
-    with mpgrad.Pool(2, maxtasksperchild=1, inline="never") as pool:
+    with mpgrad.Pool(2, maxtasksperchild=1, send="always") as pool:
         results = pool.map(lambda x: x * weight, xs, 1)
         sum(y.sum() for y in results).backward()
         assert pool.stats().reruns == 0
@@ -611,7 +611,7 @@ def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
     def times(x: Tensor) -> Tensor:
         return x * weight
 
-    with mpgrad.Pool(1, maxtasksperchild=1, inline="never") as pool:
+    with mpgrad.Pool(1, maxtasksperchild=1, send="always") as pool:
         results = []
         for _ in range(6):
             inner = x * 2
@@ -710,7 +710,7 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
         ({"timeout": 0}, ValueError, r"timeout must be more than 0 seconds \(timeout: 0\)"),
         ({"timeout": "1"}, TypeError, r"timeout must be a number of seconds, or None \(timeout: '1'\)"),
         ({"timeout": 1, "engine": "thread"}, ValueError, r"a timeout needs workers that can be killed.*\(engine: 'thread'\)"),
-        ({"graphs": "drop"}, ValueError, r"graphs must be one of keep, recompute, eager \(graphs: 'drop'\)"),
+        ({"graphs": "drop"}, ValueError, r"graphs must be one of keep, recompute, ahead \(graphs: 'drop'\)"),
         ({"graph_memory": "2 GB of it"}, ValueError, r'graph_memory must be like "2 GiB"'),
         ({"graph_memory": "2 gb"}, ValueError, r'graph_memory must be like "2 GiB"'),
         ({"graph_memory": 0}, ValueError, r"graph_memory must be at least 1 byte \(graph_memory: 0\)"),

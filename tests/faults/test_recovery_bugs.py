@@ -320,7 +320,7 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     code = (
         "from mpgrad.engines.launch import NurseryProcess\n"
         "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
-        "with mpgrad.Pool(2, inline='never') as first, mpgrad.Pool(1, inline='never') as second:\n"
+        "with mpgrad.Pool(2, send='always') as first, mpgrad.Pool(1, send='always') as second:\n"
         "    (nursery,) = psutil.Process().children()\n"
         "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
         "    nursery.kill()\n"
@@ -497,7 +497,7 @@ def test_a_forked_child_of_a_program_with_executors() -> None:
 def test_a_pool_for_which_no_descriptor_is_left() -> None:
     """It counted as a user of the nursery, which stayed when all pools had ended; and so did its pipe."""
     code = (
-        "first = mpgrad.Pool(1, inline='never')\n"
+        "first = mpgrad.Pool(1, send='always')\n"
         "assert first.map(abs, [-1]) == [1]\n"
         "before = psutil.Process().num_fds()\n"
         "for spare in range(3):\n"
@@ -520,7 +520,7 @@ def test_a_pool_for_which_no_descriptor_is_left() -> None:
 def test_a_nursery_that_somebody_has_stopped() -> None:
     """The end of the last pool waited for it for ever."""
     code = (
-        "pool = mpgrad.Pool(1, inline='never')\n"
+        "pool = mpgrad.Pool(1, send='always')\n"
         "assert pool.map(abs, [-1]) == [1]\n"
         "psutil.Process().children()[0].suspend()\n"
         "pool.terminate()\n"
@@ -534,7 +534,7 @@ def test_a_caller_that_blocks_signals() -> None:
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
-        "with mpgrad.Pool(1, retries=0, inline='never') as pool:\n"
+        "with mpgrad.Pool(1, retries=0, send='always') as pool:\n"
         "    try: pool.map(lambda x: os.kill(os.getpid(), 9), [1])\n"
         "    except mpgrad.WorkerDiedError as error: print(error.exit_code)\n"
     )

@@ -237,7 +237,7 @@ def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
         twice: Any = torch.ops.registered_here.twice
         register = torch.library.custom_op("registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor")
         thrice = register(lambda x: x * 3)
-        with mpgrad.Pool(1, inline="never") as pool:
+        with mpgrad.Pool(1, send="always") as pool:
             for value in (thrice, library):
                 said = refusal(pool, closing_over(value))
                 assert "(<lambda>'s closure: value); register operators in a module that workers import" in said

@@ -227,7 +227,7 @@ def test_random_numbers_are_those_of_the_workers(cheap: mpgrad.Pool, draw: Calla
     assert found[0] == found[1] == found[2] and after[0] == after[1] == after[2]
     assert here(cheap) == 0
     torch.manual_seed(1)
-    with mpgrad.Pool(2, inline="never") as other:
+    with mpgrad.Pool(2, send="always") as other:
         assert other.map(noisy, range(10)) == found[0]
 
 
@@ -304,7 +304,7 @@ def test_modes_and_modules(cheap: mpgrad.Pool) -> None:
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
-        ({"inline": "never"}, {}),
+        ({"send": "always"}, {}),
         ({"timeout": 50}, {}),
         ({"initializer": abs, "initargs": (1,)}, {}),
         ({"engine": "thread"}, {}),
@@ -578,6 +578,6 @@ def test_the_end_of_the_program_in_a_call(cheap: mpgrad.Pool) -> None:
         drawn = torch.rand(1)
         assert found[:57] == list(range(57)) and repr(found[57]) == "SystemExit('at 57')"
     torch.manual_seed(0)
-    with mpgrad.Pool(2, inline="never") as pool:
+    with mpgrad.Pool(2, send="always") as pool:
         pool.map(ends, range(60), on_error="return")
     assert torch.equal(torch.rand(1), drawn)

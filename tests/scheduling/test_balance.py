@@ -22,7 +22,7 @@ from mpgrad.scheduling.sizes import MOST_BUNDLED
 
 @pytest.fixture
 def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, inline="never") as own:
+    with mpgrad.Pool(2, send="always") as own:
         yield own
 
 
@@ -75,7 +75,7 @@ def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -
 
     pool.map(noisy, [torch.ones(3)] * 60)
     first, second = once(pool), once(pool)
-    with mpgrad.Pool(1, inline="never") as alone:
+    with mpgrad.Pool(1, send="always") as alone:
         third = once(alone)
     assert first[0] == second[0] == third[0]
     torch.testing.assert_close(first[1], third[1])
@@ -226,7 +226,7 @@ def test_results_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: N
         losses = each.map(noted, items)
         return [*losses, *torch.autograd.grad(torch.stack(losses).sum(), items)]
 
-    with mpgrad.Pool(1, inline="never") as alone:
+    with mpgrad.Pool(1, send="always") as alone:
         for ours, others in zip(outcome(pool), outcome(alone), strict=True):
             assert torch.equal(ours, others)
 

@@ -49,12 +49,12 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Feeder, "_bundle_size", size)
 
 
-OPTIONS = [{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "eager")]
+OPTIONS = [{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "ahead")]
 
 
 @pytest.fixture(params=OPTIONS, ids=str)
 def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[mpgrad.Pool]:
-    """Workers of the session where graphs are kept; eager ones of the test's own, as they learn from gradients."""
+    """Workers of the session where graphs are kept; those ahead are the test's own, as they learn from gradients."""
     if request.param == {"graphs": "keep"}:
         yield shared_pools("process", 2)
     else:
@@ -68,7 +68,7 @@ def own_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[m
         yield own
 
 
-@pytest.fixture(params=["keep", "eager"])
+@pytest.fixture(params=["keep", "ahead"])
 def pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, graphs=request.param) as own:
         yield own
@@ -264,7 +264,7 @@ def test_a_graph_that_went_with_a_loss_is_made_again(nursery: mpgrad.Pool, tmp_p
         return [*results, *torch.autograd.grad(total, [*xs, weight])]
 
     mixed = [True, False] * SIZE
-    with mpgrad.Pool(1, graphs="eager") as pool:
+    with mpgrad.Pool(1, graphs="ahead") as pool:
         pool.map(one, [(True, x) for x in leaves(2 * SIZE)])
         # the first bundle that is mixed is run twice; from then on the forwards come first
         for times in (3, 2):
@@ -287,7 +287,7 @@ class Clipped(torch.autograd.Function):
         return (2 * grad).clamp(max=3)
 
 
-def test_an_eager_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
+def test_a_graph_ahead_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
     """So that the next one finds its memory in the cache, and never more than one is there."""
 
     class Mark:
@@ -303,7 +303,7 @@ def test_an_eager_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -
         y.grad_fn.metadata["mark"] = mark  # lives as long as the graph
         return y.sum(), there
 
-    with mpgrad.Pool(1, graphs="eager") as pool:
+    with mpgrad.Pool(1, graphs="ahead") as pool:
         first, second = ([there for _, there in pool.map(alive, leaves(24))] for _ in range(2))
     # in the first bundle it is not known yet whether all will be losses
     assert first == [*range(8), *[0] * 16] and second == [0] * 24
@@ -348,14 +348,14 @@ def end() -> None:
     raise StopIteration("no more")
 
 
-def test_an_interrupt_in_an_eager_backward_is_the_callers(interruptible: None) -> None:
+def test_an_interrupt_in_a_backward_ahead_is_the_callers(interruptible: None) -> None:
     def interrupting(x: Tensor) -> Tensor:
         y = x * 2
         assert y.grad_fn is not None
         y.grad_fn.register_prehook(lambda grads: signal.raise_signal(signal.SIGINT))  # type: ignore[arg-type,return-value]
         return y.sum()
 
-    with mpgrad.Pool(1, engine="inline", graphs="eager", inline="never") as pool, pytest.raises(KeyboardInterrupt):
+    with mpgrad.Pool(1, engine="inline", graphs="ahead", send="always") as pool, pytest.raises(KeyboardInterrupt):
         pool.map(interrupting, leaves(8))
 
 
@@ -627,7 +627,7 @@ def test_graphs_that_are_lost_are_made_again(pool2: mpgrad.Pool, function: Calla
             os.kill(worker.pid, signal.SIGKILL)
 
     for one, other in zip(found(pool2.map, kill), found(serial, lambda: None), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # eager ones are multiplied afterwards
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # those ahead are multiplied afterwards
 
 
 def noisy(x: Tensor) -> list[float]:
@@ -638,7 +638,7 @@ def noisy(x: Tensor) -> list[float]:
 
 def test_each_item_has_random_numbers_of_its_own(nursery: mpgrad.Pool) -> None:
     found = []
-    with mpgrad.Pool(2, inline="never") as pool:
+    with mpgrad.Pool(2, send="always") as pool:
         for chunksize in (None, 3):
             torch.manual_seed(5)
             found.append(pool.map(noisy, [torch.full((1,), float(k)) for k in range(22)], chunksize=chunksize))
@@ -861,8 +861,8 @@ def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mp
             memo["y"] = (x * x).sum()
         return memo["y"] + x.sum()
 
-    for graphs in ("keep", "eager"):
-        with mpgrad.Pool(1, inline="never", graphs=graphs) as pool:
+    for graphs in ("keep", "ahead"):
+        with mpgrad.Pool(1, send="always", graphs=graphs) as pool:
             xs = leaves(4)
             pool.map(remembering, xs)[1].backward()
             assert xs[0].grad is None or graphs == "keep"  # as in the serial loop, or not at all

@@ -27,7 +27,7 @@ COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
 @pytest.fixture
 def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, inline="never") as own:
+    with mpgrad.Pool(2, send="always") as own:
         yield own
 
 
@@ -139,9 +139,9 @@ def test_its_backward(pool: mpgrad.Pool) -> None:
     assert found.slots_made == 0
 
 
-def test_an_eager_backward_makes_no_trip(nursery: mpgrad.Pool) -> None:
+def test_a_backward_ahead_makes_no_trip(nursery: mpgrad.Pool) -> None:
     xs = [torch.ones(20, requires_grad=True) for _ in range(CALLS)]
-    with mpgrad.Pool(2, graphs="eager", inline="never") as pool:
+    with mpgrad.Pool(2, graphs="ahead", send="always") as pool:
         losses = pool.map(lambda x: x.square().sum(), xs)
         before = pool.stats()
         torch.stack(losses).sum().backward()

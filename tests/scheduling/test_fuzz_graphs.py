@@ -117,13 +117,13 @@ def fire(pool: mpgrad.Pool, seed: int) -> Iterator[None]:
         ({"engine": "inline"}, False),
         ({"engine": "thread"}, False),
         ({"graphs": "recompute"}, False),
-        ({"graphs": "eager"}, False),
+        ({"graphs": "ahead"}, False),
         ({"graph_memory": "60 KB"}, False),
         ({"retries": 100}, True),
         ({"retries": 100, "deterministic": True, "graphs": "recompute"}, True),
-        ({"retries": 100, "graphs": "eager"}, True),
+        ({"retries": 100, "graphs": "ahead"}, True),
     ],
-    ids=["process", "inline", "thread", "recompute", "eager", "graph_memory", "fire", "fire-recompute", "fire-eager"],
+    ids=["process", "inline", "thread", "recompute", "ahead", "graph_memory", "fire", "fire-recompute", "fire-ahead"],
 )
 def test_random_graphs(nursery: mpgrad.Pool, options: dict[str, Any], shoots: bool) -> None:
     with mpgrad.Pool(2, **options) as pool, fire(pool, 0) if shoots else contextlib.nullcontext():

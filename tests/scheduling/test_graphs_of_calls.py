@@ -486,7 +486,7 @@ def kill_all(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"graphs": "recompute"}, {"graphs": "eager"}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}]
+    "options", [{"graphs": "recompute"}, {"graphs": "ahead"}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}]
 )
 def test_graphs_in_other_pools(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
     x = torch.rand(3000, requires_grad=True)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_peers.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
-SYSTEMS = ["serial", "mpgrad, eager"]
+SYSTEMS = ["serial", "mpgrad, ahead"]
 CPU = ["the caller's thread", "other threads of its process", "other processes"]
 
 
@@ -40,7 +40,7 @@ def test_systems_side_by_side(tmp_path: Path) -> None:
     for row in list(rows)[1:-1]:
         caller, _, workers = (spent[row, f"serial, CPU of {where}"] for where in CPU)
         assert caller > 0 == workers  # it has none
-        assert spent[row, f"mpgrad, eager, CPU of {CPU[-1]}"] > 0
+        assert spent[row, f"mpgrad, ahead, CPU of {CPU[-1]}"] > 0
     assert (tmp_path / "quick.png").read_bytes().startswith(b"\x89PNG")
 
 

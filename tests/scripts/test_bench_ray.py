@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_ray.py"
 LIMIT = 200  # seconds; three nodes of Ray start, of several processes each
-CONTENDERS = {"process, keep", "by hand", "ray, keep", "ray, eager"}
+CONTENDERS = {"process, keep", "by hand", "ray, keep", "ray, ahead"}
 
 
 def test_all_rows(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_all_rows(tmp_path: Path) -> None:
     for row in (short, middle, capture, tail, tiny):
         assert set(row) >= CONTENDERS
         assert row["ray, keep, CPU of all processes"] > row["ray, keep, CPU of the caller"] / 1e6
-    assert CONTENDERS - set(forward) == {"ray, eager"}
+    assert CONTENDERS - set(forward) == {"ray, ahead"}
     assert [row["c, the caller's CPU"] for row in crowds] == [
-        tiny[f"{name}, CPU of the caller"] for name in ("process, keep", "ray, keep", "ray, eager")
+        tiny[f"{name}, CPU of the caller"] for name in ("process, keep", "ray, keep", "ray, ahead")
     ]
     for row in (flight, apply):
         assert len(row) == 2 * 3

@@ -189,7 +189,7 @@ def test_what_is_kept_keeps_no_others(nursery: mpgrad.Pool) -> None:
         assert torch.equal(kept, value) and torch.equal(xs[3].grad, xs[3].detach().exp())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("graphs", ["keep", "eager", "recompute"])
+@pytest.mark.parametrize("graphs", ["keep", "ahead", "recompute"])
 def test_a_call_may_write_to_its_own_input_only(nursery: mpgrad.Pool, graphs: str) -> None:
     def squared(x: Tensor) -> Tensor:
         with torch.no_grad():

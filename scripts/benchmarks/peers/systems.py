@@ -36,9 +36,9 @@ SYSTEMS = {
     "Ray actors": Kind(RayActors, "ray", bears_stopping=False),
     "dask.distributed": Kind(Dask, "distributed", bears_stopping=False),
     "mpi4py.futures": Kind(Mpi, "mpi4py"),
-    "mpgrad, keep": Kind(partial(Mpgrad, graphs="keep", inline="never"), "mpgrad"),
-    "mpgrad, eager": Kind(partial(Mpgrad, graphs="eager", inline="never"), "mpgrad"),
-    "mpgrad, eager, adaptive": Kind(partial(Mpgrad, graphs="eager"), "mpgrad"),
+    "mpgrad, keep": Kind(partial(Mpgrad, graphs="keep", send="always"), "mpgrad"),
+    "mpgrad, ahead": Kind(partial(Mpgrad, graphs="ahead", send="always"), "mpgrad"),
+    "mpgrad, ahead, adaptive": Kind(partial(Mpgrad, graphs="ahead"), "mpgrad"),
 }
 SERIAL = [name for name in SYSTEMS if name.startswith("serial")]
 OURS = [name for name in SYSTEMS if name.startswith("mpgrad")]

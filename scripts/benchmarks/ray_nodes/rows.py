@@ -23,7 +23,7 @@ from torch import Tensor
 import mpgrad
 from ray_nodes.by_hand import ByHand
 
-PROCESS, HAND, KEEP, EAGER = "process, keep", "by hand", "ray, keep", "ray, eager"
+PROCESS, HAND, KEEP, AHEAD = "process, keep", "by hand", "ray, keep", "ray, ahead"
 REFERENCE = 3e-3  # seconds of the work that others are multiples of
 FLOATS = 100  # of an item
 CROWD_NODE = 64  # workers
@@ -54,10 +54,10 @@ class Contenders(NamedTuple):
     process: mpgrad.Pool
     hand: ByHand
     keep: mpgrad.Pool
-    eager: mpgrad.Pool
+    ahead: mpgrad.Pool
 
     def pools(self) -> dict[str, mpgrad.Pool]:
-        return {PROCESS: self.process, KEEP: self.keep, EAGER: self.eager}
+        return {PROCESS: self.process, KEEP: self.keep, AHEAD: self.ahead}
 
 
 # --- a job, and ways to do it
@@ -102,7 +102,7 @@ def serial(function: Function, items: list[Tensor]) -> list[Tensor]:
 def ways_of(found: Contenders) -> dict[str, Way]:
     ways: dict[str, Way] = {name: partial(mapped, pool.map) for name, pool in found.pools().items()}
     ways[HAND] = lambda job, items, weight: found.hand.both(job.function, items, weight)
-    return {name: ways[name] for name in (PROCESS, HAND, KEEP, EAGER)}
+    return {name: ways[name] for name in (PROCESS, HAND, KEEP, AHEAD)}
 
 
 def forward_ways_of(found: Contenders) -> dict[str, Way]:
@@ -226,7 +226,7 @@ class Rows:
         figures = list(job_figures(job, ways_of(self._found), partial(mapped, serial), self._plan))
         yield from figures
         spent = {figure.name: figure.value for figure in figures}
-        for name in (PROCESS, KEEP, EAGER):
+        for name in (PROCESS, KEEP, AHEAD):
             yield from crowd_figures(name, spent[f"{name}, CPU of the caller"] / 1e6)
 
     def flight(self) -> Iterator[Figure]:

@@ -131,7 +131,7 @@ class Chunk:
 
 
 class BarePool:
-    def __init__(self, processes: int, eager: bool) -> None:
+    def __init__(self, processes: int, ahead: bool) -> None:
         memory = torch.empty(FLOATS).share_memory_()
         part = FLOATS // (processes + 1)
         self.region = Region(memory, 0)
@@ -140,7 +140,7 @@ class BarePool:
         self._processes = []
         for number in range(processes):
             ours, its = context.Pipe()
-            process = context.Process(target=serve, args=(its, memory, (number + 1) * part, eager), daemon=True)
+            process = context.Process(target=serve, args=(its, memory, (number + 1) * part, ahead), daemon=True)
             process.start()
             its.close()
             self._pipes.append(ours)
@@ -184,9 +184,9 @@ class BarePool:
 # --- a worker
 
 
-def serve(pipe: Connection, memory: Tensor, start: int, eager: bool) -> None:
+def serve(pipe: Connection, memory: Tensor, start: int, ahead: bool) -> None:
     torch.set_num_threads(1)
-    worker = Served(Region(memory, start), eager)
+    worker = Served(Region(memory, start), ahead)
     with contextlib.suppress(EOFError):
         while True:
             order: Order = pickle.loads(pipe.recv_bytes())
@@ -200,9 +200,9 @@ def serve(pipe: Connection, memory: Tensor, start: int, eager: bool) -> None:
 
 
 class Served:
-    def __init__(self, region: Region, eager: bool) -> None:
+    def __init__(self, region: Region, ahead: bool) -> None:
         self._region = region
-        self._eager = eager
+        self._ahead = ahead
         self._functions: dict[bytes, Function] = {}
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
@@ -225,14 +225,14 @@ class Served:
             np.random.seed(seed & 0xFFFFFFFF)
             try:
                 result = function(item)
-                if self._eager:
+                if self._ahead:
                     result.backward()  # type: ignore[no-untyped-call]
                     result = result.detach()
                 results.append(result)
             except Exception as error:
                 failed.append((number, repr(error)))
-        ahead = self._region.put([grad for item in items if (grad := item.grad) is not None]) if self._eager else None
-        if not self._eager:
+        ahead = self._region.put([grad for item in items if (grad := item.grad) is not None]) if self._ahead else None
+        if not self._ahead:
             self._graphs[order.number] = items, results
         return Answer(order.number, self._region.put(results), [tuple(each.shape) for each in results], ahead, failed)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 import mpgrad
 from speed.plan import Plan, Pools
 
-# of a grain in ms: keep over one backward, eager over the best order
+# of a grain in ms: keep over one backward, ahead over the best order
 PYTHON_AIMS = {10: (2.3, 1.92), 1: (2.1, 1.8), 0.3: (1.7, 1.5), 0.1: (1.4, 1.2)}
 OP_AIMS = {10: 1.9, 1: 1.75, 0.1: 1.15}
 ADAPTIVE_AIM = (">=", 0.95)
@@ -79,8 +79,8 @@ def microseconds(result: Measured) -> list[float]:
 
 def bench_python(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for ms in plan.grains_ms:
-        keep, eager = PYTHON_AIMS.get(ms, (None, None))
-        yield from grain_figures("python", pools, plan, PYTHON, ms, keep, eager)
+        keep, ahead = PYTHON_AIMS.get(ms, (None, None))
+        yield from grain_figures("python", pools, plan, PYTHON, ms, keep, ahead)
 
 
 def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
@@ -89,19 +89,19 @@ def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 
 def grain_figures(
-    name: str, pools: Pools, plan: Plan, work: Work, ms: float, keep_aim: float | None, eager_aim: float | None
+    name: str, pools: Pools, plan: Plan, work: Work, ms: float, keep_aim: float | None, ahead_aim: float | None
 ) -> Iterator[Figure]:
     function, items = items_of(work, ms / 1e3, plan.work_seconds)
-    loops = {"keep": pools.keep, "eager": pools.eager}
+    loops = {"keep": pools.keep, "ahead": pools.ahead}
     limits = [Contender(LIMIT, partial(pools.loops.run, function))]
     if ms <= LONGEST_BARE:
-        bare = {"keep": pools.bare, "eager": pools.bare_eager}
+        bare = {"keep": pools.bare, "ahead": pools.bare_ahead}
         limits += [Contender(f"{BARE}, {name}", partial(one_backward, pool.map, function)) for name, pool in bare.items()]
     results = side_by_side(function, items, loops, plan.repeats, *limits)
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     yield from absolute(row, results.values())
     yield median_figure(row, f"{LIMIT} over the best order", ratios(best_order(results), results[LIMIT].seconds), "x")
-    aims = {"keep": (keep_aim, None), "eager": (None, eager_aim)}
+    aims = {"keep": (keep_aim, None), "ahead": (None, ahead_aim)}
     for graphs in loops:
         over_one, over_best = (None if aim is None else (">=", aim) for aim in aims[graphs])
         mine = results[graphs].seconds
@@ -134,7 +134,7 @@ def absolute(row: str, results: Iterable[Measured]) -> Iterator[Figure]:
 
 
 def bench_adaptive(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    loops = {"keep": pools.adaptive, "eager": pools.adaptive_eager}
+    loops = {"keep": pools.adaptive, "ahead": pools.adaptive_ahead}
     for work in (PYTHON, OP):
         least: dict[str, float] = dict.fromkeys(loops, float("inf"))
         for ms in plan.adaptive_ms:

@@ -71,29 +71,29 @@ class Pools:
 
     @cached_property
     def bare(self) -> BarePool:
-        return self._bare(eager=False)
+        return self._bare(ahead=False)
 
     @cached_property
-    def bare_eager(self) -> BarePool:
-        return self._bare(eager=True)
+    def bare_ahead(self) -> BarePool:
+        return self._bare(ahead=True)
 
-    def _bare(self, eager: bool) -> BarePool:
-        pool = BarePool(self.processes, eager)
+    def _bare(self, ahead: bool) -> BarePool:
+        pool = BarePool(self.processes, ahead)
         self._stack.callback(pool.terminate)
         return pool
 
     @cached_property
     def keep(self) -> mpgrad.Pool:
-        return self._started(graphs="keep", inline="never")
+        return self._started(graphs="keep", send="always")
 
     @cached_property
-    def eager(self) -> mpgrad.Pool:
-        return self._started(graphs="eager", inline="never")
+    def ahead(self) -> mpgrad.Pool:
+        return self._started(graphs="ahead", send="always")
 
     @cached_property
     def adaptive(self) -> mpgrad.Pool:
         return self._started(graphs="keep")
 
     @cached_property
-    def adaptive_eager(self) -> mpgrad.Pool:
-        return self._started(graphs="eager")
+    def adaptive_ahead(self) -> mpgrad.Pool:
+        return self._started(graphs="ahead")

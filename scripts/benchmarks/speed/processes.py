@@ -108,7 +108,7 @@ with Pool(processes, **options) as pool:
 
 
 def run_program(program: str, plan: Plan) -> Any:
-    settings = json.dumps([plan.processes, plan.further_workers, {"inline": "never"}, plan.idle_seconds])
+    settings = json.dumps([plan.processes, plan.further_workers, {"send": "always"}, plan.idle_seconds])
     command = [sys.executable, "-c", program, settings]
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT)
     return json.loads(ended.stdout)
@@ -147,7 +147,7 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
     infants = read_infants(script.DATA)
     parameters = scaled(torch.tensor(script.START, dtype=torch.float64))
-    loops: dict[str, script.Loop] = {"serial": script.serial, "keep": pools.keep.map, "eager": pools.eager.map}
+    loops: dict[str, script.Loop] = {"serial": script.serial, "keep": pools.keep.map, "ahead": pools.ahead.map}
     right = script.evaluate(script.serial, infants, parameters)
     for name, loop in loops.items():
         difference = float((script.evaluate(loop, infants, parameters).gradient - right.gradient).abs().max())
@@ -170,6 +170,6 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
     row = f"phenobarbital: {len(infants)} infants, objective and gradient"
     yield Figure(row, "serial", 1e3 * statistics.median(results["serial"]), "ms")
     yield median_figure(row, f"{LIMIT} over serial", ratios(results["serial"], results[LIMIT]), "x")
-    for name in ("keep", "eager"):
+    for name in ("keep", "ahead"):
         yield median_figure(row, name, [1e3 * value for value in results[name]], "ms")
         yield median_figure(row, f"{name} over serial", ratios(results["serial"], results[name]), "x", PHENOBARBITAL_AIM)

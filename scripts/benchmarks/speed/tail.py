@@ -1,7 +1,7 @@
 """Heavy-tailed costs that nobody knows beforehand, against the best schedule for what they turn out to be.
 
 Every call notes what its forward and its backward took, where it ran; the best schedule of those same costs is then
-computed (for graphs="eager": of the costs in the last serial loop with a backward after each item). Clocks inside a call do
+computed (for graphs="ahead": of the costs in the last serial loop with a backward after each item). Clocks inside a call do
 not see all that it costs (the engine before and after, dropping its graph): the serial loop in the same order and round
 tells how much more that is. So the figure is what scheduling, messages and waiting add.
 
@@ -111,13 +111,13 @@ class Way(NamedTuple):
 
 
 def ways(pools: Pools, function: Function) -> dict[str, Way]:
-    """The clocks are Functions, which eager pools run ahead as long as gradients of one come: eager goes without."""
+    """The clocks are Functions, which pools run ahead as long as gradients of one come: "ahead" goes without."""
     workers = pools.processes
     return {
         "serial": Way(partial(one_backward, serial, function), one_phase, 1, "serial"),
         AT_ONCE: Way(partial(backward_at_once, function), one_phase, 1, AT_ONCE),
         "keep": Way(partial(one_backward, pools.keep.map, function), two_phases, workers, "serial"),
-        "eager": Way(partial(one_backward, pools.eager.map, unclocked), one_phase, workers, AT_ONCE),
+        "ahead": Way(partial(one_backward, pools.ahead.map, unclocked), one_phase, workers, AT_ONCE),
     }
 
 
@@ -138,7 +138,7 @@ def bench_tail(pools: Pools, plan: Plan) -> Iterator[Figure]:
             nonlocal at_once
             way = all_ways[name]
             wall = timed(way.run, batch_of(items))
-            times = at_once if name == "eager" else times_in(file, count).copy()
+            times = at_once if name == "ahead" else times_in(file, count).copy()
             over[name].append(wall / way.schedule(times, way.workers))
             at_once = times if name == AT_ONCE else at_once
             return wall
@@ -151,7 +151,7 @@ def bench_tail(pools: Pools, plan: Plan) -> Iterator[Figure]:
     row = f"tail: {count} items of log-normal cost (sigma {SIGMA:g}), Python-bound, forward and backward"
     for name, walls in results.items():
         yield median_figure(row, name, [1e3 * wall for wall in walls], "ms")
-    for name in ("keep", "eager"):
+    for name in ("keep", "ahead"):
         beyond = ratios(over[name], over[all_ways[name].serial])[-plan.repeats :]
         yield median_figure(row, f"{name} over the best schedule", beyond, "x", AIM)
 

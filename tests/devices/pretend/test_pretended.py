@@ -510,7 +510,7 @@ def test_a_pool_without_devices_asks_nothing_of_them(fresh_pool: mpgrad.Pool, mo
 def test_losses_differentiated_ahead(crossing: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     items = ragged(ZERO, dtype=torch.float64)
-    with mpgrad.Pool(devices=["cpu", ZERO], graphs="eager") as pool:
+    with mpgrad.Pool(devices=["cpu", ZERO], graphs="ahead") as pool:
         settled(pool)
         losses = pool.map(lambda x: (x * weight).exp().sum(), items)
         found = torch.autograd.grad(sum(losses), [weight, *items])

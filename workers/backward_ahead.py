@@ -1,4 +1,4 @@
-"""Backwards that a worker runs right after their forwards (`graphs="eager"`), while the graph is hot in the cache.
+"""Backwards that a worker runs right after their forwards (`graphs="ahead"`), while the graph is hot in the cache.
 
 A loss is a number, and what will come for it is one too. So its gradients are computed for a gradient of one here, and
 multiplied by what comes in the caller. Where the backward might be more than such a multiplication, the caller is told: then
