@@ -68,15 +68,22 @@ class Pool:
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
-        graphs: "keep"; or "recompute": workers keep no graphs, and a backward runs the forward again; or "ahead": where a
-            result is a loss (one float32 or float64 number, and nothing else that needs gradients), the worker runs the
-            backward right after the forward, while the graph is hot in its cache, and keeps the gradients only; the caller's
-            backward multiplies them by the gradient that comes. Gradients of captures are added up on the workers as if
-            that were the same for all items of a map, as in a sum or a mean; where it turns out not to be, and with
-            `create_graph` or batched gradients, forwards are run again. Half precision, autocast and anomaly mode keep graphs.
-            So do functions whose backward may do more than multiply (with a `torch.autograd.Function`, or with
-            `Tensor.register_hook`), once another gradient than one has come for such a function, and always with engines
-            "thread" and "inline" (which do not notice hooks).
+        graphs: what workers do with the graphs of calls, from the forward to the backward.
+            "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
+            else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
+            right after the forward, while the graph is hot in its cache, with the gradient that came before. If another
+            one comes, or only a part of the backward is wanted, it is run again. Values and gradients are those of "keep";
+            see docs/guarantees.md for the little that can be told. Not for functions that call `torch.autograd.Function`s
+            or register hooks, nor under autocast or anomaly mode, with `retries=0`, or engines "thread" and "inline".
+            "keep": keep them, and run nothing ahead.
+            "ahead": the backward of every loss runs ahead, with a gradient of one, and the graph goes; the caller's backward
+            multiplies by the gradient that comes. Faster than "auto" where gradients change from map to map, and it takes
+            less memory. Gradients of captures are added up on the workers as if the gradient were the same for all items of
+            a map; where it turns out not to be, and with `create_graph` or batched gradients, forwards are run again. Half
+            precision, autocast and anomaly mode keep graphs. So do functions whose backward may do more than multiply (with
+            a `torch.autograd.Function`, or with `Tensor.register_hook`), once another gradient than one has come for such a
+            function, and always with engines "thread" and "inline" (which do not notice hooks).
+            "recompute": none is kept, and a backward runs the forward again.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
         send: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
@@ -116,7 +123,7 @@ class Pool:
         deterministic: bool = False,
         retries: int = 2,
         timeout: float | None = None,
-        graphs: str = "keep",
+        graphs: str = "auto",
         graph_memory: int | str | None = None,
         send: str = "auto",
         devices: Device | Sequence[Device] | None = None,

@@ -30,6 +30,7 @@ collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor keeps processes, on torch 2.8 from its import on
 
+OWN_NAMES = ("mpgrad", "torch_", "psm_")  # of shared memory: ours, torch's and multiprocessing's
 PATIENCE = 5.0  # seconds for the system to take away what has been ended
 
 
@@ -116,9 +117,9 @@ def footprint() -> dict[str, set[str]]:
 
 
 def names_of_shared_memory() -> Iterator[str]:
-    """Names; but semaphores, which are multiprocessing's, and come and go with any program on the machine."""
+    """Names; but not those of other programs, nor multiprocessing's semaphores, which come and go with any of them."""
     if Path("/dev/shm").exists():
-        yield from (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
+        yield from (name for name in os.listdir("/dev/shm") if name.startswith(OWN_NAMES))
 
 
 def running_children() -> Iterator[str]:

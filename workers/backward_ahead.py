@@ -3,6 +3,9 @@
 A loss is a number, and what will come for it is one too. So its gradients are computed for a gradient of one here, and
 multiplied by what comes in the caller. Where the backward might be more than such a multiplication, the caller is told: then
 they are for a gradient of one only. What no gradient of one may be put through is left for the caller's backward.
+
+With `graphs="auto"` the caller says which gradient it expects, and they are for that one only. The graph stays, so that a wrong
+guess costs nothing but the time, and nobody sees it: what may do more than compute is left for the caller's backward.
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ class Ahead:
         sums: CaptureSums | None,
         at_once: bool,
         ones: bool,
+        expected: float | None,
         note: Callable[[int], None],
     ) -> None:
-        """`ones`: gradients that hold for one only are wanted too."""
+        """`ones`: gradients that hold for one only are wanted too. `expected`: see `Forward`."""
         self.found: list[torch.Tensor | None] = []
         self.sums = sums  # of the captures' gradients; None: these are among `found`
         self.seconds = 0.0
@@ -49,8 +53,10 @@ class Ahead:
         self.has_begun = False  # so that the call's graph is not whole any more
         self._captures = captures
         self._wanted = own_inputs(call)
-        self._at_once = at_once
-        self._ones = ones and APPLIED.is_watching
+        self.keeps = expected is not None  # the graph
+        self._at_once = at_once or self.keeps
+        self._ones = ones and APPLIED.is_watching and not self.keeps
+        self._gradient = 1.0 if expected is None else expected
         self._note = note  # which item it is at: a backward may be the end of the process
         self._items = 0  # that were differentiated, from the first on
         self._waiting: list[tuple[Sequence[Edge | None], Edge, torch.Tensor, bool]] = []  # of the items behind them
@@ -65,7 +71,7 @@ class Ahead:
         self._applied, self._hooks = APPLIED.count, HOOKS.count
 
     def take(self, item: int, inputs: Sequence[Edge | None], tensors: Sequence[torch.Tensor], reentrant: bool) -> bool:
-        """The item gave `tensors`; `inputs` are the call's. Returns whether its backward was run, so that its graph can go."""
+        """The item gave `tensors`; `inputs` are the call's. Returns whether its graph can go, as its backward was run."""
         loss = loss_of(tensors)
         if loss is None or item != self._items + len(self._waiting):
             return False
@@ -77,9 +83,9 @@ class Ahead:
                 return False
             self.for_one = True
         own = self._wanted[item]
-        inputs, one = inputs[own.start : own.stop], torch.ones_like(loss)
+        inputs, one = inputs[own.start : own.stop], torch.full_like(loss, self._gradient)
         if self._at_once:
-            return self._differentiate(inputs, loss, one, reentrant)
+            return self._differentiate(inputs, loss, one, reentrant) and not self.keeps
         self._waiting.append((inputs, edge_of(loss), one, reentrant))
         return False
 
@@ -98,7 +104,7 @@ class Ahead:
         started = time.perf_counter()
         try:
             edges = [*map(still_there, inputs), *map(still_there, self._captures)]
-            found = gradients_at(edges, (edge,), (one,), reentrant)
+            found = gradients_at(edges, (edge,), (one,), reentrant, self.keeps)
             for place, grad in enumerate(found):
                 if grad is not None and grad.layout is not torch.strided:
                     found[place] = grad.clone()  # its indices may be a tensor that the function keeps, and writes to again

@@ -98,14 +98,14 @@ class ForwardHandler:
             if message.ahead and may_go_ahead(call, message.modes, function.precise):
                 sums = CaptureSums(len(function.edges)) if message.ahead == RunAhead.SUMS else None
                 at_once = bool(function.code.gives_losses)
-                ahead = Ahead(call, function.edges, sums, at_once, message.ones, self._tracker.begin_item)
+                ahead = Ahead(call, function.edges, sums, at_once, message.ones, message.expected, self._tracker.begin_item)
             run = self._runner.run(message, call, function, incoming, stage, ahead)
             placed = self._place(run, call.origin, stage)
             graph = run.graph
             gradients = None
             if graph is not None and ahead is not None and ahead.has_begun:
                 gradients = self._lend_ahead(call.call, ahead, graph, payload, stage)
-                graph = None
+                graph = graph if ahead.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
             for_one = gradients is not None and ahead is not None and ahead.for_one
             refs = self._loans.lend(placed, payload)
@@ -147,7 +147,8 @@ class ForwardHandler:
         else:
             function.code.gives_losses = False
         if gradients is None:
-            self._graphs.miss(call)
+            if not ahead.keeps:
+                self._graphs.miss(call)
         elif ahead.sums is not None and ahead.sums.calls:
             function.sums.add_ahead(ahead.sums.sums)
         return gradients

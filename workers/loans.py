@@ -18,7 +18,18 @@ from mpgrad.workers.station import Station
 from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
-from mpgrad.wire.messages import BackwardCall, ForwardCall, NewSlab, Rederive, Rerun, Returned, SlabsGone, Tried, Try
+from mpgrad.wire.messages import (
+    BackwardCall,
+    ForwardCall,
+    NewSlab,
+    Rederive,
+    Rerun,
+    Returned,
+    SlabsGone,
+    SlabsMissing,
+    Tried,
+    Try,
+)
 from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, SHARED, Bucket, TensorRef, lent, rows_of, view
 
@@ -128,6 +139,13 @@ class Loans:
             self._station.attach(message, self._lenders)
         else:
             self._lenders.attach(message.number, self._link.take_descriptor(), message.nbytes)
+
+    def take_missing(self) -> list[int]:
+        """See `SlabsMissing`."""
+        return self._lenders.take_missing()
+
+    def tell_again(self, message: SlabsMissing) -> None:
+        self.arena.tell_again(message.numbers)
 
     def detach(self, message: SlabsGone) -> None:
         for number in message.numbers:

@@ -37,6 +37,7 @@ from mpgrad.wire.messages import (
     Release,
     Returned,
     SlabsGone,
+    SlabsMissing,
     Try,
 )
 from mpgrad.wire.tensor_packing import Payload
@@ -71,6 +72,7 @@ class Worker:
             Returned: loans.take_back,
             NewSlab: loans.attach,
             SlabsGone: loans.detach,
+            SlabsMissing: loans.tell_again,
             Direct: station.go_direct,
         }
 
@@ -106,6 +108,8 @@ class Worker:
         if returns := self._loans.take_returns():
             messages.append(Returned(returns))
         messages.append(answer)
+        if missing := self._loans.take_missing():
+            messages.append(SlabsMissing(missing))
         if dropped := drained(self._loans.arena.dropped):
             messages.append(SlabsGone(dropped))
         self._link.send(messages, parts)

@@ -7,6 +7,7 @@ Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker a
     operations      one map, submit or reduce, from packed calls to results; submitted: one whose result other calls may claim
     outcomes        what came of a call: a result, or an exception
     claims          results among the arguments of a call that other calls still have to give
+    delivered_gradients   those of losses, which came with the results
     homes           where its autograd nodes find their graphs, and the replies that gates wait for
     results         what the caller holds: AsyncResult, DifferentiableFuture, ResultIterator
     output          what tasks printed, logged and warned of

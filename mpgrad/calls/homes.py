@@ -8,13 +8,14 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd.remote_graph import Grads, Members, Order, Promise, Reach, RemoteGraph, forget_oldest
+from mpgrad.autograd.remote_graph import Grads, Order, Promise, Reach, RemoteGraph, forget_oldest
 from mpgrad.autograd.running import note_failure
+from mpgrad.calls.delivered_gradients import DeliveredGradients, ReadyReply, factors_of, is_in_range, loss_gradients, scaled
 from mpgrad.calls.output import warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import InternalError, WorkerDiedError
@@ -24,11 +25,11 @@ from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.tracebacks import shown
 from mpgrad.wire.messages import Failure, Warned
 from mpgrad.wire.tensor_packing import Packer, Placed, placed_again, staged_again
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, view_at, views
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, views
 
 __all__ = ["GradientReply", "OperationHome", "Sender", "raised_from"]
 
-FEW = 8  # to take one row out of columns takes as long as to pass by so many
+EXAMINED = 4  # backwards of a map, for what gradient its losses get
 
 Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slot]]
 
@@ -163,112 +164,6 @@ def subject_of(index: int | range | None) -> str:
     return "" if index is None else f"item {index}, "
 
 
-class DeliveredGradients:
-    """The gradients of losses, which came with them: of their inputs, and where `apart` of the captures too.
-
-    Those of a bundle are taken one by one, each once, unless it is to be kept: whoever gets one may write to it.
-    """
-
-    __slots__ = ("_memories", "_payload", "_refs", "_taken", "apart", "for_one", "maker")
-
-    def __init__(
-        self,
-        maker: object,
-        refs: Sequence[TensorRef | None],
-        payload: memoryview,
-        memories: dict[int, Borrowed | Slot],
-        apart: bool,
-        for_one: bool,
-    ) -> None:
-        self._taken: set[int] = set()
-        self.maker = maker  # the worker that has the captures' in its sum; should it die, the graph is another's
-        self._refs = refs
-        self._payload = payload
-        self._memories = memories
-        self.apart = apart
-        self.for_one = for_one  # they say nothing of other gradients: the backward may do more than multiply
-
-    def serve(self, order: Order, inputs: int, factor: float) -> ReadyReply | None:
-        """None where the gradients for one are out of range, and those for `factor` need not be."""
-        places = [*order.wanted, *(range(inputs, len(self._refs)) if order.captures and self.apart else ())]
-        return self._reply(places, itertools.repeat(factor, len(places)), order.keep)
-
-    def serve_bundle(self, order: Order, members: Members, factors: Sequence[float | None]) -> ReadyReply | None:
-        """Likewise; and where some have been taken before."""
-        if not self._taken.isdisjoint(order.wanted):
-            return None
-        items = [members.of_input[number] for number in order.wanted]  # each has one output, its loss
-        wanted = [factor for item in items if (factor := factors[item]) is not None]
-        reply = self._reply(order.wanted, wanted, order.keep)
-        if reply is not None and not order.keep:
-            self._taken.update(order.wanted)
-        return reply
-
-    def _reply(self, places: Sequence[int], factors: Iterable[float], keep: bool) -> ReadyReply | None:
-        """The gradients at `places`, each times its factor; None where one may be out of range."""
-        if FEW * len(places) < len(self._refs):
-            grads = [view_at(self._refs, place, self._payload, self._borrow) for place in places]
-        else:
-            every = views(self._refs, self._payload, self._borrow)
-            grads = [every[place] for place in places]
-        given: list[torch.Tensor | None] = []
-        for grad, factor in zip(grads, factors, strict=True):
-            if not is_in_range(grad, factor):
-                return None
-            given.append(scaled(grad, factor, shared=keep))
-        return ReadyReply(given)
-
-    def _borrow(self, ref: TensorRef) -> Any:
-        return self._memories[ref.place].memory
-
-
-class ReadyReply:
-    """The answer to a backward for which nothing has to be done."""
-
-    __slots__ = ("_gradients", "graph")
-
-    is_ready = True
-    reached: Sequence[int] = ()
-
-    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
-        self._gradients = gradients
-        self.graph: RemoteGraph | None = None
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        return self._gradients
-
-    def connected(self) -> list[int]:
-        return []
-
-
-def scaled(grad: torch.Tensor | None, factor: float, shared: bool) -> torch.Tensor | None:
-    """`shared`: the gradient will be needed again, and whoever gets one may write to it."""
-    if grad is None or (factor == 1 and not shared):
-        return grad
-    return grad.clone() if factor == 1 else grad * factor
-
-
-def is_in_range(grad: torch.Tensor | None, factor: float) -> bool:
-    """Whether `factor * grad` is what the backward would have given: not where the gradient for one is infinite or NaN."""
-    return factor == 1 or grad is None or bool(torch.isfinite(grad.sum()))
-
-
-def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
-    """The gradients of losses as numbers, None for those that have none; None where one is more than that."""
-    if order.create or order.levels:
-        return None
-    factors: list[float | None] = []
-    for parts in grads:
-        if not parts:
-            factors.append(None)
-            continue
-        part = parts[0]
-        if len(parts) > 1 or isinstance(part, Promise):
-            return None
-        factors.append(float(part))
-    return factors
-
-
 class Sender(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
@@ -280,7 +175,23 @@ class Sender(Protocol):
 
     def release(self, graph: RemoteGraph) -> None: ...
 
+    def spend(self, graph: RemoteGraph) -> None:
+        """Its last backward was run ahead, and has come."""
+        ...
+
+    def guess_of(self, function: SharedFunction) -> Learner | None: ...
+
     def note_other_gradient(self, function: SharedFunction) -> None: ...
+
+
+class Learner(Protocol):
+    """What gradient losses get: see `scheduling.guesses`."""
+
+    def note_right(self, gradient: float) -> None: ...
+
+    def note_other(self) -> None: ...
+
+    def note_wrong(self) -> None: ...
 
 
 class Contribution(NamedTuple):
@@ -315,7 +226,9 @@ def alive(ref: weakref.ref[RemoteGraph]) -> RemoteGraph:
 class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
-    def __init__(self, sender: Sender, function: SharedFunction, deterministic: bool, timeout: float | None) -> None:
+    def __init__(
+        self, sender: Sender, function: SharedFunction, deterministic: bool, timeout: float | None, learns: bool = False
+    ) -> None:
         self.sender = sender
         self._function = function
         self.deterministic = deterministic
@@ -324,6 +237,8 @@ class OperationHome:
         self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
         self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
         self._ahead_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
+        self._to_see = EXAMINED if learns else 0  # backwards that are still looked at, for the next map's sake
+        self._seen: float | None = None  # the gradient of those before
         self._ahead_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
 
     @property
@@ -336,6 +251,8 @@ class OperationHome:
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         served = self._serve(graph, order, grads)
+        if self._to_see:
+            self._learn(order, grads)
         if served is not None:
             return served
         reply = self.sender.send_gradients(graph, order, grads)
@@ -350,6 +267,8 @@ class OperationHome:
         ahead = graph.ahead
         if not isinstance(ahead, DeliveredGradients) or (order.apart and not ahead.apart):
             return None
+        if ahead.expected is not None:
+            return self._serve_expected(graph, ahead, order, grads)
         factors = factors_of(order, grads)
         factor = factors[0] if factors else None
         if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
@@ -364,6 +283,41 @@ class OperationHome:
         if served is not None:
             self._note_share(graph, ahead.maker, order, grads, factor)
         return served
+
+    def _serve_expected(self, graph: RemoteGraph, ahead: DeliveredGradients, order: Order, grads: Grads) -> ReadyReply | None:
+        """Where this is the backward that was run ahead: of all of the graph, which is not kept, with that gradient."""
+        right = order.whole and not order.keep and set(factors_of(order, grads) or ()) == {ahead.expected}
+        if not right:
+            self._guess_was_wrong(graph)
+            return None
+        if graph.members is not None:
+            served = ahead.serve_bundle(order, graph.members, [1.0] * len(grads))
+        else:
+            served = ahead.serve(order, len(graph.placeholders), 1.0)
+        if served is not None:
+            self._note_share(graph, ahead.maker, order, grads, 1.0)
+            graph.ahead = None
+            self.sender.spend(graph)
+        return served
+
+    def _guess_was_wrong(self, graph: RemoteGraph) -> None:
+        graph.ahead = None
+        if (guess := self.sender.guess_of(self._function)) is not None:
+            guess.note_wrong()
+
+    def _learn(self, order: Order, grads: Grads) -> None:
+        """What gradients its losses get, or that these are none."""
+        self._to_see -= 1
+        guess = self.sender.guess_of(self._function)
+        if guess is None:
+            return
+        found = loss_gradients(order, grads)
+        if len(found) != 1 or self._seen not in (None, *found):
+            self._to_see = 0
+            guess.note_other()
+        elif self._seen is None:
+            (self._seen,) = found
+            guess.note_right(self._seen)
 
     def _note_share(self, graph: RemoteGraph, maker: object, order: Order, grads: Grads, factor: float | None) -> None:
         if order.captures and not order.apart and factor is not None:
@@ -445,4 +399,11 @@ class OperationHome:
         return order, self.sender.send_gradients(graph, order, lost.grads, again=True)
 
     def release(self, graph: RemoteGraph) -> None:
+        """Nobody can ask for a backward of it any more."""
+        if isinstance(graph.ahead, DeliveredGradients) and graph.ahead.expected is not None:
+            self._guess_was_wrong(graph)
+        if self._to_see == EXAMINED:  # none has come at all
+            self._to_see = 0
+            if (guess := self.sender.guess_of(self._function)) is not None:
+                guess.note_other()
         self.sender.release(graph)

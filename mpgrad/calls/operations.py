@@ -53,6 +53,7 @@ class OperationOptions(NamedTuple):
     noun: str = "item"  # what a call is in the caller's eyes, for errors: an item, or a block of them
     request: Request | None = None  # where its calls are to run
     ahead: int = RunAhead.NO
+    expected: float | None = None  # the gradient of its losses, where it can be guessed
     at_rest: bool = False  # what calls are given is all there, and all results are waited for together
 
 
@@ -75,6 +76,7 @@ class Operation:
         self.noun = options.noun
         self.request = options.request
         self.ahead = options.ahead
+        self.expected = options.expected
         self.at_rest = options.at_rest
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None

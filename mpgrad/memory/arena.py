@@ -22,7 +22,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,6 +146,7 @@ class Arena:
         self._open: Slab | None = None  # the slab that slots are cut from
         self._used = 0  # bytes cut off the open slab
         self._dead: deque[tuple[Slab, int, int]] = deque()  # slots whose last reference has gone: slab, offset, capacity
+        self._slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._closed = False
         self.made: deque[Slab] = deque()  # slabs that borrowers have not been told of
@@ -184,6 +185,10 @@ class Arena:
         if self._dead:
             with self._lock:
                 self._take_in_the_dead()
+
+    def tell_again(self, numbers: Iterable[int]) -> None:
+        """A borrower does not know these slabs: where there still is one, it counts as made."""
+        self.made.extend(slab for number in numbers if (slab := self._slabs.get(number)) is not None)
 
     def _take_in_the_dead(self) -> None:
         """Assumes: the lock is held."""
@@ -256,6 +261,7 @@ class Arena:
         except (OSError, RuntimeError) as error:
             raise no_room(nbytes) from error
         self._next_number += 1
+        self._slabs[slab.number] = slab
         return slab
 
 
@@ -273,6 +279,7 @@ class Lenders:
         self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
         # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
+        self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
         self._closed = False
         self._notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
@@ -331,6 +338,7 @@ class Lenders:
                 raise no_mapping(f"on a device: {error}") from error
             del self._elsewhere[number]
         if number not in self.slabs:
+            self._missing.add(number)
             raise no_mapping("no file descriptor was free to receive it with")
         return self.slabs[number]
 
@@ -366,6 +374,11 @@ class Lenders:
         if nbytes <= COPY_BYTES:
             return memoryview(bytearray(memory))
         return slab.private(offset, memory)
+
+    def take_missing(self) -> list[int]:
+        """Slabs that their owners should send again, since the last time."""
+        missing, self._missing = self._missing, set()
+        return list(missing)
 
     def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
         """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here."""

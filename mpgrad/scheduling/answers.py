@@ -11,7 +11,8 @@ import functools
 from collections.abc import Sequence
 
 from mpgrad.autograd.remote_graph import Home, RemoteGraph
-from mpgrad.calls.homes import DeliveredGradients, GradientReply, raised_from
+from mpgrad.calls.delivered_gradients import DeliveredGradients
+from mpgrad.calls.homes import GradientReply, raised_from
 from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
@@ -51,7 +52,10 @@ class Answers:
             graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.gradients is not None:
-                graph = RemoteGraph(operation.home, worker, number, item, call)
+                if operation.expected is None:
+                    graph = RemoteGraph(operation.home, worker, number, item, call)
+                else:
+                    graph = self._graph_kept(worker, operation.home, number, item, call)
                 if operation.ahead == RunAhead.SUMS and operation.home.reach is not None:
                     worker.sums.note(operation.function.number, None, ())
                     summed = operation.function.summed
@@ -65,7 +69,9 @@ class Answers:
                 continue
             if graph is not None and outcome.gradients is not None:
                 apart = operation.ahead == RunAhead.APART
-                graph.ahead = DeliveredGradients(worker, outcome.gradients, payload, memories, apart, outcome.for_one)
+                graph.ahead = DeliveredGradients(
+                    worker, outcome.gradients, payload, memories, apart, outcome.for_one, operation.expected
+                )
             if graph is None or graph.recipe is None:
                 call.forget_tensors()
             if graph is None:

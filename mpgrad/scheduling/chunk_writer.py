@@ -55,9 +55,8 @@ class ChunkWriter:
         function, modes, seed, _ = operation.conditions
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        messages.append(
-            Forward(number, function.number, modes, seed, operation.stop_at_failure, operation.ahead, function.ones, sent)
-        )
+        stops, ahead = operation.stop_at_failure, operation.ahead
+        messages.append(Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent))
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
     def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest]) -> Written:

@@ -79,6 +79,9 @@ class Deliveries:
             worker = self.workers.get(owner_of(slab_of(address)))
             if worker is not None:
                 worker.returns.append((address, times))
+        for number in self._memory.lenders.take_missing():
+            if (worker := self.workers.get(owner_of(number))) is not None:
+                worker.missing_slabs.append(number)
 
     def has_news(self) -> bool:
         """Whether there is something to tell the workers, apart from work."""

@@ -1,6 +1,6 @@
 """The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
 
-Assumes: called by the scheduling thread, but for `ran` and `note_other_gradient`, which any thread may call.
+Assumes: called by the scheduling thread, but for `ran`, `expected`, `guess_of` and `note_other_gradient`, which any may call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.scheduling.chunks import SentGradients
+from mpgrad.scheduling.guesses import Guess
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
@@ -39,12 +40,13 @@ class Ran(NamedTuple):
 class Measured:
     """Of one function: what its calls took, as the workers measured it."""
 
-    __slots__ = ("_answers", "_behind", "_with_graphs", "ones", "ran", "seconds")
+    __slots__ = ("_answers", "_behind", "_with_graphs", "guess", "ones", "ran", "seconds")
 
     def __init__(self, ones: bool) -> None:
         self.ran = Ran(0.0)
         self.seconds = 0.0  # of a call, with our care for it
         self.ones = ones  # see `SharedFunction.ones`
+        self.guess = Guess()
         self._answers = 0
         self._with_graphs = 0.0  # calls that gave graphs
         self._behind = 0.0  # seconds of their backwards
@@ -100,6 +102,16 @@ class Codes:
         """What a call of the function takes a worker; None before the first. Any thread may ask."""
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.ran
+
+    def expected(self, pickled: bytes) -> float | None:
+        """The gradient that the function's losses will get, if it can be guessed. Any thread may ask."""
+        measured = self._measured.get(self._numbers.get(pickled, 0))
+        return None if measured is None else measured.guess.expected
+
+    def guess_of(self, function: SharedFunction) -> Guess | None:
+        """None where nothing came of the function yet, or it was forgotten. Any thread may ask."""
+        measured = self._measured.get(function.code)
+        return None if measured is None else measured.guess
 
     def seconds(self, function: SharedFunction, unknown: float) -> float:
         """Of one of its calls, with our care for it; `unknown` before the first."""

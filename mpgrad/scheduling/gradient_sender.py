@@ -20,6 +20,7 @@ from mpgrad.calls.packing import SharedFunction
 from mpgrad.scheduling.chunks import CaptureRequest, Differentiation, SentGradients
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.function_cache import Codes
+from mpgrad.scheduling.guesses import Guess
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import Modes, current_modes
@@ -116,6 +117,14 @@ class GradientSender:
     def call_off_backward(self, graph_task: int) -> None:
         """As `Scheduler.call_off`, all that was sent for the backward with this number."""
         self._driver.post(lambda: self.give_up(graph_task))
+
+    def spend(self, graph: RemoteGraph) -> None:
+        worker = graph.worker
+        assert isinstance(worker, WorkerHandle)
+        worker.spent.append(graph.call)
+
+    def guess_of(self, function: SharedFunction) -> Guess | None:
+        return self._codes.guess_of(function)
 
     def note_other_gradient(self, function: SharedFunction) -> None:
         """Than the one for which the backward of a loss was run ahead, and must be run again."""

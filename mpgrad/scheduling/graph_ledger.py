@@ -68,6 +68,12 @@ class GraphLedger:
         elif not what.order.keep:
             self._note_freed(what.graph)
 
+    def note_spent(self, calls: Iterable[int]) -> None:
+        """Their last backward was run ahead, and has come."""
+        for call in calls:
+            if call in self.states:  # others have been released meanwhile
+                self.states[call] = SPENT
+
     def _note_freed(self, graph: RemoteGraph) -> None:
         """A graph of gradients is freed together with the one that it derives from: they share nodes."""
         if self.states.get(graph.call) is HERE:

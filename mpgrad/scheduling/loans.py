@@ -45,6 +45,10 @@ class Loans:
     def have_any_of(self, slab: int) -> bool:
         return any(slab_of(address) == slab for address in self._lent)
 
+    def tell_again(self, slab: int) -> None:
+        """The worker does not know the slab after all: it is told of it when it is next lent something there."""
+        self._slabs.discard(slab)
+
     def unmap(self, slab: int) -> None:
         """The slab is gone, and the worker is to be told so."""
         if slab in self._slabs:

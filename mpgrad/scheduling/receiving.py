@@ -32,6 +32,7 @@ from mpgrad.wire.messages import (
     Results,
     Returned,
     SlabsGone,
+    SlabsMissing,
     StartFailed,
     Tried,
     Whereabouts,
@@ -93,6 +94,9 @@ class Receiver:
                     self._memory.lenders.attach(message.number, worker.link.take_descriptor(), message.nbytes)
                 case SlabsGone():
                     self._deliveries.unmap(message.numbers)
+                case SlabsMissing():
+                    for number in message.numbers:
+                        worker.loans.tell_again(number)
                 case Returned():
                     for address, times in message.slots:
                         self._take_back(worker, address, times)

@@ -152,6 +152,7 @@ class Recovery:
             there = [each for each in self._workers.values() if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there
             worker = min(active or self._workers.values(), key=lambda each: each.load)
+        gone.note_spent()
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker

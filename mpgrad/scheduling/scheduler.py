@@ -123,6 +123,10 @@ class Scheduler(ABC):
         """What a call of the function takes by itself; None before the first."""
         return self._codes.ran(pickled)
 
+    def expected(self, pickled: bytes) -> float | None:
+        """See `Codes.expected`."""
+        return self._codes.expected(pickled)
+
     def forget_function(self, number: int, nbytes: int) -> None:
         """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""
         for worker in list(self.workers.values()):

@@ -21,7 +21,7 @@ from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.under_way import UnderWay
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone
+from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Doom", "WorkerHandle"]
@@ -66,7 +66,10 @@ class WorkerHandle:
         # news, to be sent along with the next message
         self.sent_at = 0.0  # when that was last, on the clock of time.monotonic
         self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
+        self.missing_slabs: list[int] = []  # of the worker's, that we could not receive
         self.releases: deque[int] = deque()
+        self.spent: deque[int] = deque()  # calls whose backward was run ahead, and has come
+        self._emptied: list[int] = []  # of these, those that were noted
         self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
         self.forgotten_codes: deque[int] = deque()
 
@@ -94,7 +97,7 @@ class WorkerHandle:
 
     def has_sums_before(self, graph_task: int) -> bool:
         """It would be done, but for sums of earlier backwards."""
-        if self.under_way or self.backlog or self.releases or self.graphs.needs_worker(self.is_last):
+        if self.under_way or self.backlog or self._has_releases or self.graphs.needs_worker(self.is_last):
             return False
         return self.sums.are_before(graph_task)
 
@@ -117,7 +120,12 @@ class WorkerHandle:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.returns or self.releases or self.forgotten_functions or self.forgotten_codes)
+        of_memory = self.returns or self.missing_slabs
+        return bool(of_memory or self._has_releases or self.forgotten_functions or self.forgotten_codes)
+
+    @property
+    def _has_releases(self) -> bool:
+        return bool(self.releases or self.spent or self._emptied)
 
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
         """A chunk of an operation, which is under way from now on."""
@@ -127,6 +135,7 @@ class WorkerHandle:
 
     def backward(self, number: int) -> tuple[list[Message], Payload]:
         """A chunk of what waits in the backlog, likewise."""
+        self.note_spent()  # before another backward of one of them
         messages, payload, chunk = self.writer.backward(number, self.backlog)
         self.under_way.add(number, chunk)
         return messages, payload
@@ -152,6 +161,13 @@ class WorkerHandle:
         news: list[Message] = []
         if self.returns:
             news.append(Returned(drained(self.returns)))
+        if self.missing_slabs:
+            news.append(SlabsMissing(self.missing_slabs))
+            self.missing_slabs = []
+        self.note_spent()
+        if self._emptied:
+            news.append(Release(self._emptied))
+            self._emptied = []
         if self.releases:
             released = drained(self.releases)
             self.graphs.forget(released)
@@ -162,6 +178,13 @@ class WorkerHandle:
             self.writer.forget(functions)
             news.append(Forget(functions, drained(self.forgotten_codes), sum(nbytes for _, nbytes in forgotten)))
         return news
+
+    def note_spent(self) -> None:
+        """What other threads have said of backwards ahead: their graphs can go."""
+        if self.spent:
+            calls = drained(self.spent)
+            self.graphs.note_spent(calls)
+            self._emptied += calls
 
     # --- its end
 

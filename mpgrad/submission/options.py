@@ -25,7 +25,7 @@ from mpgrad.scheduling.stations import worker_devices
 
 __all__ = ["CallOptions", "PoolOptions", "pickled_initializer", "positive"]
 
-GRAPHS = ("keep", "recompute", "ahead")
+GRAPHS = ("auto", "keep", "ahead", "recompute")
 ON_ERROR = ("raise", "return")
 SEND = ("auto", "always")
 
@@ -82,6 +82,11 @@ class PoolOptions:
     @property
     def runs_ahead(self) -> bool:
         return self.graphs == "ahead"
+
+    @property
+    def guesses(self) -> bool:
+        """Whether backwards that can be guessed are run ahead: where hooks are noticed, and a graph can be made again."""
+        return self.graphs == "auto" and self.traits.is_process and self.retries > 0
 
     @property
     def may_stay(self) -> bool:

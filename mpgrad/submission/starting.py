@@ -86,11 +86,12 @@ class Starter:
         scheduler, deterministic = self._scheduler, self._options.deterministic
         with outside_transforms():
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
-            home = OperationHome(scheduler.gradients, shared, deterministic, seconds)
+            home = OperationHome(scheduler.gradients, shared, deterministic, seconds, self._options.guesses)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
         ahead = RunAhead.NO
-        if self._options.runs_ahead:
+        expected = scheduler.expected(pickled.pickled) if self._options.guesses else None
+        if self._options.runs_ahead or expected is not None:
             apart = one_by_one or deterministic or torch.are_deterministic_algorithms_enabled()
             ahead = RunAhead.APART if apart else RunAhead.SUMS
         how = OperationOptions(
@@ -101,6 +102,7 @@ class Starter:
             timeout=seconds,
             request=request,
             ahead=ahead,
+            expected=expected,
             at_rest=at_rest,
         )
         now = modes or current_modes(scheduler.packer.kind)

@@ -2,7 +2,7 @@
 
     parent ► worker   Start Define Forget Forward Backward Collect Release Stop
     worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
-    both ways         NewSlab Carried SlabsGone Returned
+    both ways         NewSlab Carried SlabsGone SlabsMissing Returned
     devices           Try Direct to the worker, Tried to the parent
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
@@ -50,6 +50,7 @@ __all__ = [
     "Returned",
     "RunAhead",
     "SlabsGone",
+    "SlabsMissing",
     "Start",
     "StartFailed",
     "Stop",
@@ -108,6 +109,12 @@ class Carried(NamedTuple):
 
 class SlabsGone(NamedTuple):
     """These slabs of the sender are no more."""
+
+    numbers: list[int]
+
+
+class SlabsMissing(NamedTuple):
+    """The sender had no descriptor free to receive these slabs with, when they were made; it would have them again."""
 
     numbers: list[int]
 
@@ -209,7 +216,7 @@ class Forward(NamedTuple):
     """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
 
     `ahead`: see `RunAhead`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
-    that may say nothing of other gradients.
+    that may say nothing of other gradients. With the gradient that is `expected`, if there is one: then the graph stays.
     """
 
     chunk: int
@@ -219,6 +226,7 @@ class Forward(NamedTuple):
     stop_at_failure: bool
     ahead: int
     ones: bool
+    expected: float | None
     calls: list[ForwardCall]
 
 
@@ -416,6 +424,7 @@ Message = (
     NewSlab
     | Carried
     | SlabsGone
+    | SlabsMissing
     | Returned
     | Define
     | Forget

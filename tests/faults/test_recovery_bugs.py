@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,8 @@ from conftest import linux_only, staffed
 from torch import Tensor
 
 import mpgrad
-from mpgrad.memory.arena import Arena
+from mpgrad.errors import SharedMemoryError
+from mpgrad.memory.arena import Arena, Lenders
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.tensor_packing import Packer, Payload
 
@@ -610,3 +611,45 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
     Recovery({}, None, 0, Lifecycle(), lambda operation: None).blame(worker, -9, worker.under_way.chunks[2], -1, -1)  # type: ignore[arg-type]
+
+
+LARGE = 10 << 20  # elements, whose memory is a slab of its own
+
+
+def forget_first_slab(lost: list[int]) -> Callable[..., None]:
+    """In place of `Lenders.attach`: as where no descriptor is free for the first slab that comes."""
+    attach = Lenders.attach
+
+    def attached(self: Lenders, number: int, descriptor: int | None, nbytes: int) -> None:
+        if not lost and descriptor is not None:
+            lost.append(number)
+            os.close(descriptor)
+            descriptor = None
+        attach(self, number, descriptor, nbytes)
+
+    return attached
+
+
+def lose_first_slab() -> None:
+    Lenders.attach = forget_first_slab([])  # type: ignore[method-assign]
+
+
+def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not, and everything that was put there from then on could not be had."""
+    lost: list[int] = []
+    with mpgrad.Pool(1, send="always") as pool:
+        assert pool.map(abs, [-1]) == [1]  # it is there, with its first slab
+        monkeypatch.setattr(Lenders, "attach", forget_first_slab(lost))
+        with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
+            pool.map(torch.ones, [LARGE])
+        assert lost
+        for _ in range(3):
+            assert pool.map(torch.ones, [LARGE])[0].sum() == LARGE
+
+
+def test_likewise_in_a_worker() -> None:
+    with mpgrad.Pool(1, send="always", initializer=lose_first_slab) as pool:
+        with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
+            pool.map(torch.sum, [torch.ones(100_000)])
+        for _ in range(3):
+            assert pool.map(torch.sum, [torch.ones(100_000)] * 3) == [100_000] * 3

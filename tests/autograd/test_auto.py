@@ -1,0 +1,228 @@
+"""`graphs="auto"`: backwards run ahead once it is known which gradients come. Nobody can tell, but for the time."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.scheduling.gradient_sender import GradientSender
+from mpgrad.scheduling.guesses import LEAST
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+Tensor = torch.Tensor
+HERE = Path(__file__).parent
+SECOND_TIME = "Trying to backward through the graph a second time"
+
+weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
+
+
+def loss(x: Tensor) -> Tensor:
+    return (x.sin() * weight).exp().sum().square()
+
+
+def items(count: int = 12) -> list[Tensor]:
+    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+
+
+def mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).mean()
+
+
+@pytest.fixture(params=[{}, {"deterministic": True}, {"graph_memory": "1 MiB"}], ids=str)
+def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(2, **request.param) as pool:
+        yield pool
+
+
+@pytest.fixture
+def single(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(1) as pool:
+        yield pool
+
+
+def gradients(losses: list[Tensor], xs: list[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> list[Tensor | None]:
+    return list(torch.autograd.grad(combine(losses), [*xs, weight], allow_unused=True))
+
+
+def learn(pool: mpgrad.Pool, function: Callable[[Any], Any] = loss, combine: Callable[[list[Tensor]], Tensor] = mean) -> None:
+    """Have the pool expect for the function's losses what `combine` brings to twelve."""
+    for _ in range(LEAST):
+        combine(pool.map(function, items())).backward(inputs=[weight])
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The backwards that go to workers."""
+    found: list[object] = []
+    send = GradientSender.send_gradients
+
+    def noted(self: GradientSender, *args: Any, **options: Any) -> Any:
+        found.append(args)
+        return send(self, *args, **options)
+
+    monkeypatch.setattr(GradientSender, "send_gradients", noted)
+    return found
+
+
+def test_what_is_learned_saves_the_way(single: mpgrad.Pool, sent: list[object]) -> None:
+    for step in range(LEAST + 3):
+        xs = items()
+        losses = single.map(lambda x: x.square().sum(), xs)  # a function without captures, whose sums would be fetched
+        sent.clear()
+        mean(losses).backward()
+        assert bool(sent) == (step < LEAST)
+        ys = items()
+        mean([y.square().sum() for y in ys]).backward()
+        assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
+
+
+COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "the mean": mean,
+    "another gradient": lambda losses: torch.stack(losses).sum() / 7,
+    "different ones": lambda losses: torch.stack(losses) @ torch.linspace(0, 1, 12, dtype=torch.float64),
+    "some": lambda losses: (losses[3] + losses[7]) / 12,
+    "one by one": lambda losses: sum(losses) / 12,  # type: ignore[return-value]
+    "squared": lambda losses: torch.stack(losses).mean().square(),
+}
+
+
+def test_gradients_are_those_of_the_loop_whatever_was_expected(pool: mpgrad.Pool) -> None:
+    for combine in [each for each in COMBINATIONS.values() for _ in range(3)]:
+        learn(pool)
+        xs = items()
+        expected = gradients(list(map(loss, xs)), xs, combine)
+        *found, of_weight = gradients(pool.map(loss, xs), xs, combine)
+        assert str(found) == str(expected[:-1]) and all(map(torch.equal, filter_none(found), filter_none(expected[:-1])))
+        torch.testing.assert_close(of_weight, expected[-1])
+
+
+def filter_none(grads: list[Tensor | None]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+def test_a_gradient_with_a_rounding_of_its_own_is_not_multiplied(single: mpgrad.Pool) -> None:
+    """As `graphs="ahead"` would: the backward of one, times a seventh."""
+
+    def function(x: Tensor) -> Tensor:
+        return (x.exp() / 3).sum().sin()
+
+    def seventh(losses: list[Tensor]) -> Tensor:
+        return torch.stack(losses).sum() / 7
+
+    for _ in range(LEAST + 1):
+        xs, ys = items(), items()
+        seventh(single.map(function, xs)).backward()
+        seventh(list(map(function, ys))).backward()
+        assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
+
+
+def test_the_function_runs_once_whatever_comes(single: mpgrad.Pool, tmp_path: Path) -> None:
+    def counted(x: Tensor) -> Tensor:
+        with (tmp_path / "calls").open("a") as file:
+            file.write(".")
+        return loss(x)
+
+    for combine in COMBINATIONS.values():
+        learn(single, counted)
+        before = len((tmp_path / "calls").read_text())
+        xs = items()
+        gradients(single.map(counted, xs), xs, combine)
+        assert len((tmp_path / "calls").read_text()) == before + 12
+
+
+def test_a_second_backward_raises_as_in_the_loop(single: mpgrad.Pool) -> None:
+    learn(single)
+    total = mean(single.map(loss, items()))
+    total.backward(inputs=[weight])
+    with pytest.raises(RuntimeError, match=SECOND_TIME):
+        total.backward(inputs=[weight])
+
+
+def test_a_graph_that_is_kept_can_be_used_again(single: mpgrad.Pool) -> None:
+    learn(single)
+    xs, ys = items(), items()
+    found, expected = mean(single.map(loss, xs)), mean(list(map(loss, ys)))
+    for keep in (True, True, False):
+        for ours, theirs in zip(
+            torch.autograd.grad(found, xs, retain_graph=keep), torch.autograd.grad(expected, ys, retain_graph=keep), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_what_a_backward_does_it_does_when_it_comes(single: mpgrad.Pool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def noted(grad: Tensor) -> None:
+        log.write_text(log.read_text() + f"{grad[0].item()} ")
+
+    def hooked(x: Tensor) -> Tensor:
+        inner = x * 2
+        inner.register_hook(noted)
+        return loss(inner)
+
+    for _ in range(LEAST + 2):
+        log.write_text("")
+        losses = single.map(hooked, items(3))
+        assert log.read_text() == ""
+        mean(losses).backward()
+        assert len(log.read_text().split()) == 3
+
+
+def test_results_without_a_backward_end_it(single: mpgrad.Pool, sent: list[object]) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.exp().sum()
+
+    for _ in range(LEAST + 1):
+        sent.clear()
+        mean(single.map(function, items())).backward()
+    assert not sent
+    single.map(function, items())
+    mean(single.map(function, items())).backward()
+    assert sent
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["before", "after"])
+def test_a_death(pool: mpgrad.Pool, is_over: bool) -> None:
+    """Before or after the backward that was run ahead has come."""
+    learn(pool)
+    xs, ys = items(), items()
+    total, expected = mean(pool.map(loss, xs)), mean(list(map(loss, ys)))
+    if is_over:
+        total.backward(inputs=xs, retain_graph=True)
+        expected.backward(inputs=ys, retain_graph=True)
+    os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+    total.backward(inputs=xs)
+    expected.backward(inputs=ys)
+    for x, y in zip(xs, ys, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
+
+
+def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
+    def combined(*xs: Tensor) -> Tensor:
+        return mean(pool.map(loss, list(xs)))
+
+    learn(pool)
+    assert torch.autograd.gradcheck(combined, items(3)) and torch.autograd.gradgradcheck(combined, items(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["map", "backward", "captures", "higher_order", "functional", "spent"])
+def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one(name: str) -> None:
+    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
+    (file,) = HERE.parent.rglob(f"test_{name}.py")
+    only = ["-k", "not thread and not inline", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "losses_get_one", *only, str(file)]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stdout[-6000:]
