@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import scipy.optimize
 import torch
 from foce import estimates, log_concentration, most_probable, objective, scaled
@@ -58,6 +59,7 @@ GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in anoth
 
 GRADIENT_ENOUGH = 1e-4  # in every scaled parameter; the objective is then within 1e-9 of its minimum
 ENGINES = ("process", "thread", "inline", "ray")
+TAKEN = 0.25  # CPUs that others may take before it is worth a remark
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -83,15 +85,25 @@ class Comparison(NamedTuple):
 
     serial: list[Evaluation]
     pool: list[Evaluation]
+    busy: list[float]  # CPUs at work during each of the serial ones, whose own is one
 
     @property
     def speed_up(self) -> float:
         """The median over rounds of serial to pool time; the two halves of a round share the machine's mood."""
-        return statistics.median(one.seconds / other.seconds for one, other in zip(*self, strict=True))
+        return statistics.median(one.seconds / other.seconds for one, other in self.rounds)
 
     @property
     def gradient_difference(self) -> float:
-        return max(float((one.gradient - other.gradient).abs().max()) for one, other in zip(*self, strict=True))
+        return max(float((one.gradient - other.gradient).abs().max()) for one, other in self.rounds)
+
+    @property
+    def rounds(self) -> Iterator[tuple[Evaluation, Evaluation]]:
+        return zip(self.serial, self.pool, strict=True)
+
+    @property
+    def taken_by_others(self) -> float:
+        """CPUs."""
+        return max(0.0, statistics.median(self.busy) - 1)
 
 
 # --- the fit
@@ -131,13 +143,16 @@ def fit(loop: Loop, infants: Sequence[Infant], start: Tensor) -> Fit:
 
 def compare(loop: Loop, infants: Sequence[Infant], path: Sequence[Tensor], rounds: int) -> Comparison:
     """Evaluate at the path's parameters, serially and by `loop` in turns, so that both meet the same noise."""
-    comparison = Comparison([], [])
+    comparison = Comparison([], [], [])
     sides = [(serial, comparison.serial), (loop, comparison.pool)]
     for parameters in tqdm(
         itertools.islice(itertools.cycle(path), rounds), total=rounds, desc="serial and pool", unit=" rounds"
     ):
         for side, evaluations in sides:
+            psutil.cpu_percent()  # the next one counts from here on
             evaluations.append(evaluate(side, infants, parameters))
+            if side is serial:
+                comparison.busy.append(psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1))
         sides.reverse()
     return comparison
 
@@ -180,6 +195,8 @@ def report_comparison(comparison: Comparison) -> None:
     print(f"  serial             {median_seconds(comparison.serial):.3f} s")
     print(f"  pool               {median_seconds(comparison.pool):.3f} s")
     print(f"  speed-up           {comparison.speed_up:.2f}")
+    if comparison.taken_by_others > TAKEN:
+        print(f"other programs took {comparison.taken_by_others:.1f} CPUs meanwhile: the speed-up is that of a busy machine")
     print(f"largest difference between serial and pool gradients: {comparison.gradient_difference:.1e}")
 
 

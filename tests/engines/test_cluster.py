@@ -20,7 +20,7 @@ import local_cluster
 import psutil
 import pytest
 import torch
-from conftest import alive, gone
+from conftest import alive, gone, linux_only
 
 import mpgrad
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
@@ -240,6 +240,7 @@ def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -
         assert pool.map(abs, [-1]) == [1]  # by other workers
 
 
+@linux_only("the nursery, and the death signal")
 def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
     code = (
         "import time, mpgrad, local_cluster\n"

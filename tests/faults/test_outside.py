@@ -355,7 +355,9 @@ def test_memory_stays_what_it_is(fresh_pool: mpgrad.Pool, with_graphs: bool) -> 
         tenths.append(held(fresh_pool))
     second, last = tenths[1], tenths[-1]
     print(f"{count:,} calls, bytes in parent and workers after the second tenth and the last: {second[0]}, {last[0]}")
-    assert all(now - before < NOISE for before, now in zip(second[0], last[0], strict=True))
+    (parent, *workers), (parent_now, *workers_now) = second[0], last[0]
+    # on a busy machine one worker may have done little by then, and come later to where the other is
+    assert parent_now - parent < NOISE and max(workers_now) - max(workers) < NOISE
     # a slab more or less is no leak: one would leave something in each of thousands of calls
     more = [
         now - before for then, later in zip(second[1:], last[1:], strict=True) for before, now in zip(then, later, strict=True)

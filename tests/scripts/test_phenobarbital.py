@@ -325,7 +325,7 @@ class TestComplaints:
         at_start = Evaluation(START, phenobarbital.NONMEM_START_OBJECTIVE, zero, 1.0)
         fitted = Fit([at_start], NONMEM, phenobarbital.NONMEM_OBJECTIVE, complaint="")
         other = at_start._replace(gradient=zero + pool_gradient)
-        return list(complaints(fitted._replace(**changes), Comparison([at_start], [other]), with_nonmem))  # type: ignore[arg-type]
+        return list(complaints(fitted._replace(**changes), Comparison([at_start], [other], [1.0]), with_nonmem))  # type: ignore[arg-type]
 
     def test_none_about_nonmems_own_fit(self) -> None:
         assert self.complaints() == []
