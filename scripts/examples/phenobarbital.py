@@ -278,7 +278,7 @@ def draw_convergence(axes: Axes, fitted: Fit) -> None:
 
 
 def draw_speed(axes: Axes, comparison: Comparison, workers: str) -> None:
-    for one, other in zip(*comparison, strict=True):
+    for one, other in comparison.rounds:
         axes.plot([0, 1], [one.seconds, other.seconds], color=SERIAL_COLOUR, linewidth=0.6, alpha=0.5)
     for x, evaluations, colour in ((0, comparison.serial, SERIAL_COLOUR), (1, comparison.pool, POOL_COLOUR)):
         seconds = [evaluation.seconds for evaluation in evaluations]
