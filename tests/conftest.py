@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,12 @@ def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
     return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
 
 
-# --- for tests of what not all systems have
+# --- which tests run where
+
+
+def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
+    """For parameters of which all are tried before a change lands, and the first ones whenever tests run: the rest is slow."""
+    return [*params[:count], *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:])]
 
 
 def linux_only(mechanism: str) -> pytest.MarkDecorator:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import first_are_quick
 
 import mpgrad
 
@@ -34,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
 REMADE = [each for each in OPTIONS if each.get("engine") is None and each.get("retries") is None]
 
 
-@pytest.fixture(params=OPTIONS, ids=str)
+@pytest.fixture(params=first_are_quick(4, OPTIONS), ids=str)
 def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield pool

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import staffed
+from conftest import first_are_quick, staffed
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
@@ -33,7 +33,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=OPTIONS, ids=str)
+@pytest.fixture(scope="module", params=first_are_quick(3, OPTIONS), ids=str)
 def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield staffed(pool)  # before the first test, which looks for what it leaves
