@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
@@ -35,6 +36,7 @@ from mpgrad.submission.options import CallOptions, PoolOptions, pickled_initiali
 from mpgrad.submission.source import Source
 from mpgrad.submission.submitter import Submitter
 from mpgrad.suggestions import suggests
+from mpgrad.timeline.timeline import Timeline
 from mpgrad.torch_state import behaviours
 from mpgrad.torch_state.modes import load_generators
 from mpgrad.torch_state.private import not_compiled
@@ -376,6 +378,40 @@ class Pool:
             [(10, 0)]
         """
         return self._scheduler.stats(self._submitter.costs.calls_here)
+
+    def timeline(self, path: str | os.PathLike[str] | None = None, *, profile: bool = False) -> Timeline:
+        """Record, in a `with` block, what each worker and each thread of the caller does, and when.
+
+        Waits, packing, transfer, forward, backward, which item on which worker, what is run again after a death, what runs in
+        the caller. The object prints as the ten lines that matter; its `events` are in Chrome's trace event format. Calls that
+        were sent before the block are left out.
+
+        Args:
+            path: a file to write at the end of the block, also where that raises. It opens in https://ui.perfetto.dev, and
+                ``python -m mpgrad timeline FILE`` draws it.
+            profile: with PyTorch's operations in the workers, within the calls that ran them, from `torch.profiler`. That
+                slows workers down, and the block ends when they have ended what they run. Only for workers that are processes.
+
+        Raises:
+            ValueError: `profile` is for workers that are processes.
+            RuntimeError (at the beginning of the block): this pool records a timeline already.
+            OSError (likewise): the file cannot be written.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=2, send="always") as pool:
+            ...     with pool.timeline() as timeline:
+            ...         results = pool.map(torch.square, [torch.ones(3, requires_grad=True)] * 8)
+            ...         torch.stack(results).sum().backward()
+            >>> sorted({event["cat"] for event in timeline.events if event["ph"] == "X"} & {"forward", "backward"})
+            ['backward', 'forward']
+        """
+        if profile and not self._options.traits.is_process:
+            engine = self._options.engine
+            raise ValueError(
+                f"profile=True is for workers that are processes; use torch.profiler yourself (engine: {engine!r})"
+            )
+        return Timeline(self._scheduler, path, profile, self._options.engine)
 
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()

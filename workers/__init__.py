@@ -10,6 +10,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     graphs, graph_edges, capture_sums   the graphs that are here; how they are entered; gradients added up
     loans, station                      memory lent and borrowed; the device
     whereabouts, task_warnings, streams, failures, last_words    what the caller hears beside results
+    stage, recorder                     how far a call has come; what a timeline hears
     surroundings, allocated             what tensors left behind; memory in use
 """
 

@@ -12,16 +12,17 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from mpgrad.workers.call_run import CallRun, CallRunner, Stage
+from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.failures import failure
 from mpgrad.workers.functions import FunctionTable
 from mpgrad.workers.graph_edges import Entrance, dress, edge_of, edges_at
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
+from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
@@ -66,14 +67,14 @@ class BackwardHandler:
         self._tracker = tracker
         self._warnings = task_warnings
         self._station = station
-        self._engine_seconds = 0.0  # up to now
+        self.new_stage: Callable[[], Stage] = Stage  # for each chunk
 
     def answer(self, message: Backward, incoming: memoryview) -> tuple[Gradients, Payload]:
         chunk, calls = message.chunk, message.calls
         payload = Payload()
         outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
         reached: list[tuple[int, Sequence[int]]] = []
-        seconds_before = self._engine_seconds
+        stage = self.new_stage()
         with under(message.modes):
             for position, call in enumerate(calls):
                 if self._tracker.is_skipped(chunk):
@@ -83,7 +84,7 @@ class BackwardHandler:
                     found: Differentiated | None = None
                     while steps:
                         self._tracker.begin(chunk, position)
-                        found = self._step(steps.popleft(), incoming)
+                        found = self._step(steps.popleft(), incoming, stage)
                         if found is None:
                             break
                     if found is not None and found.reached:
@@ -98,9 +99,8 @@ class BackwardHandler:
         for call in calls[len(outcomes) :]:
             for step in (*call.before, call):
                 self._loans.give_back_unread(step)
-        seconds = self._engine_seconds - seconds_before
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        return Gradients(chunk, outcomes, seconds, self._warnings.take(), dropped, nbytes, reached), payload
+        return Gradients(chunk, outcomes, stage.backward_seconds, self._warnings.take(), dropped, nbytes, reached), payload
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
         """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
@@ -116,14 +116,16 @@ class BackwardHandler:
         finally:
             self._station.finish()
 
-    def _step(self, step: Rerun | Rederive | BackwardCall, incoming: memoryview) -> Differentiated | None:
+    def _step(self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage) -> Differentiated | None:
         """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
         if isinstance(step, BackwardCall):
-            return self._differentiate(step, incoming)
+            return self._differentiate(step, incoming, stage)
         with self._warnings.muted(), under(step.modes):
-            return self._differentiate(step.call, incoming) if isinstance(step, Rederive) else self._run_again(step, incoming)
+            if isinstance(step, Rederive):
+                return self._differentiate(step.call, incoming, stage)
+            return self._run_again(step, incoming, stage)
 
-    def _run_again(self, step: Rerun, incoming: memoryview) -> Differentiated:
+    def _run_again(self, step: Rerun, incoming: memoryview, stage: Stage) -> Differentiated:
         """Makes the graph of a call again, which is kept; a spent one is run through."""
         call = step.call.call
         if step.spent and call in self._graphs:  # the backward that was to be the last one has failed
@@ -135,7 +137,7 @@ class BackwardHandler:
             raise classes.loads(function.error)
         before = self._graphs.memory_in_use()
         with function.running():
-            run = self._runner.run(step, step.call, function, incoming, Stage())
+            run = self._runner.run(step, step.call, function, incoming, stage)
         if run.graph is None:
             raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
         if step.spent:
@@ -145,7 +147,7 @@ class BackwardHandler:
             self._graphs.spend(call)
         return Differentiated()
 
-    def _differentiate(self, call: BackwardCall, incoming: memoryview) -> Differentiated | None:
+    def _differentiate(self, call: BackwardCall, incoming: memoryview, stage: Stage) -> Differentiated | None:
         """The gradients that are wanted; None where the graph is not there any more."""
         graph = self._graphs.find(call.call)
         if graph is None:
@@ -168,7 +170,7 @@ class BackwardHandler:
             with graph.function.running():
                 gradients = graph.run_backward(grads, call.wanted, call.captures, call.keep, create, call.levels)
         finally:
-            self._engine_seconds += time.perf_counter() - started
+            stage.backward_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
             graph.function.sums.add(call.graph_task, call.levels, of_captures)

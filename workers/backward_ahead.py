@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from mpgrad.workers.capture_sums import CaptureSums
 from mpgrad.workers.graph_edges import APPLIED, HOOKS, Edge, edge_of, gradients_at, is_linear, still_there
+from mpgrad.workers.stage import Stage
 
 from mpgrad.torch_state.modes import Modes
 from mpgrad.wire.messages import ForwardCall
@@ -44,11 +45,11 @@ class Ahead:
         ones: bool,
         expected: float | None,
         note: Callable[[int], None],
+        stage: Stage,
     ) -> None:
         """`ones`: gradients that hold for one only are wanted too. `expected`: see `Forward`."""
         self.found: list[torch.Tensor | None] = []
         self.sums = sums  # of the captures' gradients; None: these are among `found`
-        self.seconds = 0.0
         self.for_one = False  # they may say nothing of other gradients
         self.has_begun = False  # so that the call's graph is not whole any more
         self._captures = captures
@@ -58,6 +59,7 @@ class Ahead:
         self._ones = ones and APPLIED.is_watching and not self.keeps
         self._gradient = 1.0 if expected is None else expected
         self._note = note  # which item it is at: a backward may be the end of the process
+        self._stage = stage
         self._items = 0  # that were differentiated, from the first on
         self._waiting: list[tuple[Sequence[Edge | None], Edge, torch.Tensor, bool]] = []  # of the items behind them
         self._applied = self._hooks = 0
@@ -94,6 +96,7 @@ class Ahead:
         if len(self._waiting) == len(self._wanted):
             for each in self._waiting:
                 self._note(self._items)
+                self._stage.offset = self._items
                 if not self._differentiate(*each):
                     break
         self._waiting.clear()
@@ -116,7 +119,7 @@ class Ahead:
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             return False
         finally:
-            self.seconds += time.perf_counter() - started
+            self._stage.backward_seconds += time.perf_counter() - started
         self.found += found
         self._items += 1
         return True

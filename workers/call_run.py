@@ -17,6 +17,7 @@ from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
 from mpgrad.workers.graphs import GraphEdges
 from mpgrad.workers.loans import Loans
+from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.whereabouts import Tracker
@@ -37,18 +38,7 @@ from mpgrad.wire.tensor_refs import (
     with_more_behind,
 )
 
-__all__ = ["CallRun", "CallRunner", "Stage"]
-
-
-class Stage:
-    """How far a call has come, for its failure, and what it took."""
-
-    def __init__(self) -> None:
-        self.phase = "forward"
-        self.offset = 0  # of the item, in a bundle
-        self.given = ""  # to the function, where it raised
-        self.own_seconds = 0.0  # in the function
-        self.ahead_seconds = 0.0  # in backwards that were run ahead
+__all__ = ["CallRun", "CallRunner"]
 
 
 class CallRun:

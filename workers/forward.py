@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpgrad.workers.backward_ahead import Ahead, may_go_ahead
-from mpgrad.workers.call_run import CallRun, CallRunner, Stage
+from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.capture_sums import CaptureSums
 from mpgrad.workers.failures import failure
 from mpgrad.workers.functions import Function, FunctionTable
 from mpgrad.workers.graph_edges import APPLIED
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
+from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
@@ -55,6 +56,7 @@ class ForwardHandler:
         self._tracker = tracker
         self._warnings = task_warnings
         self._station = station
+        self.new_stage: Callable[[], Stage] = Stage  # for each call
 
     def answer(self, message: Forward, incoming: memoryview) -> tuple[Results, Payload]:
         chunk, calls = message.chunk, message.calls
@@ -69,11 +71,11 @@ class ForwardHandler:
                 if self._tracker.is_skipped(chunk):
                     break
                 self._tracker.begin(chunk, position)
-                stage = Stage()
+                stage = self.new_stage()
                 outcome = self._run(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
                 outcomes.append(outcome)
                 own_seconds += stage.own_seconds
-                ahead_seconds += stage.ahead_seconds
+                ahead_seconds += stage.backward_seconds
                 self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
                 if function is None:
                     self._loans.give_back_unread(call)
@@ -98,13 +100,14 @@ class ForwardHandler:
             if message.ahead and may_go_ahead(call, message.modes, function.precise):
                 sums = CaptureSums(len(function.edges)) if message.ahead == RunAhead.SUMS else None
                 at_once = bool(function.code.gives_losses)
-                ahead = Ahead(call, function.edges, sums, at_once, message.ones, message.expected, self._tracker.begin_item)
+                ones, expected, note = message.ones, message.expected, self._tracker.begin_item
+                ahead = Ahead(call, function.edges, sums, at_once, ones, expected, note, stage)
             run = self._runner.run(message, call, function, incoming, stage, ahead)
             placed = self._place(run, call.origin, stage)
             graph = run.graph
             gradients = None
             if graph is not None and ahead is not None and ahead.has_begun:
-                gradients = self._lend_ahead(call.call, ahead, graph, payload, stage)
+                gradients = self._lend_ahead(call.call, ahead, graph, payload)
                 graph = graph if ahead.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
             for_one = gradients is not None and ahead is not None and ahead.for_one
@@ -131,11 +134,8 @@ class ForwardHandler:
             placed += itertools.starmap(packer.place, itertools.islice(rows, count))
         return placed
 
-    def _lend_ahead(
-        self, call: int, ahead: Ahead, graph: GraphEdges, payload: Payload, stage: Stage
-    ) -> Sequence[TensorRef | None] | None:
+    def _lend_ahead(self, call: int, ahead: Ahead, graph: GraphEdges, payload: Payload) -> Sequence[TensorRef | None] | None:
         """The gradients of losses; None where not all could be had: the caller's backward makes the graph again."""
-        stage.ahead_seconds = ahead.seconds
         function, gradients = graph.function, None
         if ahead.is_complete:
             # not for engines in the caller's process, where a call that is run again may draw other random numbers

@@ -19,8 +19,8 @@ class Tracker:
     """Written by the worker, but for the chunks that are skipped: these are the caller's."""
 
     def __init__(self, arena: Arena, tell: Callable[[int, int], None] | None) -> None:
-        """`tell`: says what begins to a caller who cannot look."""
-        self._tell = tell
+        """`tell`: says what begins to a caller who cannot look, or to a timeline."""
+        self.tell = tell
         self._slot = arena.allocate(8 * Whereabouts.COUNT)
         self._numbers = self._slot.memory.cast("q")
         self.address = self._slot.address
@@ -37,8 +37,8 @@ class Tracker:
             numbers[Whereabouts.CHUNK] = Whereabouts.BETWEEN  # whoever reads both finds them to go together, or this
         numbers[Whereabouts.POSITION] = position
         numbers[Whereabouts.CHUNK] = chunk
-        if self._tell is not None:
-            self._tell(chunk, position)
+        if self.tell is not None:
+            self.tell(chunk, position)
 
     def begin_item(self, offset: int) -> None:
         """Of a bundle: for who has to say which one a worker died of. -1: none."""

@@ -2,6 +2,7 @@
 
     requests   Forward ─► ForwardHandler ─► Results        Backward, Collect ─► BackwardHandler ─► Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
+    timelines  Record ─► Recorder ─► Recorded, with each answer; Profiled
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
 Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again.
 """
@@ -17,6 +18,8 @@ from mpgrad.workers.forward import ForwardHandler
 from mpgrad.workers.functions import FunctionTable
 from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.loans import Loans
+from mpgrad.workers.recorder import Recorder
+from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import NO_STATION, Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
@@ -40,6 +43,7 @@ from mpgrad.wire.messages import (
     SlabsMissing,
     Try,
 )
+from mpgrad.wire.records import Record
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Worker"]
@@ -57,14 +61,17 @@ class Worker:
         self._warnings = task_warnings = TaskWarnings()
         functions, graphs = FunctionTable(loans, station), GraphTable(graph_bytes)
         runner = CallRunner(loans, tracker, station)
-        forward = ForwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
-        backward = BackwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
+        self._forward = forward = ForwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
+        self._backward = backward = BackwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: forward.answer,
             Backward: backward.answer,
             Collect: backward.collect,
             Try: loans.try_out,
         }
+        self._functions = functions
+        self._recorder: Recorder | None = None
+        self._plain_requests = self._requests
         self._news: dict[type[Any], Callable[[Any], None]] = {
             Define: functions.define,
             Forget: functions.forget,
@@ -74,6 +81,7 @@ class Worker:
             SlabsGone: loans.detach,
             SlabsMissing: loans.tell_again,
             Direct: station.go_direct,
+            Record: self._record,
         }
 
     def take_warnings(self) -> None:
@@ -96,6 +104,15 @@ class Worker:
         if not has_answered and (returns := self._loans.take_returns()):  # nobody knows when the next answer comes
             self._link.send([Returned(returns)])
 
+    def _record(self, message: Record) -> None:
+        """What runs meanwhile, inline, goes on as it began."""
+        if self._recorder is not None:
+            self._link.send([*self._recorder.end()])
+        self._recorder = recorder = Recorder(self._tracker, message.profile) if message.on else None
+        self._requests = self._plain_requests if recorder is None else recorder.requests(self._plain_requests)
+        self._news[Define] = self._functions.define if recorder is None else recorder.timed(self._functions.define)
+        self._forward.new_stage = self._backward.new_stage = Stage if recorder is None else recorder.new_stage
+
     def _tell_begun(self, chunk: int, position: int) -> None:
         self._loans.announce_slabs()  # what was lent meanwhile is carried with it
         self._link.send([Begun(chunk, position)])
@@ -107,6 +124,8 @@ class Worker:
         messages: list[Message] = []
         if returns := self._loans.take_returns():
             messages.append(Returned(returns))
+        if self._recorder is not None:
+            messages += self._recorder.take()
         messages.append(answer)
         if missing := self._loans.take_missing():
             messages.append(SlabsMissing(missing))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from mpgrad.calls.output import report
 from mpgrad.memory.addresses import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.notes import Notes
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -27,10 +28,11 @@ __all__ = ["Deliveries"]
 class Deliveries:
     """What goes to workers goes through `transmit`, and so along with their news."""
 
-    def __init__(self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory) -> None:
+    def __init__(self, workers: dict[int, WorkerHandle], line: Line, memory: CallerMemory, notes: Notes) -> None:
         self.workers = workers
         self._line = line
         self._memory = memory
+        self.notes = notes
         self._chunk_numbers = itertools.count(1)
         self.retire: Callable[[WorkerHandle], None]  # what becomes of a worker that takes no new calls: the staff's to say
 
@@ -49,6 +51,16 @@ class Deliveries:
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
+        if self.notes.recording is None:
+            self._give(worker)
+            return
+        since, under_way = time.monotonic_ns(), worker.under_way.chunks
+        before = len(under_way)
+        self._give(worker)
+        if len(under_way) > before:
+            self.notes.sent(worker, next(reversed(under_way)), since)
+
+    def _give(self, worker: WorkerHandle) -> None:
         if worker.backlog:
             self.transmit(worker, *worker.backward(next(self._chunk_numbers)))
             return

@@ -70,12 +70,14 @@ class Dispatcher(Scheduler):
         # has run dry. Only one of the two can run anyway, so the caller sleeps until the dispatcher does.
         if threading.current_thread() is self._thread:
             return
+        since = 0 if self.notes.recording is None else time.monotonic_ns()
         turn = threading.Lock()
         turn.acquire()
         self._handed_over.append(turn)
         self.wake()
         if not self.life.has_ended:
             turn.acquire(timeout=LONGEST_TURN)
+        self.notes.waited(since)
 
     def nudge(self) -> None:
         if self._sleeping_soundly:
@@ -87,6 +89,7 @@ class Dispatcher(Scheduler):
             return True
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback of the pool cannot wait for the pool; hand the work to another thread")
+        since = 0 if self.notes.recording is None else time.monotonic_ns()
         waiter = Waiter(satisfied, threading.Lock())
         waiter.lock.acquire()
         self._waiters.append(waiter)
@@ -99,6 +102,7 @@ class Dispatcher(Scheduler):
         finally:
             with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
                 self._waiters.remove(waiter)
+            self.notes.waited(since)
 
     def join(self) -> None:
         self.life.check_process()

@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from mpgrad.scheduling.notes import Notes
+
 __all__ = ["Driver"]
 
 
 class Driver(Protocol):
     """A `Dispatcher` has a thread of its own, an `InlineScheduler` the caller's. All of it may be called by any thread."""
 
+    notes: Notes
     inbox: deque[Callable[[], None]]  # orders for the scheduling thread's next turn
 
     def put(self, order: Callable[[], None]) -> None:

@@ -68,6 +68,7 @@ class GradientSender:
             call_off_if_interrupted(order.graph_task, self)
             modes = current_modes()
             self._graph_task_modes = order.graph_task, modes
+            self._driver.notes.backward_begins()
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
         reply = GradientReply(self._wait_until, what.items, worker, order.graph_task)
         sent = SentGradients(what, reply, graph.home.timeout, again)

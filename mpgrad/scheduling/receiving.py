@@ -37,6 +37,7 @@ from mpgrad.wire.messages import (
     Tried,
     Whereabouts,
 )
+from mpgrad.wire.records import Profiled, Record, Recorded
 
 __all__ = ["Receiver"]
 
@@ -63,6 +64,7 @@ class Receiver:
         self._deliveries = deliveries
         self._admissions = admissions
         self._staff = staff
+        self._notes = deliveries.notes
         self._answers = Answers(memory.lenders, settings.recoverable)
 
     def serve(self, worker: WorkerHandle) -> None:
@@ -104,6 +106,10 @@ class Receiver:
                     worker.last_words = worker.link.take_descriptor()
                 case Ready():
                     self._ready(worker, message)
+                case Recorded():
+                    self._notes.answered(worker, message, frame)
+                case Profiled():
+                    self._notes.profiled(worker, message)
                 case Begun():
                     worker.under_way.note_begun(message.chunk, message.position)
                 case Printed() | Logged():
@@ -116,6 +122,8 @@ class Receiver:
                     self._life.break_off(failed_again(message.failure, "", worker).error())
                 case _:
                     raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
+        if self._notes.recording is not None:
+            self._notes.handled()
 
     def _ready(self, worker: WorkerHandle, message: Ready) -> None:
         if worker.link.shares_memory:
@@ -127,6 +135,8 @@ class Receiver:
         worker.pid = message.pid
         worker.ready = True
         self._staff.note_ready()
+        if (recording := self._notes.recording) is not None and recording.ended is None:
+            self._deliveries.transmit(worker, [Record(True, recording.profile)])
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.loans.take_back(address, times)

@@ -35,6 +35,7 @@ from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes, Ran
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Phase
+from mpgrad.scheduling.notes import Notes
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
@@ -42,6 +43,8 @@ from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
+from mpgrad.timeline.recording import Recording
+from mpgrad.wire.records import Record
 
 __all__ = ["Scheduler"]
 
@@ -54,6 +57,7 @@ class Scheduler(ABC):
         self.settings = settings
         self.engine = engine
         self.life = Lifecycle()
+        self.notes = Notes()
         self.memory = CallerMemory(settings, self.nudge)
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
@@ -63,7 +67,7 @@ class Scheduler(ABC):
         numbers = itertools.count(1)  # of calls
         self._codes = codes = Codes(self.workers)
         self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device)
-        self.deliveries = deliveries = Deliveries(self.workers, line, self.memory)
+        self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
         self.gradients = gradients = GradientSender(self, self.life, codes, self.copying_packer, numbers)
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
@@ -187,6 +191,40 @@ class Scheduler(ABC):
                     else:
                         holder.abandon()
             raise
+
+    # --- any thread: a timeline
+
+    def begin_recording(self, recording: Recording) -> None:
+        """Raises RuntimeError where there is one already."""
+        self.life.check_open()
+        self.notes.begin(recording)
+        self.post(lambda: self._tell_all(Record(True, recording.profile)))
+
+    def end_recording(self) -> None:
+        """Waits for the workers' operations, where these were asked for. Nothing is noted any more, also after an exception."""
+        recording, notes = self.notes.recording, self.notes
+        if recording is None:
+            return
+        ended = False
+
+        def tell_all() -> None:
+            nonlocal ended
+            notes.profiling = {each.number for each in self.workers.values() if each.ready} if recording.profile else set()
+            self._tell_all(Record(False))
+            ended = True
+            self.tell_waiters()
+
+        recording.end()
+        try:
+            self.post(tell_all)
+            self.wait_until(lambda: ended and not any(number in self.workers for number in list(notes.profiling)))
+        finally:
+            notes.recording = None
+
+    def _tell_all(self, message: Record) -> None:
+        for worker in list(self.workers.values()):
+            if worker.ready:
+                self.deliveries.transmit(worker, [message])
 
     # --- any thread: the pool's life
 

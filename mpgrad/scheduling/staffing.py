@@ -171,6 +171,8 @@ class Staff:
         if worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
+        if self._driver.notes.recording is not None:
+            self._driver.notes.died(worker, begun[0])
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = worker.exit_code = self.bury(worker, died)
         self.deaths += 1

@@ -7,6 +7,7 @@ Guarantees: what is refused has drawn no random number of the caller's; all oper
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ class Prepared(NamedTuple):
     seconds: float | None  # that each may take
     modes: Modes | None  # None: the caller's; those of a map that runs in the caller need not be known
     seed: int | None
+    name: str = ""  # of the function, for a timeline that is being recorded
 
 
 class Starter:
@@ -61,6 +63,8 @@ class Starter:
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.
         """
+        notes = self._scheduler.notes
+        lap, name = notes.laps(), "" if notes.recording is None else name_of(function)
         function = under_hooks(callable_of(function))
         check_untraced()
         seconds = self._options.seconds(options.timeout)
@@ -68,7 +72,8 @@ class Starter:
         with outside_transforms():
             request = requested(options.device, self._options.device_codes)
             pickled = pickled_function(function, self._scheduler.packer.kind, like)
-        return Prepared(pickled, options, request, seconds, modes, self.draw_seed() if modes is None else None)
+        lap("pickles")
+        return Prepared(pickled, options, request, seconds, modes, self.draw_seed() if modes is None else None, name)
 
     def begin(
         self,
@@ -82,13 +87,17 @@ class Starter:
         first: int = 0,
     ) -> Operation:
         """[2] `one_by_one`: its results are fetched so, and differentiated. `first`: the item of the first call."""
-        pickled, options, request, seconds, modes, seed = prepared
+        pickled, options, request, seconds, modes, seed, name = prepared
+        lap = self._scheduler.notes.laps()
         scheduler, deterministic = self._scheduler, self._options.deterministic
         with outside_transforms():
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
             home = OperationHome(scheduler.gradients, shared, deterministic, seconds, self._options.guesses)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+        if (recording := scheduler.notes.recording) is not None:
+            recording.functions[shared.number] = name
+        lap("pickles", shared.number, None, shared.nbytes)
         ahead = RunAhead.NO
         expected = scheduler.expected(pickled.pickled) if self._options.guesses else None
         if self._options.runs_ahead or expected is not None:
@@ -111,6 +120,13 @@ class Starter:
     def draw_seed(self) -> int | None:
         """A number of the caller's generator, where workers have generators that it can be given to."""
         return draw_seed() if self._draws else None
+
+
+def name_of(function: object) -> str:
+    """As people call it."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
 
 
 def check_untraced() -> None:

@@ -97,8 +97,11 @@ class Submitter:
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.call_off(operation)
             raise
+        lap = self._scheduler.notes.laps()
         with collector_held():
-            return operation.values()
+            results = operation.values()
+        lap("makes results")
+        return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
         """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
@@ -113,7 +116,9 @@ class Submitter:
         prepared = self.starter.prepare(function, options, like)
         begin = functools.partial(self.starter.begin, prepared, at_rest=True)
         add = functools.partial(self.feeder.feed, borrow=True, total=self._to_bundle(source, options))
-        return AdaptiveMap(prepared.function, self.costs, self.processes, begin, add, self._scheduler).run(calls, source.total)
+        return AdaptiveMap(
+            prepared.function, self.costs, self.processes, begin, add, self._scheduler, self._scheduler.notes.laps
+        ).run(calls, source.total)
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
         """How many calls there are, of which some may go together; None where each goes by itself."""
@@ -142,6 +147,7 @@ class Submitter:
         like, calls = first_of(source)
         operation = self.starter.begin(self.starter.prepare(function, options, like), at_rest=source.at_rest)
         total = self._to_bundle(source, options)
+        fetch = self._scheduler.notes.timed("makes results", fetch)
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected)
         with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
             self.feeder.feed(operation, calls, borrow=False, total=total)

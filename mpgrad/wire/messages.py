@@ -3,7 +3,7 @@
     parent ► worker   Start Define Forget Forward Backward Collect Release Stop
     worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
-    devices           Try Direct to the worker, Tried to the parent
+    devices           Try Direct to the worker, Tried to the parent       timelines: `wire.records`
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.records import Records
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
@@ -368,8 +369,7 @@ class Missing(NamedTuple):
 class Results(NamedTuple):
     """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
 
-    Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards that were run ahead; the rest is our
-    work.
+    Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards run ahead; the rest is our work.
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
     depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.
@@ -446,4 +446,5 @@ Message = (
     | Try
     | Tried
     | Direct
+    | Records
 )

@@ -59,6 +59,7 @@ GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in anoth
 
 GRADIENT_ENOUGH = 1e-4  # in every scaled parameter; the objective is then within 1e-9 of its minimum
 ENGINES = ("process", "thread", "inline", "ray")
+RECORDED = 3  # evaluations in a timeline
 TAKEN = 0.25  # CPUs that others may take before it is worth a remark
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
@@ -312,6 +313,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_fit(fitted, with_nonmem)
         path = [evaluation.parameters for evaluation in fitted.evaluations]
         comparison = compare(pool.map, infants, path, ROUNDS)
+        if options.timeline is not None:
+            with pool.timeline(options.timeline) as timeline:
+                for parameters in path[-RECORDED:]:
+                    evaluate(pool.map, infants, parameters)
+            print(f"{timeline}\n\ntimeline of {RECORDED} evaluations: {options.timeline}\n")
     report_comparison(comparison)
     workers = f"pool, engine {options.engine}" + (f" × {options.processes}" if options.processes else "")
     draw(infants, fitted, comparison, workers).savefig(options.output, dpi=150)
@@ -331,7 +337,20 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, default=DATA, help="CSV file, as data/README.md has it (default: shipped)")
     parser.add_argument("--output", type=picture, default="phenobarbital.png", help="picture (default: %(default)s)")
+    parser.add_argument("--timeline", type=file_to_write, metavar="FILE", help="record some evaluations, for Perfetto")
     return parser
+
+
+def file_to_write(text: str) -> Path:
+    """Refused now rather than after the fit."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no such folder ({str(path.parent)!r}); make it first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"is a folder ({text!r}); name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"may not be written ({text!r}); choose another")
+    return path
 
 
 def positive(text: str) -> int:
@@ -341,18 +360,10 @@ def positive(text: str) -> int:
 
 
 def picture(text: str) -> Path:
-    """A file to be written; refused now rather than after the fit."""
-    path = Path(text)
     endings = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in endings:
+    if Path(text).suffix[1:].lower() not in endings:
         raise argparse.ArgumentTypeError(f"no picture format ({text!r}); end in one of .{', .'.join(sorted(endings))}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"no such folder ({str(path.parent)!r}); make it first")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"is a folder ({text!r}); name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"may not be written ({text!r}); choose another")
-    return path
+    return file_to_write(text)
 
 
 if __name__ == "__main__":

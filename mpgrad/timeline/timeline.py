@@ -1,0 +1,96 @@
+"""What `Pool.timeline` gives."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from mpgrad.timeline.recording import Recording
+from mpgrad.timeline.summary import Summary
+from mpgrad.timeline.trace import Event, trace_of
+
+__all__ = ["Timeline"]
+
+
+class Recorded(Protocol):
+    """A scheduler."""
+
+    def begin_recording(self, recording: Recording) -> None: ...
+
+    def end_recording(self) -> None: ...
+
+
+class Timeline:
+    """What the workers of a pool and the threads that use it do in a `with` block; see `Pool.timeline`."""
+
+    def __init__(self, scheduler: Recorded, path: str | os.PathLike[str] | None, profile: bool, engine: str) -> None:
+        self._scheduler = scheduler
+        self._path = None if path is None else Path(path)
+        self._profile = profile
+        self._engine = engine
+        self._file: TextIO | None = None
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Timeline:
+        """
+        Raises:
+            RuntimeError: the pool records a timeline already, or this one has been recorded.
+            OSError: the file cannot be written.
+            PoolClosedError: after `close` or `terminate`.
+        """
+        if self._recording is not None:
+            raise RuntimeError("a timeline is recorded once; ask the pool for another one")
+        recording = Recording(self._profile, self._engine)
+        self._scheduler.begin_recording(recording)
+        try:
+            if self._path is not None:
+                self._file = self._path.open("w")  # now rather than after a long run: it may not be possible
+        except BaseException:
+            self._scheduler.end_recording()
+            raise
+        self._recording = recording
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self._scheduler.end_recording()
+        finally:
+            if self._file is not None:
+                with self._file:
+                    self._file.write(json.dumps(self._trace))
+
+    @functools.cached_property
+    def _trace(self) -> dict[str, Any]:
+        if self._recording is None or self._recording.ended is None:
+            raise RuntimeError("the timeline is still being recorded; ask for it after its `with` block")
+        return trace_of(self._recording)
+
+    @property
+    def events(self) -> list[Event]:
+        """In Chrome's trace event format: names ("ph" is "M"), then slices ("X", with "ts" and "dur" in microseconds).
+
+        Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as `docs/timeline.md` lists them.
+        """
+        events: list[Event] = self._trace["traceEvents"]
+        return events
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace, as JSON that https://ui.perfetto.dev opens."""
+        Path(path).write_text(json.dumps(self._trace))
+
+    def __str__(self) -> str:
+        """The ten lines that matter: how busy each worker was, the longest items, what time was lost to."""
+        return "\n".join(Summary(self._trace).lines())
+
+    def __repr__(self) -> str:
+        if self._recording is None:
+            return "<mpgrad timeline, not begun>"
+        return (
+            "<mpgrad timeline, being recorded>"
+            if self._recording.ended is None
+            else f"<mpgrad timeline, {len(self.events)} events>"
+        )
