@@ -14,24 +14,36 @@ Caller only. Public methods, with what they take and raise; what they do is in `
 from __future__ import annotations
 
 import atexit
+import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
+
+from torch.autograd import Function
 
 from mpgrad.calls.device_choice import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.options import Ray
-from mpgrad.engines.kinds import Wanted
+from mpgrad.engines.kinds import EngineName, Wanted
 from mpgrad.place import PLACE
-from mpgrad.progress import Progress
+from mpgrad.progress import Progress, Standing, reported
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.start import start_scheduler
 from mpgrad.stats import PoolStats
 from mpgrad.submission.folding import folded_into, mapped_and_folded
-from mpgrad.submission.options import CallOptions, PoolOptions, pickled_initializer, positive
+from mpgrad.submission.options import (
+    CallOptions,
+    EachOptions,
+    Graphs,
+    OnError,
+    PoolOptions,
+    Send,
+    pickled_initializer,
+    positive,
+)
 from mpgrad.submission.source import Source
 from mpgrad.submission.submitter import Submitter
 from mpgrad.suggestions import suggests
@@ -40,7 +52,17 @@ from mpgrad.torch_state.modes import load_generators
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Pool", "PoolWorker"]
+
+A = TypeVar("A")
+R = TypeVar("R")
+T = TypeVar("T")
+Items = Iterable[T | DifferentiableFuture[T]]
+OnFailure = Callable[[BaseException], object] | None
+Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 
 
 # long because: see the head of the module
@@ -119,13 +141,13 @@ class Pool:
         context: BaseContext | str | None = None,
         *,
         threads_per_worker: int = 1,
-        engine: str | None = None,
+        engine: EngineName | None = None,
         deterministic: bool = False,
         retries: int = 2,
         timeout: float | None = None,
-        graphs: str = "auto",
+        graphs: Graphs = "auto",
         graph_memory: int | str | None = None,
-        send: str = "auto",
+        send: Send = "auto",
         devices: Device | Sequence[Device] | None = None,
         ray: Ray | None = None,
     ) -> None:
@@ -161,6 +183,31 @@ class Pool:
 
     # --- multiprocessing.Pool's interface
 
+    @overload
+    def map(self, func: type[Function], *args: Any, **options: Any) -> list[Any]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> list[R | BaseException]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> list[R]: ...
+
     @not_compiled
     def map(
         self,
@@ -170,7 +217,7 @@ class Pool:
         *,
         progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
@@ -183,7 +230,8 @@ class Pool:
                 Tensors that it reaches are its captures; gradients flow to them too.
             iterable: tensors, or structures with tensors anywhere inside.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
-            progress: True or a description for a tqdm bar.
+            progress: True or a description for a bar of tqdm's, in notebooks its widget; or a function of (done, total, seconds
+                left), called in a thread of its own when they change, at most ten times a second; None where not known.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
                 exception stands in the place of the result, and gradients flow to all other items.
@@ -211,6 +259,31 @@ class Pool:
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run(func, Source.of_items(iterable), options)
 
+    @overload
+    def starmap(self, func: type[Function], *args: Any, **options: Any) -> list[Any]: ...
+
+    @overload
+    def starmap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> list[R | BaseException]: ...
+
+    @overload
+    def starmap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> list[R]: ...
+
     @not_compiled
     def starmap(
         self,
@@ -220,12 +293,25 @@ class Pool:
         *,
         progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run(func, Source.of_arguments(iterable), options)
+
+    @overload
+    def apply(self, func: type[Function], *args: Any, **options: Any) -> Any: ...
+
+    @overload
+    def apply(
+        self,
+        func: Callable[..., R],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        *,
+        device: Device | None = None,
+    ) -> R: ...
 
     @not_compiled
     def apply(
@@ -239,6 +325,35 @@ class Pool:
         """``func(*args, **kwds)`` on a worker."""
         return self._submitter.run(func, Source.of_one(args, kwds), CallOptions(device=device))[0]
 
+    @overload
+    def map_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        callback: Callable[[list[R | BaseException]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R | BaseException]]: ...
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        callback: Callable[[list[R]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R]]: ...
+
     @not_compiled
     def map_async(
         self,
@@ -248,13 +363,43 @@ class Pool:
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        options = CallOptions(chunksize, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(func, Source.of_items(iterable), options, callback, error_callback)
+
+    @overload
+    def starmap_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+
+    @overload
+    def starmap_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[R | BaseException]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R | BaseException]]: ...
+
+    @overload
+    def starmap_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[R]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R]]: ...
 
     @not_compiled
     def starmap_async(
@@ -265,13 +410,29 @@ class Pool:
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """`starmap` that returns at once."""
-        options = CallOptions(chunksize, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(func, Source.of_arguments(iterable), options, callback, error_callback)
+
+    @overload
+    def apply_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[Any]: ...
+
+    @overload
+    def apply_async(
+        self,
+        func: Callable[..., R],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        callback: Callable[[R], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        device: Device | None = None,
+    ) -> AsyncResult[R]: ...
 
     @not_compiled
     def apply_async(
@@ -283,11 +444,36 @@ class Pool:
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         device: Device | None = None,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """`apply` that returns at once."""
         fetch = operator.methodcaller("value", 0)
         options = CallOptions(device=device)
         return self._submitter.run_async(func, Source.of_one(args, kwds), options, callback, error_callback, fetch)
+
+    @overload
+    def imap(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
 
     @not_compiled
     def imap(
@@ -296,13 +482,39 @@ class Pool:
         iterable: Iterable[Any],
         chunksize: int | None = 1,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> ResultIterator:
+    ) -> ResultIterator[Any]:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        options = CallOptions(chunksize, timeout, on_error, device)
-        return self._submitter.iterate(func, (((item,), {}) for item in iterable), options, ordered=True)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
+        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
+
+    @overload
+    def imap_unordered(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
 
     @not_compiled
     def imap_unordered(
@@ -311,13 +523,14 @@ class Pool:
         iterable: Iterable[Any],
         chunksize: int | None = 1,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> ResultIterator:
+    ) -> ResultIterator[Any]:
         """`imap` with the results in the order in which they come."""
-        options = CallOptions(chunksize, timeout, on_error, device)
-        return self._submitter.iterate(func, (((item,), {}) for item in iterable), options, ordered=False)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
+        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
 
     def close(self) -> None:
         """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
@@ -347,7 +560,7 @@ class Pool:
         """Names for the workers, to be used as devices in `mpgrad.nn`."""
         return tuple(PoolWorker(self, number) for number in range(self.processes))
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Take no new calls. Workers end when all is done and no graph that they keep is needed any more. Does not wait."""
         self._finalizer.detach()
         self._scheduler.leave()
@@ -377,6 +590,37 @@ class Pool:
         """
         return self._scheduler.stats(self._submitter.costs.calls_here)
 
+    @contextlib.contextmanager
+    def progress(self, progress: Progress = True) -> Iterator[None]:
+        """Show, until the block ends, how much of what the pool has to do is done: futures of `submit`, backwards, all.
+
+        The total grows as more is asked for. A backward of an item counts as its forward did; cheap items that travelled
+        together have one backward for all.
+
+        Args:
+            progress: as for `map`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> x = torch.ones(3, requires_grad=True)
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     with pool.progress("simulate"):
+            ...         futures = [pool.submit(torch.mul, x, n) for n in range(5)]
+            ...         loss = sum(future.result().sum() for future in futures)
+            ...     with pool.progress("differentiate"):
+            ...         loss.backward()
+            >>> x.grad
+            tensor([10., 10., 10.])
+        """
+        before, _ = self._scheduler.tally()
+
+        def look() -> Standing:
+            done, left = self._scheduler.tally()
+            return Standing(done - before, done - before + left)
+
+        with reported(progress, look):
+            yield
+
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()
         return self
@@ -393,8 +637,14 @@ class Pool:
 
     # --- beyond it
 
+    @overload
+    def submit(self, fn: type[Function], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]: ...
+
+    @overload
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]: ...
+
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]:
         """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
 
         A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
@@ -436,13 +686,13 @@ class Pool:
     @not_compiled
     def reduce(
         self,
-        fn: Callable[[Any, Any], Any] | str,
-        items: Iterable[Any],
-        targets: Any,
+        fn: Callable[[Any, T], Any] | Named,
+        items: Items[T],
+        targets: A,
         *,
         associative: bool = False,
         progress: Progress = False,
-    ) -> Any:
+    ) -> A:
         """Fold all items into each target, in the items' order; the targets side by side.
 
         Args:
@@ -468,20 +718,20 @@ class Pool:
             >>> total, other, a.grad
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
         """
-        several = isinstance(targets, list)
-        found = folded_into(self._submitter, fn, list(items), targets if several else [targets], associative, progress)
-        return found if several else found[0]
+        asked: list[Any] = targets if isinstance(targets, list) else [targets]
+        found = folded_into(self._submitter, fn, list(items), asked, associative, progress)
+        return cast(A, found if asked is targets else found[0])
 
     @not_compiled
     def map_reduce(
         self,
-        map_fn: Callable[[Any], Any],
-        items: Iterable[Any],
-        reduce_fn: Callable[[Any, Any], Any] | str,
-        init: Any = None,
+        map_fn: Callable[[T], R],
+        items: Items[T],
+        reduce_fn: Callable[[R, R], R | None] | Named,
+        init: R | None = None,
         *,
         progress: Progress = False,
-    ) -> Any:
+    ) -> R:
         """``functools.reduce(reduce_fn, map(map_fn, items))``; mapped values stay on the workers, accumulators travel.
 
         Args:
@@ -505,7 +755,8 @@ class Pool:
             >>> total.detach(), items[3].grad
             (tensor([14., 14.]), tensor([6., 6.]))
         """
-        return mapped_and_folded(self._submitter, map_fn, list(items), reduce_fn, init, progress)
+        found: R = mapped_and_folded(self._submitter, map_fn, list(items), reduce_fn, init, progress)
+        return found
 
 
 class PoolWorker:
