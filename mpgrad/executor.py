@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import math
@@ -26,6 +27,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import DifferentiableFuture, ResultIterator
 from mpgrad.errors import RemoteTraceback
 from mpgrad.pool import Pool
+from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
 from mpgrad.submission.source import Source, callable_of
@@ -160,6 +162,10 @@ class Executor(concurrent.futures.Executor):
             return raised_later(without_frames(error))
         self._maps.add(results._operation)
         return in_time(results, deadline)
+
+    def progress(self, progress: Progress = True) -> contextlib.AbstractContextManager[None]:
+        """As `Pool.progress`: a bar over what is done in a block, futures and backwards."""
+        return self._pool.progress(progress)
 
     @without_own_frames
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -69,27 +69,30 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    Args:
+    Args (everyday):
         processes: number of workers; None for as many CPUs as this process may use (affinity and cgroup quota counted).
         initializer: called once in each worker, with `initargs`, before anything else.
         initargs: its arguments.
-        maxtasksperchild: number of calls after which a worker is replaced; None for never.
-        context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
-            ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
-        threads_per_worker: intra-op threads of each worker process.
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
             thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
             threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`. "ray":
             processes on the machines of a Ray cluster; `processes` None is then as many as these have CPUs, and changes with
             the machines.
-        deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
-            (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
-            sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
+        threads_per_worker: intra-op threads of each worker process.
+        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
+            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
+            dies is replaced by one on the same device. Engines "process" and "stream" only.
+        ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
+
+    Args (faults):
+        maxtasksperchild: number of calls after which a worker is replaced; None for never.
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
+
+    Args (expert):
         graphs: what workers do with the graphs of calls, from the forward to the backward.
             "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
             else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
@@ -112,10 +115,11 @@ class Pool:
             run in the caller's thread, on private copies and with the same results; "always": all are sent to workers. With an
             `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that a generator
             makes, and calls that bring a class of the script (or another that no module can be imported for).
-        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
-            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
-            dies is replaced by one on the same device. Engines "process" and "stream" only.
-        ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
+        deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
+            (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
+            sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
+        context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
+            ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.

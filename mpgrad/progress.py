@@ -1,7 +1,7 @@
 """How far something has come, shown while it goes on.
 
-Who waits for a backward is in PyTorch's code, and the scheduling thread may not wait for a terminal. So another thread looks ten
-times a second, and shows what it has found: what runs knows nothing of it.
+Who waits for a backward is in PyTorch's code, and the scheduling thread may not wait for a terminal. So another thread looks
+ten times a second, and shows what it has found: what runs knows nothing of it.
 
     operation, pool ◄── look ── Reporter's thread ──► show: a bar of tqdm, or the caller's function
 Guarantees: the last look comes after the end; a look and a show together take no more than a 20th of the time.

@@ -121,6 +121,13 @@ def test_a_block_counts_all_that_the_pool_does(pool: mpgrad.Pool) -> None:
     assert all(x.grad is not None and x.grad.equal(torch.ones(3)) for x in xs)
 
 
+def test_a_block_of_an_executor(nursery: mpgrad.Pool) -> None:
+    told: Told = []
+    with mpgrad.Executor(1, send="always") as executor, executor.progress(lambda *now: told.append(now)):
+        assert list(executor.map(abs, ITEMS)) == [7, 6, 5, 4, 3, 2, 1]
+    assert told[-1] == (7, 7, 0.0)
+
+
 def test_a_block_tells_of_a_backward_while_it_waits(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     """The second backward ends only when the first has been shown."""
     shown = tmp_path / "shown"

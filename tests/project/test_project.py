@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import doctest
 import graphlib
-import importlib
 import math
 import os
 import random
