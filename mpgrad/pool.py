@@ -358,6 +358,7 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> AsyncResult[list[R]]: ...
 
+    # long because: each argument is the user's to name
     @not_compiled
     def map_async(
         self,
@@ -405,6 +406,7 @@ class Pool:
         **options: Unpack[EachOptions],
     ) -> AsyncResult[list[R]]: ...
 
+    # long because: each argument is the user's to name
     @not_compiled
     def starmap_async(
         self,
