@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import math
@@ -20,21 +21,26 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import Arguments
 from mpgrad.calls.results import DifferentiableFuture, ResultIterator
 from mpgrad.errors import RemoteTraceback
 from mpgrad.pool import Pool
+from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.submission.options import CallOptions, positive
-from mpgrad.submission.source import callable_of
+from mpgrad.submission.options import CallOptions, MoreOptions, positive
+from mpgrad.submission.source import Source, callable_of
 from mpgrad.suggestions import suggests
 from mpgrad.tasks.initializer import Initializer
 from mpgrad.tracebacks import hide_own_frames, without_own_frames
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Executor"]
+
+R = TypeVar("R")
 
 POOL_OPTIONS = [name for name, each in inspect.signature(Pool).parameters.items() if each.kind is each.KEYWORD_ONLY]
 
@@ -75,7 +81,7 @@ class Executor(concurrent.futures.Executor):
         initargs: Iterable[Any] = (),
         *,
         max_tasks_per_child: int | None = None,
-        **options: Any,
+        **options: Unpack[MoreOptions],
     ) -> None:
         if isinstance(max_workers, int) and max_workers <= 0:  # in the words of concurrent.futures
             raise ValueError(f"max_workers must be greater than 0 (max_workers: {max_workers})")
@@ -90,12 +96,12 @@ class Executor(concurrent.futures.Executor):
         self._pool = Pool(max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options)
         self._lock = threading.Lock()
         self._shut_down = False
-        self._futures: weakref.WeakSet[DifferentiableFuture] = weakref.WeakSet()
+        self._futures: weakref.WeakSet[DifferentiableFuture[Any]] = weakref.WeakSet()
         self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
         UNFINISHED.add(self._pool._scheduler)
-        weakref.finalize(self, self._pool.leave).atexit = False  # what was submitted is still done
+        weakref.finalize(self, self._pool._leave).atexit = False  # what was submitted is still done
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
         """As `Pool.submit`; but what cannot be sent is raised by the future, as in `concurrent.futures`.
 
         Raises:
@@ -103,13 +109,13 @@ class Executor(concurrent.futures.Executor):
             BrokenProcessPool: workers cannot be started.
             TypeError: `fn` is not callable.
         """
-        fn = callable_of(fn)
+        function = callable_of(fn)
         with self._lock:
             self._check_open()
             if "device" in kwargs:  # the function's, not the pool's
-                fn, kwargs = functools.partial(fn, **kwargs), {}
+                function, kwargs = functools.partial(function, **kwargs), {}
             try:
-                future = self._pool.submit(fn, *args, **kwargs)
+                future = self._pool.submit(function, *args, **kwargs)
             except Exception as error:
                 self._pool._scheduler.life.check_open()
                 future = self._pool._submitter.failed_call(without_frames(error))
@@ -118,12 +124,12 @@ class Executor(concurrent.futures.Executor):
 
     def map(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., R],
         *iterables: Iterable[Any],
         timeout: float | None = None,
         chunksize: int | None = None,
         buffersize: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[R]:
         """``map(fn, *iterables)`` on the workers: the results in order.
 
         Args:
@@ -137,7 +143,7 @@ class Executor(concurrent.futures.Executor):
             concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
             Exception: what the first failing call raised, or what was raised where one could not be sent.
         """
-        fn = callable_of(fn)
+        function = callable_of(fn)
         if chunksize is not None:
             positive("chunksize", chunksize)
         if buffersize is not None:
@@ -149,13 +155,17 @@ class Executor(concurrent.futures.Executor):
         with self._lock:
             self._check_open()
         try:
-            calls: Iterator[Arguments] = ((each, {}) for each in items)
-            results = self._pool._submitter.iterate(fn, calls, CallOptions(chunksize), ordered=True, window=window)
+            source = Source.of_arguments(items)
+            results = self._pool._submitter.iterate(function, source, CallOptions(chunksize), ordered=True, window=window)
         except Exception as error:
             self._pool._scheduler.life.check_open()
             return raised_later(without_frames(error))
-        self._maps.add(results.operation)
+        self._maps.add(results._operation)
         return in_time(results, deadline)
+
+    def progress(self, progress: Progress = True) -> contextlib.AbstractContextManager[None]:
+        """As `Pool.progress`: a bar over what is done in a block, futures and backwards."""
+        return self._pool.progress(progress)
 
     @without_own_frames
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -172,7 +182,7 @@ class Executor(concurrent.futures.Executor):
                 future.cancel()
             for operation in list(self._maps):
                 self._pool._scheduler.cancel_queued(operation)
-        self._pool.leave()
+        self._pool._leave()
         if wait:
             self._pool._scheduler.await_all()
 
@@ -206,7 +216,7 @@ def raised_later(error: Exception) -> Iterator[Any]:
     raise error
 
 
-def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
+def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
     """The results, each before the deadline; who stops asking cancels what has not begun."""
     try:
         while True:
@@ -220,7 +230,7 @@ def in_time(results: ResultIterator, deadline: float | None) -> Iterator[Any]:
         hide_own_frames(error)
         raise
     finally:
-        results.cancel_rest()
+        results._cancel_rest()
 
 
 UNFINISHED: weakref.WeakSet[Scheduler] = weakref.WeakSet()  # of executors

@@ -14,25 +14,37 @@ Caller only. Public methods, with what they take and raise; what they do is in `
 from __future__ import annotations
 
 import atexit
+import contextlib
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
+
+from torch.autograd import Function
 
 from mpgrad.calls.device_choice import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.options import Ray
-from mpgrad.engines.kinds import Wanted
+from mpgrad.engines.kinds import EngineName, Wanted
 from mpgrad.place import PLACE
-from mpgrad.progress import Progress
+from mpgrad.progress import Progress, Standing, reported
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.start import start_scheduler
 from mpgrad.stats import PoolStats
 from mpgrad.submission.folding import folded_into, mapped_and_folded
-from mpgrad.submission.options import CallOptions, PoolOptions, pickled_initializer, positive
+from mpgrad.submission.options import (
+    CallOptions,
+    EachOptions,
+    Graphs,
+    OnError,
+    PoolOptions,
+    Send,
+    pickled_initializer,
+    positive,
+)
 from mpgrad.submission.source import Source
 from mpgrad.submission.submitter import Submitter
 from mpgrad.suggestions import suggests
@@ -42,34 +54,47 @@ from mpgrad.torch_state.modes import load_generators
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Pool", "PoolWorker"]
+
+A = TypeVar("A")
+R = TypeVar("R")
+T = TypeVar("T")
+Items = Iterable[T | DifferentiableFuture[T]]
+OnFailure = Callable[[BaseException], object] | None
+Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 
 
 # long because: see the head of the module
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    Args:
+    Args (everyday):
         processes: number of workers; None for as many CPUs as this process may use (affinity and cgroup quota counted).
         initializer: called once in each worker, with `initargs`, before anything else.
         initargs: its arguments.
-        maxtasksperchild: number of calls after which a worker is replaced; None for never.
-        context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
-            ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
-        threads_per_worker: intra-op threads of each worker process.
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
             thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
             threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`. "ray":
             processes on the machines of a Ray cluster; `processes` None is then as many as these have CPUs, and changes with
             the machines.
-        deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
-            (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
-            sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
+        threads_per_worker: intra-op threads of each worker process.
+        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
+            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
+            dies is replaced by one on the same device. Engines "process" and "stream" only.
+        ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
+
+    Args (faults):
+        maxtasksperchild: number of calls after which a worker is replaced; None for never.
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
+
+    Args (expert):
         graphs: what workers do with the graphs of calls, from the forward to the backward.
             "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
             else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
@@ -92,10 +117,11 @@ class Pool:
             run in the caller's thread, on private copies and with the same results; "always": all are sent to workers. With an
             `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that a generator
             makes, and calls that bring a class of the script (or another that no module can be imported for).
-        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
-            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
-            dies is replaced by one on the same device. Engines "process" and "stream" only.
-        ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
+        deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
+            (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
+            sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
+        context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
+            ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
@@ -121,13 +147,13 @@ class Pool:
         context: BaseContext | str | None = None,
         *,
         threads_per_worker: int = 1,
-        engine: str | None = None,
+        engine: EngineName | None = None,
         deterministic: bool = False,
         retries: int = 2,
         timeout: float | None = None,
-        graphs: str = "auto",
+        graphs: Graphs = "auto",
         graph_memory: int | str | None = None,
-        send: str = "auto",
+        send: Send = "auto",
         devices: Device | Sequence[Device] | None = None,
         ray: Ray | None = None,
     ) -> None:
@@ -163,6 +189,31 @@ class Pool:
 
     # --- multiprocessing.Pool's interface
 
+    @overload
+    def map(self, func: type[Function], *args: Any, **options: Any) -> list[Any]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> list[R | BaseException]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> list[R]: ...
+
     @not_compiled
     def map(
         self,
@@ -172,7 +223,7 @@ class Pool:
         *,
         progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
         """``[func(item) for item in iterable]`` on the workers.
@@ -185,7 +236,8 @@ class Pool:
                 Tensors that it reaches are its captures; gradients flow to them too.
             iterable: tensors, or structures with tensors anywhere inside.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
-            progress: True or a description for a tqdm bar.
+            progress: True or a description for a bar of tqdm's, in notebooks its widget; or a function of (done, total, seconds
+                left), called in a thread of its own when they change, at most ten times a second; None where not known.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
                 exception stands in the place of the result, and gradients flow to all other items.
@@ -213,6 +265,31 @@ class Pool:
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run(func, Source.of_items(iterable), options)
 
+    @overload
+    def starmap(self, func: type[Function], *args: Any, **options: Any) -> list[Any]: ...
+
+    @overload
+    def starmap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> list[R | BaseException]: ...
+
+    @overload
+    def starmap(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> list[R]: ...
+
     @not_compiled
     def starmap(
         self,
@@ -222,12 +299,25 @@ class Pool:
         *,
         progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
         """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run(func, Source.of_arguments(iterable), options)
+
+    @overload
+    def apply(self, func: type[Function], *args: Any, **options: Any) -> Any: ...
+
+    @overload
+    def apply(
+        self,
+        func: Callable[..., R],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        *,
+        device: Device | None = None,
+    ) -> R: ...
 
     @not_compiled
     def apply(
@@ -241,6 +331,36 @@ class Pool:
         """``func(*args, **kwds)`` on a worker."""
         return self._submitter.run(func, Source.of_one(args, kwds), CallOptions(device=device))[0]
 
+    @overload
+    def map_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        callback: Callable[[list[R | BaseException]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R | BaseException]]: ...
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = None,
+        callback: Callable[[list[R]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R]]: ...
+
+    # long because: each argument is the user's to name
     @not_compiled
     def map_async(
         self,
@@ -250,14 +370,45 @@ class Pool:
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
-        options = CallOptions(chunksize, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(func, Source.of_items(iterable), options, callback, error_callback)
 
+    @overload
+    def starmap_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[list[Any]]: ...
+
+    @overload
+    def starmap_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[R | BaseException]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R | BaseException]]: ...
+
+    @overload
+    def starmap_async(
+        self,
+        func: Callable[..., R],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[R]], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> AsyncResult[list[R]]: ...
+
+    # long because: each argument is the user's to name
     @not_compiled
     def starmap_async(
         self,
@@ -267,13 +418,29 @@ class Pool:
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """`starmap` that returns at once."""
-        options = CallOptions(chunksize, timeout, on_error, device)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(func, Source.of_arguments(iterable), options, callback, error_callback)
+
+    @overload
+    def apply_async(self, func: type[Function], *args: Any, **options: Any) -> AsyncResult[Any]: ...
+
+    @overload
+    def apply_async(
+        self,
+        func: Callable[..., R],
+        args: Iterable[Any] = (),
+        kwds: dict[str, Any] | None = None,
+        callback: Callable[[R], object] | None = None,
+        error_callback: OnFailure = None,
+        *,
+        device: Device | None = None,
+    ) -> AsyncResult[R]: ...
 
     @not_compiled
     def apply_async(
@@ -285,11 +452,36 @@ class Pool:
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         device: Device | None = None,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """`apply` that returns at once."""
         fetch = operator.methodcaller("value", 0)
         options = CallOptions(device=device)
         return self._submitter.run_async(func, Source.of_one(args, kwds), options, callback, error_callback, fetch)
+
+    @overload
+    def imap(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
 
     @not_compiled
     def imap(
@@ -298,13 +490,39 @@ class Pool:
         iterable: Iterable[Any],
         chunksize: int | None = 1,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> ResultIterator:
+    ) -> ResultIterator[Any]:
         """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
-        options = CallOptions(chunksize, timeout, on_error, device)
-        return self._submitter.iterate(func, (((item,), {}) for item in iterable), options, ordered=True)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
+        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
+
+    @overload
+    def imap_unordered(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R | BaseException]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[T], R],
+        iterable: Items[T],
+        chunksize: int | None = 1,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[EachOptions],
+    ) -> ResultIterator[R]: ...
 
     @not_compiled
     def imap_unordered(
@@ -313,13 +531,14 @@ class Pool:
         iterable: Iterable[Any],
         chunksize: int | None = 1,
         *,
+        progress: Progress = False,
         timeout: float | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         device: Device | None = None,
-    ) -> ResultIterator:
+    ) -> ResultIterator[Any]:
         """`imap` with the results in the order in which they come."""
-        options = CallOptions(chunksize, timeout, on_error, device)
-        return self._submitter.iterate(func, (((item,), {}) for item in iterable), options, ordered=False)
+        options = CallOptions(chunksize, timeout, on_error, device, progress)
+        return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
 
     def close(self) -> None:
         """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
@@ -349,7 +568,7 @@ class Pool:
         """Names for the workers, to be used as devices in `mpgrad.nn`."""
         return tuple(PoolWorker(self, number) for number in range(self.processes))
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Take no new calls. Workers end when all is done and no graph that they keep is needed any more. Does not wait."""
         self._finalizer.detach()
         self._scheduler.leave()
@@ -413,6 +632,37 @@ class Pool:
             )
         return Timeline(self._scheduler, path, profile, self._options.engine)
 
+    @contextlib.contextmanager
+    def progress(self, progress: Progress = True) -> Iterator[None]:
+        """Show, until the block ends, how much of what the pool has to do is done: futures of `submit`, backwards, all.
+
+        The total grows as more is asked for. A backward of an item counts as its forward did; cheap items that travelled
+        together have one backward for all.
+
+        Args:
+            progress: as for `map`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> x = torch.ones(3, requires_grad=True)
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     with pool.progress("simulate"):
+            ...         futures = [pool.submit(torch.mul, x, n) for n in range(5)]
+            ...         loss = sum(future.result().sum() for future in futures)
+            ...     with pool.progress("differentiate"):
+            ...         loss.backward()
+            >>> x.grad
+            tensor([10., 10., 10.])
+        """
+        before, _ = self._scheduler.tally()
+
+        def look() -> Standing:
+            done, left = self._scheduler.tally()
+            return Standing(done - before, done - before + left)
+
+        with reported(progress, look):
+            yield
+
     def __enter__(self) -> Pool:
         self._scheduler.life.check_open()
         return self
@@ -429,8 +679,14 @@ class Pool:
 
     # --- beyond it
 
+    @overload
+    def submit(self, fn: type[Function], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]: ...
+
+    @overload
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]: ...
+
     @not_compiled
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[Any]:
         """``fn(*args, **kwargs)`` on a worker, as a `concurrent.futures.Future` whose result is differentiable.
 
         A future may stand, anywhere, among the arguments of a further call (`submit`, `map`, `reduce` and friends): that call
@@ -472,13 +728,13 @@ class Pool:
     @not_compiled
     def reduce(
         self,
-        fn: Callable[[Any, Any], Any] | str,
-        items: Iterable[Any],
-        targets: Any,
+        fn: Callable[[Any, T], Any] | Named,
+        items: Items[T],
+        targets: A,
         *,
         associative: bool = False,
         progress: Progress = False,
-    ) -> Any:
+    ) -> A:
         """Fold all items into each target, in the items' order; the targets side by side.
 
         Args:
@@ -504,20 +760,20 @@ class Pool:
             >>> total, other, a.grad
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
         """
-        several = isinstance(targets, list)
-        found = folded_into(self._submitter, fn, list(items), targets if several else [targets], associative, progress)
-        return found if several else found[0]
+        asked: list[Any] = targets if isinstance(targets, list) else [targets]
+        found = folded_into(self._submitter, fn, list(items), asked, associative, progress)
+        return cast(A, found if asked is targets else found[0])
 
     @not_compiled
     def map_reduce(
         self,
-        map_fn: Callable[[Any], Any],
-        items: Iterable[Any],
-        reduce_fn: Callable[[Any, Any], Any] | str,
-        init: Any = None,
+        map_fn: Callable[[T], R],
+        items: Items[T],
+        reduce_fn: Callable[[R, R], R | None] | Named,
+        init: R | None = None,
         *,
         progress: Progress = False,
-    ) -> Any:
+    ) -> R:
         """``functools.reduce(reduce_fn, map(map_fn, items))``; mapped values stay on the workers, accumulators travel.
 
         Args:
@@ -541,7 +797,8 @@ class Pool:
             >>> total.detach(), items[3].grad
             (tensor([14., 14.]), tensor([6., 6.]))
         """
-        return mapped_and_folded(self._submitter, map_fn, list(items), reduce_fn, init, progress)
+        found: R = mapped_and_folded(self._submitter, map_fn, list(items), reduce_fn, init, progress)
+        return found
 
 
 class PoolWorker:

@@ -1,36 +1,117 @@
-"""A progress bar for calls that take long, where tqdm is installed."""
+"""How far something has come, shown while it goes on.
+
+Who waits for a backward is in PyTorch's code, and the scheduling thread may not wait for a terminal. So another thread looks
+ten times a second, and shows what it has found: what runs knows nothing of it.
+
+    operation, pool ◄── look ── Reporter's thread ──► show: a bar of tqdm, or the caller's function
+Guarantees: the last look comes after the end; a look and a show together take no more than a 20th of the time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-__all__ = ["Progress", "progress_bar"]
+__all__ = ["Progress", "Reporter", "Standing", "reported"]
 
-Progress = bool | str  # False: none; True: a bar; a string: a bar with this description
+Show = Callable[[int, int | None, float | None], object]  # done, in all, seconds left; None where that is not known
+Progress = bool | str | Show  # False: nothing; True: a bar; a string: a bar with this description
+
+INTERVAL = 0.1  # seconds between two looks
+PAUSE = 20  # or so many times what the last one took
 
 
-@contextlib.contextmanager
-def progress_bar(progress: Progress, total: int | None) -> Iterator[Callable[[int], None] | None]:
-    """A function that moves the bar to the number of calls done; None where no bar is asked for.
+class Standing(NamedTuple):
+    done: int
+    total: int | None  # None where it is not known
+    is_over: bool = False  # nothing more will come
+
+
+class Reporter:
+    """Shows what `look` finds, from now on to `end`, or until that says that all is over.
 
     Raises:
         ImportError: a bar is asked for, and tqdm is not installed.
-        TypeError: `progress` is neither a bool nor a string.
+        TypeError: `progress` is none of what it may be.
     """
-    if not isinstance(progress, (bool, str)):
-        raise TypeError(f"progress must be True, False or a description (progress: {progress!r})")
+
+    def __init__(self, progress: Progress, look: Callable[[], Standing]) -> None:
+        self._look = look
+        self._display: contextlib.AbstractContextManager[Show]
+        if callable(progress):
+            self._display = contextlib.nullcontext(progress)
+        elif isinstance(progress, bool | str):
+            self._display = Bar(progress if isinstance(progress, str) else None, look().total)
+        else:
+            expected = "progress must be True, False, a description, or a function of done, total and seconds left"
+            raise TypeError(f"{expected} (progress: {progress!r})")
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpgrad-progress", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Show what there is now, and nothing more."""
+        self._has_ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        began, shown = time.monotonic(), None
+        with self._display as show:
+            while True:
+                is_last = self._has_ended.is_set()  # asked before the look
+                now = time.monotonic()
+                found = self._look()
+                if found[:2] != shown:
+                    shown = found[:2]
+                    show(*shown, seconds_left(now - began, *shown))
+                if is_last or found.is_over:
+                    return
+                self._has_ended.wait(max(INTERVAL, PAUSE * (time.monotonic() - now)))
+
+
+def seconds_left(seconds: float, done: int, total: int | None) -> float | None:
+    """If what is left goes on as what is `done` has gone, for so many `seconds`."""
+    return seconds / done * (total - done) if done and total is not None else None
+
+
+class Bar:
+    """A bar of tqdm's, in a notebook its widget, whose total may change."""
+
+    def __init__(self, description: str | None, total: int | None) -> None:
+        try:
+            tqdm = importlib.import_module("tqdm.auto").tqdm
+        except ImportError as error:
+            raise ImportError("progress needs tqdm, which is not installed; install mpgrad[progress]") from error
+        # each show counts: they are rare enough
+        self._bar: Any = tqdm(total=total, desc=description, mininterval=0, miniters=0)
+
+    def __enter__(self) -> Show:
+        return self._move
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def _move(self, done: int, total: int | None, _: float | None) -> None:
+        if total != self._bar.total:
+            self._bar.total = total
+            if (widget := getattr(self._bar, "container", None)) is not None:
+                widget.children[1].max = total
+        self._bar.update(done - self._bar.n)
+
+
+@contextlib.contextmanager
+def reported(progress: Progress, look: Callable[[], Standing]) -> Iterator[None]:
+    """Show what `look` finds until the block ends."""
     if progress is False:
-        yield None
+        yield
         return
+    reporter = Reporter(progress, look)
     try:
-        tqdm = importlib.import_module("tqdm.auto").tqdm
-    except ImportError as error:
-        raise ImportError("progress needs tqdm, which is not installed; install mpgrad[progress]") from error
-    with tqdm(total=total, desc=progress if isinstance(progress, str) else None) as bar:
-
-        def move_to(done: int) -> None:
-            bar.update(done - bar.n)
-
-        yield move_to
+        yield
+    finally:
+        reporter.end()

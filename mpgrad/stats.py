@@ -1,8 +1,9 @@
-"""What a pool is doing and what it holds, in figures."""
+"""What a pool is doing and what it holds, in figures: attributes for programs, as text a table for people."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["PoolStats", "WorkerStats"]
 
@@ -17,9 +18,10 @@ class WorkerStats(NamedTuple):
         graphs: how many it keeps for a backward.
         graph_bytes: what these take; measured only with `graph_memory`, otherwise 0.
         calls: how many it has run.
+        state: "busy"; "idle"; or "retiring": it takes no new calls, and ends when it keeps no graph any more.
+        busy: share of the time since its start in which it had something to do, 0 to 1.
         device: where it stands: "cpu", or like "cuda:0".
         node: the name of its machine, in a pool on a cluster; "" on this one.
-        retiring: it takes no new calls, and ends when it keeps no graph any more.
     """
 
     number: int
@@ -28,13 +30,21 @@ class WorkerStats(NamedTuple):
     graphs: int
     graph_bytes: int
     calls: int
-    retiring: bool
+    state: Literal["idle", "busy", "retiring"]
+    busy: float
     device: str = "cpu"
     node: str = ""
 
+    @property
+    def retiring(self) -> bool:
+        return self.state == "retiring"
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._asdict()
+
 
 class PoolStats(NamedTuple):
-    """A pool, see `Pool.stats`.
+    """A pool, see `Pool.stats`. Printed, it is a table.
 
     Attributes:
         workers: those that have started.
@@ -43,6 +53,11 @@ class PoolStats(NamedTuple):
         deaths: of workers, so far.
         reruns: calls and backwards that were given to another worker for it.
         calls_here: calls that ran in the caller's thread, because sending them would have taken longer.
+        operations: maps, submitted calls and the like that have not ended.
+        calls: that workers have run, so far; also workers that have ended.
+        calls_left: of these operations, sent or waiting.
+        backwards: that workers have run, so far; items that travelled together have one for all.
+        backwards_left: sent or waiting.
         frames_sent: to workers, so far; a frame holds the messages of many calls.
         frames_received: from workers.
         bytes_sent: in frames, pickles and tensors of up to 8 KiB; larger ones lie in shared memory.
@@ -58,6 +73,11 @@ class PoolStats(NamedTuple):
     deaths: int
     reruns: int
     calls_here: int
+    operations: int
+    calls: int
+    calls_left: int
+    backwards: int
+    backwards_left: int
     frames_sent: int
     frames_received: int
     bytes_sent: int
@@ -65,3 +85,58 @@ class PoolStats(NamedTuple):
     system_calls: int
     bytes_copied: int
     slots_made: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of numbers, strings, dicts and lists only, as for JSON."""
+        return {**self._asdict(), "workers": [each.as_dict() for each in self.workers]}
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                *aligned([HEADER, *map(row_of, self.workers)]),
+                f"operations: {self.operations} under way",
+                f"calls:      {self.calls:,} done, {self.calls_left:,} left; {self.calls_here:,} more in the caller's thread",
+                f"backwards:  {self.backwards:,} done, {self.backwards_left:,} left",
+                f"deaths:     {self.deaths:,} of workers; {self.reruns:,} calls and backwards done again",
+                f"memory:     {size_of(self.resident_bytes)} of workers; {size_of(self.shared_bytes)} shared for tensors",
+                f"sent:       {size_of(self.bytes_sent)} in {self.frames_sent:,} frames",
+                f"received:   {size_of(self.bytes_received)} in {self.frames_received:,} frames",
+                f"copied:     {size_of(self.bytes_copied)} of tensors; {self.slots_made:,} slots made",
+            ]
+        )
+
+
+HEADER = "worker", "node", "device", "pid", "state", "busy", "calls", "graphs", "memory"
+LEFT = {"node", "device", "state"}  # columns of words
+
+
+def row_of(worker: WorkerStats) -> tuple[str, ...]:
+    return (
+        str(worker.number),
+        worker.node,
+        worker.device,
+        str(worker.pid),
+        worker.state,
+        f"{worker.busy:.0%}",
+        f"{worker.calls:,}",
+        f"{worker.graphs:,}",
+        size_of(worker.resident_bytes),
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns, the first row their names; columns that are empty but for it are left out."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
+    padded = []
+    for name, *cells in columns:
+        width = max(map(len, (name, *cells)))
+        padded.append([each.ljust(width) if name in LEFT else each.rjust(width) for each in (name, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+
+
+def size_of(nbytes: int) -> str:
+    """As a person reads it."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

@@ -38,7 +38,7 @@ __all__ = ["Operation", "OperationOptions"]
 class Holder(Protocol):
     """Who has asked for the results: `AsyncResult`, a future, an iterator."""
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
         ...
 
@@ -117,6 +117,12 @@ class Operation:
     def has_ended(self) -> bool:
         """All calls that were added up to now have an outcome."""
         return self.delivered >= min(self.added, self.limit)
+
+    @property
+    def items_left(self) -> int:
+        """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about so many."""
+        left = min(self.added, self.limit) - self.delivered
+        return round(left * self.items / self.added) if left > 0 else 0
 
     def first_failure(self) -> Failed | None:
         """What is to be raised, as the serial loop would have: the exception of the first failing item."""

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
@@ -30,6 +30,8 @@ from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
 __all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator", "Uncollected"]
+
+R = TypeVar("R")
 
 
 class Desk(Protocol):
@@ -85,22 +87,25 @@ class Uncollected:
             raise first
 
 
-class AsyncResult:
+class AsyncResult(Generic[R]):
     """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`."""
 
     def __init__(
         self,
         desk: Desk,
         operation: Operation,
-        fetch: Callable[[Operation], Any],
-        callback: Callable[[Any], object] | None,
+        fetch: Callable[[Operation], R],
+        callback: Callable[[R], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         uncollected: Uncollected,
+        on_awaited: Callable[[], object] = lambda: None,
     ) -> None:
+        """`on_awaited`: called by who has waited until all is done."""
         self._desk = desk
         self._uncollected = uncollected
         self._number = uncollected.number()
         self._operation = operation
+        self._on_awaited = on_awaited
         self._fetch = fetch
         self._callback = callback
         self._error_callback = error_callback
@@ -113,7 +118,7 @@ class AsyncResult:
         operation.holder = weakref.ref(self)
 
     @not_compiled
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> R:
         """The result, the same object at every call.
 
         Raises:
@@ -132,7 +137,8 @@ class AsyncResult:
                 self._fetched = True
             if self._error is not None:
                 raise self._error.with_traceback(None)  # without the lines that asked before
-            return self._value
+            value: R = self._value
+            return value
 
     @without_own_frames
     def wait(self, timeout: float | None = None) -> None:
@@ -140,12 +146,15 @@ class AsyncResult:
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            return self._desk.wait_until(self.ready, timeout)
+            is_ready = self._desk.wait_until(self.ready, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self.abandon()
+            self._abandon()
             raise
+        if is_ready:
+            self._on_awaited()
+        return is_ready
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for the result any more."""
         if self._is_abandoned or self.ready() or self._callback is not None or self._error_callback is not None:
             return
@@ -189,7 +198,7 @@ class ExceptionOfTask(Exception):
     """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture` gives what it really was."""
 
 
-class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
+class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
 
     It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is there.
@@ -212,12 +221,13 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         operation.on_passed_on = functools.partial(uncollected.collected, self._number)
 
     @not_compiled
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> R:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
         failed = self._await_failure(timeout)
         if failed is not None:
             raise failed.error().with_traceback(None)
-        return self._operation.take()
+        value: R = self._operation.take()
+        return value
 
     @without_own_frames
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -263,10 +273,10 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         try:
             self._desk.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self.abandon()
+            self._abandon()
             raise
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Whoever waited was interrupted: the call is called off as soon as nobody can ask for its result any more."""
         if self._is_abandoned or self.done() or self._tells:
             return
@@ -289,15 +299,15 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
             raise ValueError(f"seconds must not be negative (seconds: {seconds})")
         self._desk.stop_at(time.monotonic() + seconds, self._operation)
 
-    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is."""
         self._tells = True
         super().add_done_callback(fn)
 
-    def claim(self) -> Claim | None:
+    def _claim(self) -> Claim | None:
         return self._operation.claim()
 
-    def taken(self) -> Any:
+    def _taken(self) -> Any:
         return self._operation.take()
 
     def _starts(self) -> bool:
@@ -316,7 +326,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
         try:
             self._failed = outcome if isinstance(outcome, Failed) else None
             if self._failed is None or self._failed.is_cancelled:
-                self.set_result(None)  # the value is made by who asks for it
+                self.set_result(cast(R, None))  # the value is made by who asks for it
             else:
                 self._uncollected.note(self._number, self._failed)
                 self.set_exception(ExceptionOfTask())  # and so is the exception
@@ -324,7 +334,7 @@ class DifferentiableFuture(concurrent.futures.Future[Any], Deferred):
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
-class ResultIterator:
+class ResultIterator(Generic[R]):
     """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
 
     def __init__(
@@ -334,15 +344,17 @@ class ResultIterator:
         calls: Iterator[Callable[[], PackedCall]],
         window: float,
         ordered: bool,
+        on_awaited: Callable[[], object] = lambda: None,
     ) -> None:
         self._desk = desk
-        self.operation = operation
+        self._operation = operation
         self._calls = calls  # each packs one call
         self._window = window
         self._ordered = ordered
         self._arrived: deque[int] = deque()
         self._next = 0
         self._source_error: BaseException | None = None
+        self._on_awaited = on_awaited
         self._turn = threading.Lock()
         arrived = self._arrived  # not self: the operation would keep the iterator alive
         operation.on_outcome = arrived.append
@@ -350,11 +362,11 @@ class ResultIterator:
         self._is_abandoned = False
         self._fill()
 
-    def __iter__(self) -> ResultIterator:
+    def __iter__(self) -> ResultIterator[R]:
         return self
 
     @not_compiled
-    def next(self, timeout: float | None = None) -> Any:
+    def next(self, timeout: float | None = None) -> R:
         """The next result.
 
         Raises:
@@ -363,27 +375,29 @@ class ResultIterator:
             Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
         """
         with self._turn:  # several threads may share the iterator
-            if self._next == self.operation.added:
+            if self._next == self._operation.added:
                 self._end()
             there = self._is_there if self._ordered else lambda: bool(self._arrived)
             try:
                 is_there = self._desk.wait_until(there, timeout)
             except BaseException:  # KeyboardInterrupt, above all
-                self.abandon()
+                self._abandon()
                 raise
             if not is_there:
                 raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
             index = self._next if self._ordered else self._arrived.popleft()
             self._next += 1
             self._fill()
-        return self.operation.value(index)
+        value: R = self._operation.value(index)
+        return value
 
     __next__ = next
 
     def _is_there(self) -> bool:
-        return self._next in self.operation.outcomes
+        return self._next in self._operation.outcomes
 
     def _end(self) -> None:
+        self._on_awaited()
         error, self._source_error = self._source_error, None
         raise StopIteration if error is None else error
 
@@ -392,43 +406,43 @@ class ResultIterator:
         try:
             self._add_some()
         except BaseException:  # as in `next`; the source's own exceptions do not come here
-            self.abandon()
+            self._abandon()
             raise
 
     def _add_some(self) -> None:
         """Have as many calls under way as the window allows; an error of their source is kept until its turn."""
-        before = self.operation.added, self.operation.sealed
+        before = self._operation.added, self._operation.sealed
         wave = 1  # the workers begin with the first; the source may be slow
-        while not self.operation.sealed and self.operation.added - self._next < self._window:
+        while not self._operation.sealed and self._operation.added - self._next < self._window:
             try:
-                self.operation.add(next(self._calls)())
+                self._operation.add(next(self._calls)())
             except StopIteration:
-                self.operation.sealed = True
+                self._operation.sealed = True
             except Exception as error:
                 self._source_error = error
-                self.operation.sealed = True
-            if self.operation.added - before[0] == wave:
+                self._operation.sealed = True
+            if self._operation.added - before[0] == wave:
                 wave *= 4
-                self._desk.admit(self.operation)
-        if (self.operation.added, self.operation.sealed) != before:
-            self._desk.admit(self.operation)
+                self._desk.admit(self._operation)
+        if (self._operation.added, self._operation.sealed) != before:
+            self._desk.admit(self._operation)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
         self._is_abandoned = True
 
-    def cancel_rest(self) -> None:
+    def _cancel_rest(self) -> None:
         """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
         if self._is_abandoned:
-            self._desk.call_off(self.operation)
+            self._desk.call_off(self._operation)
             return
-        self.operation.sealed = True
-        if not self.operation.has_ended:
-            self._desk.cancel_queued(self.operation)
+        self._operation.sealed = True
+        if not self._operation.has_ended:
+            self._desk.cancel_queued(self._operation)
 
     def __del__(self) -> None:
         if self._is_abandoned:
-            self._desk.call_off(self.operation)
+            self._desk.call_off(self._operation)
         # with a window without end, all is asked for, whether anybody looks at it or not
-        elif not self.operation.sealed or (self._window < math.inf and not self.operation.finished):
-            self._desk.cancel(self.operation)
+        elif not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
+            self._desk.cancel(self._operation)

@@ -145,7 +145,7 @@ def start_first(pools: ExitStack) -> Iterator[Finding]:
     # exact arithmetic: the first `exp` of a process in two threads of MKL may have errors of 3e-5 while the machine is busy
     item = torch.arange(1.0, SHARED_NUMBERS + 1).requires_grad_()
     result = pool.apply(torch.square, (item,))
-    result.sum().backward()
+    torch.autograd.backward(result.sum())
     assert item.grad is not None
     given = item.detach()
     for name, tensor, expected in (("results", result.detach(), given * given), ("gradients", item.grad, 2 * given)):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mpgrad.engines.inline import InlineEngine
 from mpgrad.engines.launch import ThreadLauncher, process_launcher
 from mpgrad.engines.protocol import Engine, Traits
 from mpgrad.engines.sockets import SocketEngine
 
-__all__ = ["ENGINES", "Kind", "Wanted", "traits_of"]
+__all__ = ["ENGINES", "EngineName", "Kind", "Wanted", "traits_of"]
+
+EngineName = Literal["process", "thread", "inline", "stream", "ray"]
 
 
 class Wanted(NamedTuple):

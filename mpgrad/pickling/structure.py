@@ -51,12 +51,12 @@ __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dum
 class Deferred:
     """A value that may still be to come. (No ABC: every object that is pickled is asked whether it is one.)"""
 
-    def claim(self) -> object | None:
+    def _claim(self) -> object | None:
         """What will lead to the value; None where it has been taken, so that it is here, and may have been changed since."""
         raise NotImplementedError
 
-    def taken(self) -> Any:
-        """The value, where `claim` gave None."""
+    def _taken(self) -> Any:
+        """The value, where `_claim` gave None."""
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ class TensorPickler(ClassPickler):
                 "transform; pass it as an argument, or pass its result()"
             )
         if id(value) not in self._number:
-            claim = value.claim()
+            claim = value._claim()
             if claim is None:
                 return None
             self.claims.append(claim)
@@ -128,7 +128,7 @@ class TensorPickler(ClassPickler):
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, Deferred):
-            return itself, (value.taken(),)
+            return itself, (value._taken(),)
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
             return reduced
         if isinstance(value, types.FunctionType) and (reduced := reduce_carried(value)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 
 from mpgrad.calls.output import given_again
 from mpgrad.errors import InternalError, SharedMemoryError
@@ -65,6 +66,8 @@ class Receiver:
         self._admissions = admissions
         self._staff = staff
         self._notes = deliveries.notes
+        self.items_done = 0  # forwards; counted before anybody hears of them
+        self.backwards_done = 0
         self._answers = Answers(memory.lenders, settings.recoverable)
 
     def serve(self, worker: WorkerHandle) -> None:
@@ -86,6 +89,7 @@ class Receiver:
                     self._results(worker, message, frame.payload)
                 case Gradients():
                     chunk = worker.under_way.take(message.chunk)
+                    self.backwards_done += len(message.outcomes)
                     self._codes.note_backwards(chunk.gradients, message.seconds)
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():
@@ -133,6 +137,7 @@ class Receiver:
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
                 worker.under_way.can_skip = True
         worker.pid = message.pid
+        worker.ready_at = time.monotonic()
         worker.ready = True
         self._staff.note_ready()
         if (recording := self._notes.recording) is not None and recording.ended is None:
@@ -154,6 +159,7 @@ class Receiver:
         if done:
             items = sum([call.items for _, call in chunk.calls[:done]])
             worker.calls_done += items
+            self.items_done += items
             outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
             with_graphs = sum([call.items for (_, call), each in outcomes if isinstance(each, Result) and each.has_graph])
             share = done / (operation.delivered + done) if operation.largest_first else math.inf

@@ -189,7 +189,7 @@ class Scheduler(ABC):
                     if holder is None:
                         self.call_off(operation)
                     else:
-                        holder.abandon()
+                        holder._abandon()
             raise
 
     # --- any thread: a timeline
@@ -254,6 +254,11 @@ class Scheduler(ABC):
             self.staff.deaths,
             self.recovery.reruns,
             calls_here,
+            len(self.admissions.unfinished),
+            self.receiver.items_done,
+            self._items_left(),
+            self.receiver.backwards_done,
+            self._backwards_left(),
             traffic.frames_sent,
             traffic.frames_received,
             traffic.bytes_sent,
@@ -262,6 +267,17 @@ class Scheduler(ABC):
             self.memory.bytes_copied,
             self.memory.arena.slots_made,
         )
+
+    def tally(self) -> tuple[int, int]:
+        """How many forwards and backwards have been done so far, and how many are left."""
+        done = self.receiver.items_done + self.receiver.backwards_done
+        return done, self._items_left() + self._backwards_left()
+
+    def _items_left(self) -> int:
+        return sum(operation.items_left for operation in list(self.admissions.unfinished))
+
+    def _backwards_left(self) -> int:
+        return sum(worker.backwards_left for worker in list(self.workers.values()))
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -379,7 +395,8 @@ def statistics(worker: WorkerHandle) -> WorkerStats:
         worker.graphs.there,
         worker.graphs.nbytes,
         worker.calls_done,
-        worker.retiring,
+        "retiring" if worker.retiring else "busy" if worker.under_way else "idle",
+        worker.busy,
         name_of(worker.device),
         worker.link.node,
     )

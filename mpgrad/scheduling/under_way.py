@@ -30,6 +30,7 @@ class UnderWay:
         self.chunks: dict[int, Chunk] = {}
         self.whereabouts: memoryview | None = None  # of int64, see `Whereabouts`
         self.can_skip = False  # the worker sees what we write there
+        self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
         self.end_at = math.inf  # when the worker is ended, should it be at such a part then, on the same clock
@@ -53,7 +54,9 @@ class UnderWay:
 
     def take(self, number: int) -> Chunk:
         """It is answered."""
-        self.since = time.monotonic()
+        now = time.monotonic()
+        self.seconds += now - self.since
+        self.since = now
         chunk = self.chunks.pop(number)
         if self.given_up:
             self.end_at = math.inf

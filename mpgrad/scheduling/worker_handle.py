@@ -46,6 +46,7 @@ class WorkerHandle:
         self.retiring = False  # takes no new calls: it has done as many as one worker may
         self.is_last = False  # when it has ended no other will make again what is missing
         self.pid = -1
+        self.ready_at = 0.0  # since when it is, on the clock of time.monotonic
         self.calls_done = 0
 
         self.gone: BaseException | None = None  # what its graphs answer after its end
@@ -83,12 +84,25 @@ class WorkerHandle:
         """For errors: what is known of its end beside the exit code."""
         return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost) if each]
 
+    @property
+    def busy(self) -> float:
+        """The share of the time since it was ready in which it had something under way."""
+        now, since = time.monotonic(), self.under_way.since
+        seconds = self.under_way.seconds + (max(0.0, now - since) if self.under_way else 0.0)
+        return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
+
     # --- what is left to do
 
     @property
     def load(self) -> int:
         """How many calls it has been given or is about to be."""
         return len(self.backlog) + sum(len(chunk.calls) + len(chunk.gradients) for chunk in self.under_way.chunks.values())
+
+    @property
+    def backwards_left(self) -> int:
+        """That it has not answered. Any thread asks."""
+        waiting = sum(isinstance(each, SentGradients) for each in list(self.backlog))
+        return waiting + sum(len(chunk.gradients) for chunk in list(self.under_way.chunks.values()))
 
     @property
     def is_done(self) -> bool:

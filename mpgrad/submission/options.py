@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 from mpgrad.calls.device_choice import Device
 from mpgrad.cluster.options import Ray
 from mpgrad.cpus import usable_cpus
-from mpgrad.engines.kinds import traits_of
+from mpgrad.engines.kinds import EngineName, traits_of
 from mpgrad.engines.protocol import Traits
 from mpgrad.memory.limits import bytes_of
 from mpgrad.pickling import classes
@@ -23,11 +23,44 @@ from mpgrad.progress import Progress
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.stations import worker_devices
 
-__all__ = ["CallOptions", "PoolOptions", "pickled_initializer", "positive"]
+__all__ = [
+    "CallOptions",
+    "EachOptions",
+    "Graphs",
+    "MoreOptions",
+    "OnError",
+    "PoolOptions",
+    "Send",
+    "pickled_initializer",
+    "positive",
+]
 
-GRAPHS = ("auto", "keep", "ahead", "recompute")
-ON_ERROR = ("raise", "return")
-SEND = ("auto", "always")
+Graphs = Literal["auto", "keep", "ahead", "recompute"]
+OnError = Literal["raise", "return"]
+Send = Literal["auto", "always"]
+
+
+class EachOptions(TypedDict, total=False):
+    """For type checkers: the keyword arguments that all maps have in common, but for `on_error`."""
+
+    progress: Progress
+    timeout: float | None
+    device: Device | None
+
+
+class MoreOptions(TypedDict, total=False):
+    """For type checkers: those keyword arguments of `Pool` that it has beyond `multiprocessing.Pool`."""
+
+    threads_per_worker: int
+    engine: EngineName | None
+    deterministic: bool
+    retries: int
+    timeout: float | None
+    graphs: Graphs
+    graph_memory: int | str | None
+    send: Send
+    devices: Device | Sequence[Device] | None
+    ray: Ray | None
 
 
 @dataclass(frozen=True)
@@ -43,21 +76,21 @@ class PoolOptions:
     maxtasksperchild: int | None
     context: BaseContext | str | None
     threads_per_worker: int
-    engine: str
+    engine: EngineName
     deterministic: bool
     retries: int
     timeout: float | None
-    graphs: str
+    graphs: Graphs
     graph_memory: int | str | None
-    send: str
+    send: Send
     devices: Device | Sequence[Device] | None
     ray: Ray | None
     device_codes: tuple[int, ...] | None = field(init=False)  # one for each worker
 
     def __post_init__(self) -> None:
         is_process = self.traits.is_process
-        one_of("graphs", self.graphs, GRAPHS)
-        one_of("send", self.send, SEND)
+        one_of("graphs", self.graphs, get_args(Graphs))
+        one_of("send", self.send, get_args(Send))
         if self.graph_memory is not None:
             bytes_of("graph_memory", self.graph_memory)
         if self.processes is not None:
@@ -145,14 +178,14 @@ class CallOptions:
 
     chunksize: int | None = None
     timeout: float | None = None
-    on_error: str = "raise"
+    on_error: OnError = "raise"
     device: Device | None = None
     progress: Progress = False
 
     def __post_init__(self) -> None:
         if self.chunksize is not None:
             check_chunksize(self.chunksize)
-        one_of("on_error", self.on_error, ON_ERROR)
+        one_of("on_error", self.on_error, get_args(OnError))
 
     @property
     def leaves_ways_open(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from mpgrad.calls.packing import Arguments, Shared, pickled_function
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held
-from mpgrad.progress import progress_bar
+from mpgrad.progress import Progress, Reporter, Standing, reported
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.run_in_caller import AdaptiveMap, may_run_here
 from mpgrad.scheduling.scheduler import Scheduler
@@ -86,13 +86,11 @@ class Submitter:
         operation = self.starter.begin(prepared, noun=noun, at_rest=source.at_rest)
         wait_until = self._scheduler.wait_until
         try:
-            with progress_bar(options.progress, source.total) as move_to:
+            with reported(options.progress, standing_of(operation, source.total)):
                 with collector_held():
                     self.feeder.feed(operation, calls, borrow=True, shared=shared, total=self._to_bundle(source, options))
-                    finished = move_to is None and wait_until(lambda: operation.finished, LONGEST_HOLD)
-                if move_to is not None:
-                    self._watch(operation, move_to)
-                elif not finished:
+                    finished = wait_until(lambda: operation.finished, LONGEST_HOLD)
+                if not finished:
                     wait_until(lambda: operation.finished)
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.call_off(operation)
@@ -126,14 +124,6 @@ class Submitter:
             return None
         return None if source.total == 1 or torch.are_deterministic_algorithms_enabled() else source.total
 
-    def _watch(self, operation: Operation, move_to: Callable[[int], None]) -> None:
-        while True:
-            finished, done = operation.finished, operation.delivered
-            move_to(done)
-            if finished:
-                return
-            self._scheduler.wait_until(lambda done=done: operation.finished or operation.delivered > done)  # type: ignore[misc]
-
     def run_async(
         self,
         function: Callable[..., Any],
@@ -142,13 +132,14 @@ class Submitter:
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         fetch: Callable[[Operation], Any] = Operation.values,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """All results, later; or what `fetch` makes of them."""
         like, calls = first_of(source)
         operation = self.starter.begin(self.starter.prepare(function, options, like), at_rest=source.at_rest)
         total = self._to_bundle(source, options)
         fetch = self._scheduler.notes.timed("makes results", fetch)
-        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected)
+        on_awaited = reporting(options.progress, operation, source.total)
+        result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected, on_awaited)
         with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
             self.feeder.feed(operation, calls, borrow=False, total=total)
         return result
@@ -156,36 +147,48 @@ class Submitter:
     def iterate(
         self,
         function: Callable[..., Any],
-        calls: Iterable[Arguments],
+        source: Source,
         options: CallOptions,
         *,
         ordered: bool = True,
         window: float | None = None,
-    ) -> ResultIterator:
+    ) -> ResultIterator[Any]:
         """Results as they are asked for. `window`: how many items are taken ahead of them."""
         prepared = self.starter.prepare(function, options)
         operation = self.starter.begin(prepared, stop_at_failure=False, one_by_one=True)
         if window is None:
             window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
-        return ResultIterator(self._scheduler, operation, self.feeder.one_by_one(operation, calls), window, ordered)
+        calls = self.feeder.one_by_one(operation, source.calls)
+        on_awaited = reporting(options.progress, operation, source.total)
+        return ResultIterator(self._scheduler, operation, calls, window, ordered, on_awaited)
 
-    def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture:
+    def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
         prepared = self.starter.prepare(function, options, [call])
         operation = self._begin_submitted(prepared)
-        future = DifferentiableFuture(self._scheduler, operation, self.uncollected)
+        future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         self.feeder.feed(operation, [call], borrow=False)
         return future
 
-    def failed_call(self, error: BaseException) -> DifferentiableFuture:
+    def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
         """The future of a call that could not be sent."""
         check_untraced()
         prepared = Prepared(pickled_function(abs), CallOptions(), None, None, None, 0)
         operation = self._begin_submitted(prepared)
-        future = DifferentiableFuture(self._scheduler, operation, self.uncollected)
+        future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         operation.added, operation.sealed = 1, True
         operation.fail(error)
         return future
 
     def _begin_submitted(self, prepared: Prepared) -> Submitted:
         return cast(Submitted, self.starter.begin(prepared, kind=Submitted, one_by_one=True))
+
+
+def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:
+    """How far it has come; `total`: of how many calls, if that is known."""
+    return lambda: Standing(operation.delivered, operation.added if operation.finished else total, operation.finished)
+
+
+def reporting(progress: Progress, operation: Operation, total: int | None) -> Callable[[], object]:
+    """Show how far it comes, until it has ended; returns what shows the last of it at once."""
+    return Reporter(progress, standing_of(operation, total)).end if progress is not False else lambda: None

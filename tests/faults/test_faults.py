@@ -525,6 +525,6 @@ def test_bad_arguments_of_calls(pool: mpgrad.Pool) -> None:
         pool.map(abs, [1], 0)
     with pytest.raises(TypeError, match="not iterable"):
         pool.map(abs, 3)
-    with pytest.raises(TypeError, match="progress must be True, False or a description"):
+    with pytest.raises(TypeError, match="progress must be True, False, a description, or a function"):
         pool.map(abs, [1], progress=3)
     works(pool)

@@ -1,4 +1,4 @@
-"""The project around the code: the wheel, the wall between the folders, docstring examples, the progress bar."""
+"""The project around the code: the wheel, the wall between the folders, docstring examples, the oracle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import doctest
 import graphlib
-import importlib
 import math
 import os
 import random
@@ -611,22 +610,3 @@ mpgrad.testing.assert_same_as_serial(abs, [-1])
 def test_the_oracle_need_not_be_imported_by_name() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=58)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-# --- progress
-
-
-@pytest.mark.parametrize("progress", [True, "infants"])
-def test_a_progress_bar(pool: mpgrad.Pool, progress: bool | str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pool.map(abs, range(-7, 0), progress=progress) == [7, 6, 5, 4, 3, 2, 1]
-    assert pool.map_reduce(abs, [torch.tensor(-2), torch.tensor(3)], "sum", progress=progress) == 5
-    bar = capsys.readouterr().err
-    assert "7/7" in bar and "2/2" in bar
-    assert ("infants" in bar) == (progress == "infants")
-
-
-def test_progress_without_tqdm(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ImportError, match=r"progress needs tqdm, which is not installed; install mpgrad\[progress\]"):
-        pool2.map(abs, [1], progress=True)
-    assert importlib.import_module("tqdm")
