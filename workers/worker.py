@@ -21,6 +21,7 @@ from mpgrad.workers.station import NO_STATION, Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
 
+from mpgrad.wire.asides import Lacking
 from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
@@ -73,6 +74,7 @@ class Worker:
             NewSlab: loans.attach,
             SlabsGone: loans.detach,
             SlabsMissing: loans.tell_again,
+            Lacking: loans.note_lacking,
             Direct: station.go_direct,
         }
 

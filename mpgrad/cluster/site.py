@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.metadata
 import mmap
 import os
@@ -33,8 +34,9 @@ from typing import Any, NamedTuple
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
-from mpgrad.system import PORTABLE, anonymous_memory, resident_bytes
-from mpgrad.wire.pipe import HEADER, Pipe
+from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
+from mpgrad.wire.asides import Lacking
+from mpgrad.wire.pipe import HEADER, Pipe, framed
 
 __all__ = ["Hello", "Record", "Site", "hello"]
 
@@ -64,21 +66,51 @@ def hello() -> Hello:
 
 
 class MirroredSlab:
-    """Shared memory with the number of one of the caller's slabs; its pages are taken when they are written."""
+    """Shared memory with the number of one of the caller's slabs, made and taken from the system when it is first written."""
 
     def __init__(self, nbytes: int) -> None:
-        self.descriptor = anonymous_memory()
-        os.ftruncate(self.descriptor, nbytes)
-        self._memory = mmap.mmap(self.descriptor, nbytes)
+        self._nbytes = nbytes
+        self._memory: mmap.mmap | None = None
+        self.descriptor = -1  # there is none yet
+        self.awaited: list[tuple[int, bytes]] = []  # workers, and the frames that are to introduce it to them
 
     def write(self, offset: int, content: bytes) -> None:
-        if not PORTABLE:
-            os.posix_fallocate(self.descriptor, offset, len(content))  # a lack is an error here, not a SIGBUS
+        """
+        Raises:
+            OSError: the system has no memory, or no descriptor, for that now.
+        """
+        if self._memory is None:
+            self._memory = self._make()
+        self._reserve(offset, len(content))
         self._memory[offset : offset + len(content)] = content
 
+    def _make(self) -> mmap.mmap:
+        descriptor = anonymous_memory()
+        try:
+            os.ftruncate(descriptor, self._nbytes)
+            memory = mmap.mmap(descriptor, self._nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        return memory
+
+    def _reserve(self, offset: int, nbytes: int) -> None:
+        """A lack is an error here, not a SIGBUS in the middle of a copy."""
+        if not PORTABLE and os.lseek(self.descriptor, offset, os.SEEK_HOLE) >= offset + nbytes:
+            return  # has been written before
+        if nbytes > free_memory():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        if not PORTABLE:
+            os.posix_fallocate(self.descriptor, offset, nbytes)
+
     def close(self) -> None:
-        self._memory.close()
-        os.close(self.descriptor)
+        if self._memory is not None:
+            self._memory.close()
+            os.close(self.descriptor)
+
+
+Pieces = list[tuple[int, int, str]]  # see `Lacking`
 
 
 class SiteWorker(Pipe):
@@ -87,6 +119,8 @@ class SiteWorker(Pipe):
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
         self.pid = 0  # once the caller has heard it
+        self.has_started = False  # the first frame, which is its `Start`, was sent
+        self.lacking: Pieces = []  # as it was told
 
 
 class Site:
@@ -97,6 +131,7 @@ class Site:
         self._launcher: Launcher = process_launcher(None)
         self._workers: dict[int, SiteWorker] = {}
         self._slabs: dict[int, MirroredSlab] = {}
+        self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
         self._arriving = Sequence()
         self._next_number = 0
         self._news: list[Record] = [("hello", hello())]
@@ -141,10 +176,10 @@ class Site:
                 number, nbytes = rest
                 self._slabs[number] = MirroredSlab(nbytes)
             case "write":
-                address, content = rest
-                self._slabs[slab_of(address)].write(address & OFFSET_MASK, content)
+                self._write_mirror(*rest)
             case "forget":
                 self._slabs.pop(rest[0]).close()
+                self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
             case "frame":
                 self._pass_on(*rest)
             case "kill" if rest[0] in self._workers:
@@ -155,8 +190,26 @@ class Site:
             case "end" if rest[0] in self._workers:
                 self._bury(rest[0])
 
+    def _write_mirror(self, address: int, content: bytes) -> None:
+        """What cannot be written is missing to the calls that need it, and to nobody else."""
+        slab = self._slabs[slab_of(address)]
+        lacking = [piece for piece in self._lacking if piece[0] != address]
+        try:
+            slab.write(address & OFFSET_MASK, content)
+        except OSError as error:
+            lacking.append((address, len(content), no_room(len(content), error)))
+        self._lacking = lacking
+        if slab.descriptor >= 0 and slab.awaited:
+            awaited, slab.awaited = slab.awaited, []
+            for worker, frame in awaited:
+                self._pass_on(worker, frame, [slab_of(address)])
+
     def _start(self, number: int) -> None:
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._say("refused", number, str(error))
+            return
         try:
             self._launcher.launch(number, theirs)
         except OSError as error:
@@ -170,8 +223,17 @@ class Site:
         worker = self._workers.get(number)
         if worker is None:
             return
+        new = [self._slabs[each] for each in slabs]
+        for slab in new:
+            if slab.descriptor < 0:
+                slab.awaited.append((number, frame))  # alone in its frame; what lies there lacks until then
+                return
         try:
-            worker.send_raw(frame, [self._slabs[each].descriptor for each in slabs])
+            if worker.has_started and worker.lacking != self._lacking:
+                worker.lacking = self._lacking
+                worker.send_raw(framed([Lacking(self._lacking)], ()))
+            worker.has_started = True
+            worker.send_raw(frame, [slab.descriptor for slab in new])
         except ConnectionError:
             return  # the end of its pipe is read next, and says so
         except OSError:  # what it was sent is not whole
@@ -240,6 +302,14 @@ class Site:
         if silence >= self._patience:
             os._exit(1)  # the nursery dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)
+
+
+def no_room(nbytes: int, error: OSError) -> str:
+    remedy = "drop results that are no longer needed, or cut the item into smaller ones"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files there (ulimit -n, before `ray start`)"
+    where, why = socket.gethostname(), error.strerror or str(error)
+    return f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; {why}); {remedy}"
 
 
 def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

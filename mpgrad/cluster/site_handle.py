@@ -24,10 +24,10 @@ from mpgrad.cluster.site import Hello, Record
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
-from mpgrad.wire.frames import Frame, framed, in_frames, unframed
+from mpgrad.wire.frames import Frame, unframed
 from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
-from mpgrad.wire.pipe import HEADER, Traffic
+from mpgrad.wire.pipe import HEADER, Traffic, framed
 
 __all__ = ["SiteHandle", "SiteLink"]
 
@@ -256,8 +256,7 @@ class SiteLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.site.mirror(slab)
-        for messages, _ in in_frames(slabs):
-            self.send(messages)
+            self.send([NewSlab(slab.number, slab.nbytes)])  # alone in its frame, which may have to wait at the site
 
     def carry(self, holder: Slot | Borrowed) -> None:
         self.site.carry(holder)

@@ -4,6 +4,7 @@
     worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
     devices           Try Direct to the worker, Tried to the parent
+A site says something of its own, too: see `asides`.
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.asides import Lacking
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
@@ -423,6 +425,7 @@ class Collected(NamedTuple):
 Message = (
     NewSlab
     | Carried
+    | Lacking
     | SlabsGone
     | SlabsMissing
     | Returned

@@ -7,7 +7,9 @@ import faulthandler
 import os
 import random
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ import torch
 from conftest import alive, gone, linux_only
 
 import mpgrad
+from mpgrad.cluster import site
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
 from mpgrad.cluster.engine import ClusterEngine, placed
 from mpgrad.cluster.local import LocalCarrier
@@ -137,6 +140,60 @@ def test_the_core_tests_pass_on_two_nodes(name: str) -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
     assert ended.returncode == 0, ended.stdout[-6000:]
+
+
+# --- what a node lacks
+
+
+@contextlib.contextmanager
+def limited(pid: int, what: int, most: int) -> Iterator[None]:
+    """A process whose limit is that low."""
+    before = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, what, before)
+
+
+def lacks(pool: mpgrad.Pool, xs: list[torch.Tensor], why: str) -> None:
+    message = re.escape(f"no room in shared memory on node {socket.gethostname()} for a tensor (") + f".*{why}"
+    with pytest.raises(mpgrad.SharedMemoryError, match=message) as raised:
+        pool.map(torch.sum, xs, 1)
+    assert any("on node alpha" in note for note in raised.value.__notes__)
+
+
+@linux_only("prlimit")
+def test_a_site_without_room_fails_the_calls_that_need_it(nursery: mpgrad.Pool) -> None:
+    """It ended, and its workers with it, again and again."""
+    with cluster(Node("a", "alpha", 2)) as (pool, carrier):
+        staffed(pool, 2)
+        pid = carrier.sites[0].process.pid
+        xs = [torch.full((5000,), float(k)) for k in range(6)]
+        with limited(pid, resource.RLIMIT_NOFILE, psutil.Process(pid).num_fds()):
+            lacks(pool, xs, r"Too many open files\); raise the limit of open files there")
+            assert pool.map(abs, range(-6, 0), chunksize=1) == [6, 5, 4, 3, 2, 1]
+        sums = [5000.0 * k for k in range(6)]
+        assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
+        large = torch.ones(20_000_000)  # in a slab of its own
+        with limited(pid, resource.RLIMIT_FSIZE, 1 << 20):
+            lacks(pool, [torch.ones(3), large], r"80,000,000 bytes asked for; .*\); drop results")
+            assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
+        assert [each.item() for each in pool.map(torch.sum, [torch.ones(3), large], 1)] == [3, 20_000_000]
+        assert pool.stats().deaths == 0
+
+
+@pytest.mark.quick
+@linux_only("holes in files")
+def test_a_mirror_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = site.MirroredSlab(1 << 20)
+    slab.write(4096, b"here")
+    monkeypatch.setattr(site, "free_memory", lambda: 3)
+    slab.write(4096, b"also")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        slab.write(8192, b"more")
+    assert os.pread(slab.descriptor, 4, 4096) == b"also"
+    slab.close()
 
 
 # --- deaths
