@@ -7,8 +7,8 @@ Frames are passed on as they are. A slab has the caller's number, and each piece
 in frames stay valid. What a worker lends the caller travels inside its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
-                   ("frame", worker, frame, slabs that it introduces) ("kill", worker, signal) ("end", worker)
-                   ("watch", worker, pid)
+                   ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
+                   ("kill", worker, signal) ("end", worker) ("watch", worker, pid)
     site ► caller: ("hello", Hello) ("frame", worker, frame) ("gone", worker, exit code) ("refused", worker, why)
                    ("resident", {worker: bytes of its process})
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
@@ -35,8 +35,8 @@ from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
-from mpgrad.wire.asides import Lacking
-from mpgrad.wire.pipe import HEADER, Pipe, framed
+from mpgrad.wire.asides import Lacking, WhereaboutsHere
+from mpgrad.wire.pipe import HEADER, Pipe, RawFrame, framed
 
 __all__ = ["Hello", "Record", "Site", "hello"]
 
@@ -119,8 +119,19 @@ class SiteWorker(Pipe):
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
         self.pid = 0  # once the caller has heard it
+        self.whereabouts: memoryview | None = None  # of int64, once the worker has shown them
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
+
+    def hear(self, frame: RawFrame) -> None:
+        """What the worker says to us."""
+        for message in pickle.loads(frame.body):
+            descriptor = self.take_descriptor()
+            if isinstance(message, WhereaboutsHere) and descriptor is not None:
+                with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
+                    memory = memoryview(mmap.mmap(descriptor, 0))
+                    self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
+                os.close(descriptor)
 
 
 class Site:
@@ -182,6 +193,10 @@ class Site:
                 self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
             case "frame":
                 self._pass_on(*rest)
+            case "skip" if rest[0] in self._workers:
+                number, place, chunk = rest
+                if (whereabouts := self._workers[number].whereabouts) is not None:
+                    whereabouts[place] = chunk
             case "kill" if rest[0] in self._workers:
                 self._launcher.kill(*rest)
             case "watch" if rest[0] in self._workers:
@@ -248,6 +263,9 @@ class Site:
         worker = self._workers[number]
         try:
             while (frame := worker.receive_raw()) is not None:
+                if frame.header[2]:  # with descriptors, which end at this machine's border
+                    worker.hear(frame)
+                    continue
                 self._say("frame", number, b"".join((HEADER.pack(*frame.header), frame.body)))
         except EOFError:
             self._say("gone", number, self._bury(number))

@@ -213,7 +213,7 @@ class SiteHandle:
 class SiteLink:
     """The caller's end of the link to a worker at a site, a `WorkerLink`."""
 
-    shares_memory = False
+    shares_memory = takes_descriptors = False
 
     def __init__(self, number: int, site: SiteHandle) -> None:
         self.number = number
@@ -285,6 +285,9 @@ class SiteLink:
     def has_more(self) -> bool:
         self.site.look()
         return bool(self.frames) or self.ended
+
+    def skip(self, place: int, chunk: int) -> None:
+        self.site.tell("skip", self.number, place, chunk)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         self.site.tell("kill", self.number, by)

@@ -59,6 +59,10 @@ class WorkerLink(Link, Protocol):
         """Whether there is something to `receive` at this moment, or the end."""
         ...
 
+    def skip(self, place: int, chunk: int) -> None:
+        """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where nobody can."""
+        ...
+
     def kill(self, by: int = signal.SIGKILL) -> None:
         """End the worker by a signal, also in the middle of a call; what is no process ends after the call that it is in."""
         ...

@@ -124,6 +124,9 @@ class Receiver:
                 offset = message.whereabouts & OFFSET_MASK
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
                 worker.under_way.can_skip = True
+        else:
+            worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+            worker.under_way.tell_skipped = worker.link.skip
         worker.pid = message.pid
         worker.ready = True
         self._staff.note_ready()

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Lacking"]
+__all__ = ["Lacking", "WhereaboutsHere"]
 
 
 class Lacking(NamedTuple):
     """Site to worker: what the caller has lent and the site could not mirror. Each takes the place of the one before."""
 
     pieces: list[tuple[int, int, str]]  # address, bytes, why
+
+
+class WhereaboutsHere(NamedTuple):
+    """Worker to site: its `Whereabouts` lie there in the memory whose descriptor travels with the frame."""
+
+    offset: int
+    nbytes: int

@@ -32,7 +32,7 @@ class Channel(Pipe):
         """`mirror`: nothing but bytes passes between the two ends."""
         super().__init__(end, blocking, traffic)
         self._mirror = mirror
-        self.shares_memory = mirror is None
+        self.shares_memory = self.takes_descriptors = mirror is None
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send one frame, or queue what the pipe does not take now (`has_outgoing`).

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
-from mpgrad.wire.asides import Lacking
+from mpgrad.wire.asides import Lacking, WhereaboutsHere
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
@@ -426,6 +426,7 @@ Message = (
     NewSlab
     | Carried
     | Lacking
+    | WhereaboutsHere
     | SlabsGone
     | SlabsMissing
     | Returned

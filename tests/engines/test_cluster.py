@@ -117,6 +117,27 @@ def test_what_a_call_prints(on_two_nodes: tuple[mpgrad.Pool, Any], capfd: Any) -
     assert "said there" in capfd.readouterr().out
 
 
+def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """All calls of a chunk ran, if it had been sent when one that stands before them failed."""
+
+    def fn(k: int) -> None:
+        (tmp_path / str(k)).touch()
+        while not (tmp_path / ("3" if k == 0 else "go")).exists():
+            time.sleep(0.001)
+        if k == 0:
+            raise KeyError
+
+    with cluster(Node("a", "alpha", 2)) as (pool, _):
+        staffed(pool, 2)
+        with pytest.raises(KeyError):
+            pool.map(fn, range(6), chunksize=3)
+        assert pool.apply(abs, (-1,)) == 1  # through the same site, which has been told by now
+        (tmp_path / "go").touch()
+        workers = pool._scheduler.workers.values()
+        assert pool._scheduler.wait_until(lambda: not any(worker.under_way for worker in workers), 20)
+        assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
+
+
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):
