@@ -28,6 +28,7 @@ __all__ = ["ClusterEngine"]
 log = logging.getLogger("mpgrad")
 
 NODES_EVERY = 2.0  # seconds
+CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
 # for which a node is left alone after its site was lost: one that had worked, and one that never said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
 SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and numbers of dtypes depend on them
@@ -153,7 +154,7 @@ class ClusterEngine:
             for each in self._sites:
                 if each.node is not None and each.node.id not in there and not each.lost:
                     self._lose(each, "its node has left the cluster")
-            if self.room is not None:
+            if self.room is not None and not self._closing.is_set():
                 self._follow()
 
     def _lose(self, site: SiteHandle, why: str) -> None:
@@ -218,6 +219,14 @@ class ClusterEngine:
     def close(self) -> None:
         self._closing.set()
         self._ask_now.set()
+        for site in self._sites:
+            site.ask_to_close()
+        deadline = time.monotonic() + CLOSE_PATIENCE
+        while (left := deadline - time.monotonic()) > 0 and any(site.is_closing and not site.lost for site in self._sites):
+            for site in self._sites:
+                site.flush()
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._inbox.get(timeout=left))
         for site in self._sites:
             site.close()
         self._carrier.close()

@@ -8,9 +8,9 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
-                   ("kill", worker, signal) ("end", worker) ("watch", worker, pid)
-    site ► caller: ("hello", Hello) ("frame", worker, frame) ("gone", worker, exit code) ("refused", worker, why)
-                   ("resident", {worker: bytes of its process})
+                   ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
+    site ► caller: ("hello", Hello) ("frame", worker, frame) ("gone", worker, exit code, last words) ("refused", worker, why)
+                   ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
@@ -35,8 +35,8 @@ from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
-from mpgrad.wire.asides import Lacking, WhereaboutsHere
-from mpgrad.wire.pipe import HEADER, Pipe, RawFrame, framed
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
+from mpgrad.wire.pipe import HEADER, Pipe, RawFrame, framed, last_words_in
 
 __all__ = ["Hello", "Record", "Site", "hello"]
 
@@ -120,6 +120,7 @@ class SiteWorker(Pipe):
         super().__init__(end, blocking=False)
         self.pid = 0  # once the caller has heard it
         self.whereabouts: memoryview | None = None  # of int64, once the worker has shown them
+        self._last_words: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
 
@@ -127,11 +128,19 @@ class SiteWorker(Pipe):
         """What the worker says to us."""
         for message in pickle.loads(frame.body):
             descriptor = self.take_descriptor()
-            if isinstance(message, WhereaboutsHere) and descriptor is not None:
+            if descriptor is None:  # none was free to receive it with
+                continue
+            if isinstance(message, LastWords):
+                self._last_words = descriptor
+            elif isinstance(message, WhereaboutsHere):
                 with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
                     memory = memoryview(mmap.mmap(descriptor, 0))
                     self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
                 os.close(descriptor)
+
+    def take_last_words(self) -> str:
+        """Of who is dead."""
+        return "" if self._last_words is None else last_words_in(self._last_words)
 
 
 class Site:
@@ -146,6 +155,8 @@ class Site:
         self._arriving = Sequence()
         self._next_number = 0
         self._news: list[Record] = [("hello", hello())]
+        self._burials: set[asyncio.Task[None]] = set()
+        self._is_closing = False  # nobody is to be left, and the caller waits for that
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._heard_at = time.monotonic()
         self._answered_at = 0.0
@@ -204,6 +215,10 @@ class Site:
                 self._say("resident", {rest[0]: resident_bytes(rest[1])})
             case "end" if rest[0] in self._workers:
                 self._bury(rest[0])
+            case "close":
+                self._is_closing = True
+                if not self._burials:
+                    self._say("closed")
 
     def _write_mirror(self, address: int, content: bytes) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
@@ -268,7 +283,7 @@ class Site:
                     continue
                 self._say("frame", number, b"".join((HEADER.pack(*frame.header), frame.body)))
         except EOFError:
-            self._say("gone", number, self._bury(number))
+            self._bury(number)
 
     def _write(self, number: int) -> None:
         worker = self._workers[number]
@@ -280,16 +295,27 @@ class Site:
         if not worker.has_outgoing:
             self._loop.remove_writer(worker.fileno())
 
-    def _bury(self, number: int) -> int | None:
-        """Returns its exit code."""
+    def _bury(self, number: int) -> None:
+        """It has ended, or is to end; who waits for that must not have the others wait."""
         worker = self._workers.pop(number)
         self._loop.remove_reader(worker.fileno())
         self._loop.remove_writer(worker.fileno())
         worker.close()
-        code = self._launcher.exit_code(number, EXIT_PATIENCE)
+        burial = self._loop.create_task(self._see_end(number, worker))
+        self._burials.add(burial)
+        burial.add_done_callback(self._buried)
+
+    async def _see_end(self, number: int, worker: SiteWorker) -> None:
+        code = await self._loop.run_in_executor(None, self._launcher.exit_code, number, EXIT_PATIENCE)
         if code is None:
             self._launcher.kill(number, signal.SIGKILL)
-        return code
+        self._say("gone", number, code, worker.take_last_words())
+
+    def _buried(self, burial: asyncio.Task[None]) -> None:
+        self._burials.discard(burial)
+        burial.result()  # an error is the loop's, which ends the site
+        if self._is_closing and not self._burials:
+            self._say("closed")
 
     # --- what is said
 

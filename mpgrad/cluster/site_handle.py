@@ -67,6 +67,7 @@ class SiteHandle:
         self._numbering = threading.Lock()
         self._pending: set[int] = set()  # exchanges
         self._full_until = 0.0  # no worker could be started, on the clock of time.monotonic
+        self.is_closing = False  # its workers have been asked to end, and not all have
         self.refusal = ""  # why what is installed there cannot be used
         self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
         self._lent_of: Counter[int] = Counter()  # slab -> how many of these addresses lie there
@@ -138,6 +139,8 @@ class SiteHandle:
     def _obey(self, kind: str, *rest: Any) -> None:
         if kind == "hello":
             (self.hello,) = rest
+        elif kind == "closed":
+            self.is_closing = False
         elif kind == "resident":
             for number, nbytes in rest[0].items():
                 if number in self.links:
@@ -146,6 +149,7 @@ class SiteHandle:
             if kind == "frame":
                 link.frames.append(rest[1])
             elif kind == "gone":
+                link.last_words = rest[2]
                 link.end_with(rest[1])
             else:  # refused
                 self._full_until = time.monotonic() + AFTER_REFUSAL
@@ -157,6 +161,12 @@ class SiteHandle:
         for link in self.links.values():
             link.ended = True
         self._carrier.kill_site(self._site)
+
+    def ask_to_close(self) -> None:
+        """After its workers were told to end."""
+        if self.hello is not None and not self.lost:
+            self.is_closing = True
+            self.tell("close")
 
     def close(self) -> None:
         """Nobody needs it any more."""
@@ -222,6 +232,7 @@ class SiteLink:
         self._refused = ""  # why it could not be started
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit_code: int | None = None
+        self.last_words = ""
         self.nbytes_resident = 0
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()

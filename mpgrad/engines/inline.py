@@ -29,6 +29,7 @@ class Loopback:
 
     node = ""
     lost = ""
+    last_words = ""
     could_start = False
     shares_memory = takes_descriptors = True
 

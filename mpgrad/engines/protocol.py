@@ -47,6 +47,11 @@ class WorkerLink(Link, Protocol):
         ...
 
     @property
+    def last_words(self) -> str:
+        """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see `asides.LastWords`)."""
+        ...
+
+    @property
     def could_start(self) -> bool:
         """Its machine was lost, but is known to start workers: that it has ended is no sign that none can be started."""
         ...

@@ -27,6 +27,7 @@ class SocketLink(Channel):
 
     node = ""
     lost = ""
+    last_words = ""
     could_start = False
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:

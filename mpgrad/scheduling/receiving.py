@@ -18,12 +18,12 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.asides import LastWords
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     Begun,
     Collected,
     Gradients,
-    LastWords,
     Logged,
     NewSlab,
     Printed,

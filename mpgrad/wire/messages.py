@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
-from mpgrad.wire.asides import Lacking, WhereaboutsHere
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "Forward",
     "ForwardCall",
     "Gradients",
-    "LastWords",
     "Logged",
     "Message",
     "Missing",
@@ -308,10 +307,6 @@ class Stop(NamedTuple):
 
 
 # --- worker to parent
-
-
-class LastWords(NamedTuple):
-    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
 
 
 class Ready(NamedTuple):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from mpgrad.system import PORTABLE
 
-__all__ = ["HEADER", "MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "framed"]
+__all__ = ["HEADER", "MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "framed", "last_words_in"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
@@ -252,6 +252,17 @@ def framed(messages: Sequence[object], payload: Sequence[bytes], descriptors: in
     padding = bytes(-len(pickled) % ALIGNMENT)
     header = HEADER.pack(len(pickled) + len(padding), sum(map(len, payload)), descriptors)
     return b"".join((header, pickled, padding, *payload))
+
+
+def last_words_in(pipe: int) -> str:
+    """What has been written into it, by who is dead; closes it."""
+    os.set_blocking(pipe, False)  # a process that it forked may hold the other end
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while some := os.read(pipe, 1 << 16):
+            found += some
+    os.close(pipe)
+    return found.decode(errors="replace")
 
 
 def duplicates(descriptors: Sequence[int]) -> list[int]:

@@ -138,6 +138,45 @@ def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: 
         assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
 
 
+def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """They were killed, though the pool was closed and joined."""
+
+    def fn(k: int) -> None:
+        leave = os._exit
+
+        def seen(code: int) -> None:
+            (tmp_path / str(os.getpid())).write_text(str(code))
+            leave(code)
+
+        os._exit = seen  # type: ignore[assignment]
+        time.sleep(0.05)
+
+    with cluster(*TWO) as (pool, _):
+        staffed(pool, 4)
+        pids = {str(worker.pid) for worker in pool.stats().workers}
+        while {worker.pid for worker in pool.stats().workers if worker.calls < 2}:
+            pool.map(fn, range(8), chunksize=1)
+        pool.close()
+        pool.join()
+        assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(pids, "0")
+
+
+def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
+    def crash(_: int) -> None:
+        os.abort()
+
+    def linger(_: int) -> None:
+        time.sleep(60)
+
+    with cluster(Node("a", "alpha", 1)) as (pool, _):
+        with pytest.raises(mpgrad.WorkerDiedError) as raised:
+            pool.map(crash, [0])
+        assert "in crash" in raised.value.stack and "os.abort()" in raised.value.stack
+        with pytest.raises(mpgrad.CallTimeoutError) as late:
+            pool.map(linger, [0], timeout=0.3)
+        assert "in linger" in late.value.stack
+
+
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):
