@@ -166,6 +166,11 @@ class Site:
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
+    def expect(self, number: int) -> None:
+        """Its content is on its way here."""
+        self._heard_at = time.monotonic()
+        self._arriving.expect(number)
+
     async def exchange(self, number: int, content: bytes) -> tuple[int, bytes]:
         """Obey, and say what is new, with a number of its own."""
         self._heard_at = time.monotonic()
@@ -342,7 +347,7 @@ class Site:
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:
-        silence = time.monotonic() - self._heard_at
+        silence = max(time.monotonic() - self._heard_at, self._arriving.missing_for)
         if silence >= self._patience:
             os._exit(1)  # the nursery dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)

@@ -9,6 +9,7 @@ Assumes: called by the thread that uses the engine, but for `beat`, `resident_by
 
 from __future__ import annotations
 
+import math
 import pickle
 import signal
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpgrad.cluster.carrier import Carrier, Node
+from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
 from mpgrad.cluster.sequence import Sequence as Arriving
 from mpgrad.cluster.site import Hello, Record
 from mpgrad.memory.addresses import slab_of
@@ -42,9 +43,9 @@ class SiteHandle:
     def __init__(
         self,
         carrier: Carrier,
-        site: Any,
         node: Node | None,
         slots: int,
+        patience: float,
         traffic: Traffic,
         inbox: Callable[[Any], None],
         look: Callable[[], None],
@@ -53,13 +54,17 @@ class SiteHandle:
         self.look = look
         self.node = node
         self.slots = slots
+        self._patience = patience
         self.links: dict[int, SiteLink] = {}
         self.lost = ""  # why; else it is there, or will be
         self.hello: Hello | None = None
         self.heard_at = time.monotonic()
         self.traffic = traffic
         self._carrier = carrier
-        self._site = site
+        self._site: Any = None  # what the carrier knows it by
+        self.opened_at = math.inf  # on the clock of time.monotonic, as the next
+        self.idle_since = math.inf  # its last worker is gone
+        self.is_missed = False  # it was said that it does not come
         self._inbox = inbox
         self._records: list[Record] = []
         self._next_number = 0
@@ -84,6 +89,23 @@ class SiteHandle:
             return self.node.name
         return "" if self.hello is None else self.hello.host
 
+    def on(self, node: Node | None) -> bool:
+        """It is to be there; None: wherever there is room."""
+        return (self.node and self.node.id) == (node and node.id)
+
+    @property
+    def is_planned(self) -> bool:
+        """It was not started yet: more workers may be added."""
+        return self.opened_at == math.inf and not self.lost
+
+    def open(self) -> None:
+        """
+        Raises:
+            OSError: it cannot be started now.
+        """
+        self._site = self._carrier.start_site(SiteOptions(self.node, self.slots, self._patience))
+        self.opened_at = time.monotonic()
+
     # --- what is told
 
     def tell(self, *record: Any) -> None:
@@ -91,6 +113,8 @@ class SiteHandle:
 
     def flush(self) -> None:
         """Send what has been told; or have the site say what is new."""
+        if self.is_planned:
+            return
         if self._records and not self.lost:
             records, self._records = self._records, []
             self._exchange(pickle.dumps(records, protocol=5))
@@ -100,7 +124,7 @@ class SiteHandle:
 
     def beat(self) -> None:
         """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
-        if not self.lost and len(self._pending) < MOST_PENDING:
+        if not self.lost and not self.is_planned and len(self._pending) < MOST_PENDING:
             self._exchange(b"")
 
     def _exchange(self, content: bytes) -> None:
@@ -114,15 +138,24 @@ class SiteHandle:
         except Exception as error:  # of the carrier's kinds
             self._put_reply(number, error)
 
-    def _put_reply(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
+    def _put_reply(self, exchange: int, reply: tuple[int, bytes | None] | BaseException) -> None:
         with self._numbering:
             is_first = exchange in self._pending
-            self._pending.discard(exchange)
+            if isinstance(reply, BaseException) or reply[1] is not None:
+                self._pending.discard(exchange)
         self._inbox((self, (is_first, reply)))
 
     # --- what is heard
 
-    def take(self, is_first: bool, reply: tuple[int, bytes] | BaseException) -> None:
+    def is_silent(self, patience: float) -> str:
+        """Why it has to be taken for dead, after so many seconds; "" where it has not."""
+        if time.monotonic() - self.heard_at > patience:
+            return f"it has said nothing for {patience:g} s"
+        if self._arriving.missing_for > patience:
+            return f"something that it said was lost {patience:g} s ago"
+        return ""
+
+    def take(self, is_first: bool, reply: tuple[int, bytes | None] | BaseException) -> None:
         """What was put into the inbox; the same may have been there before."""
         if self.lost:
             return
@@ -131,7 +164,11 @@ class SiteHandle:
                 self.lose(f"{type(reply).__name__}: {reply}")
             return
         self.heard_at = time.monotonic()
-        for piece in self._arriving.arrange(*reply):
+        number, content = reply
+        if content is None:
+            self._arriving.expect(number)
+            return
+        for piece in self._arriving.arrange(number, content):
             self.traffic.bytes_received += len(piece)
             for record in pickle.loads(piece) if piece else ():
                 self._obey(*record)
@@ -157,10 +194,11 @@ class SiteHandle:
 
     def lose(self, why: str) -> None:
         """It does not answer any more: neither will its workers."""
-        self.lost = why
+        was_planned, self.lost = self.is_planned, why
         for link in self.links.values():
             link.ended = True
-        self._carrier.kill_site(self._site)
+        if not was_planned:
+            self._carrier.kill_site(self._site)
 
     def ask_to_close(self) -> None:
         """After its workers were told to end."""
@@ -237,6 +275,7 @@ class SiteLink:
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         site.links[number] = self
+        site.idle_since = math.inf
         site.tell("start", number)
         if site.refusal:
             self.refuse(site.refusal)
@@ -318,6 +357,8 @@ class SiteLink:
             self.ended = True
         self.site.leave(self.number)
         del self.site.links[self.number]
+        if not self.site.links:
+            self.site.idle_since = time.monotonic()
         self.close()
         return self.exit_code
 

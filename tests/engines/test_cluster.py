@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
+import itertools
 import os
+import pickle
 import random
 import re
 import resource
@@ -32,6 +35,7 @@ from mpgrad.cluster.local import LocalCarrier
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
 TWO = (Node("a", "alpha", 2), Node("b", "beta", 2))
@@ -322,7 +326,7 @@ class Unruly(LocalCarrier):
     def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
         choice = random.Random(number)
 
-        def late(said: tuple[int, bytes] | BaseException) -> None:
+        def late(said: tuple[int, bytes | None] | BaseException) -> None:
             for _ in range(choice.choice([1, 1, 2])):
                 threading.Timer(choice.random() * 0.02, reply, (said,)).start()
 
@@ -336,6 +340,74 @@ def test_replies_out_of_order_and_doubled_change_nothing(unharmed: list[torch.Te
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
 
 
+class Forgetful(LocalCarrier):
+    """Loses a reply, and says nothing."""
+
+    forgets = False
+
+    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+        def perhaps(said: tuple[int, bytes | None] | BaseException) -> None:
+            if self.forgets and not isinstance(said, BaseException) and said[1]:
+                self.forgets = False
+            else:
+                reply(said)
+
+        super().exchange(site, number, content, perhaps)
+
+
+def test_a_lost_reply_loses_the_site(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 1), carrier=Forgetful, patience=1.0) as (pool, carrier):
+        pool.map(abs, [-1])
+        carrier.forgets = True
+        assert pool.map(abs, [-1]) == [1]
+        assert pool.stats().deaths == 1
+
+
+@pytest.mark.quick
+def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site waited for its exit code, and meanwhile for nobody else."""
+    ends: dict[int, socket.socket] = {}
+    has_ended = threading.Event()
+
+    class Slow:
+        def launch(self, number: int, end: socket.socket) -> None:
+            ends[number] = end
+
+        def exit_code(self, number: int, timeout: float) -> int:
+            assert has_ended.wait(20)
+            return 7
+
+        def close(self) -> None: ...
+
+    async def scenario() -> None:
+        there = site.Site(60.0)
+        exchanges = itertools.count()
+
+        async def said(*records: Any) -> list[Any]:
+            _, content = await there.exchange(next(exchanges), pickle.dumps(records))
+            return [record for record in pickle.loads(content or pickle.dumps([])) if record[0] != "hello"]
+
+        assert await said(("start", 1), ("start", 2)) == []
+        ends[1].close()
+        news: list[Any] = []
+        while not there._burials:
+            await asyncio.sleep(0)
+        ends[2].sendall(framed(["here"], ()))
+        while not news:
+            news = await said()
+        assert [record[:2] for record in news] == [("frame", 2)]
+        has_ended.set()
+        while (news := await said()) == []:
+            pass
+        assert news == [("gone", 1, 7, "")]
+        there._bury(2)
+        await asyncio.gather(*there._burials)
+        ends[2].close()
+
+    monkeypatch.setattr(site, "process_launcher", lambda context: Slow())
+    asyncio.run(scenario())
+
+
 @pytest.mark.quick
 def test_pieces_are_put_in_order_once() -> None:
     numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
@@ -343,6 +415,16 @@ def test_pieces_are_put_in_order_once() -> None:
     for number in numbers:
         found += arriving.arrange(number, bytes([number]))
     assert b"".join(found) == bytes(range(5))
+
+
+@pytest.mark.quick
+def test_what_is_missing() -> None:
+    arriving = Sequence()
+    assert list(arriving.arrange(0, b"0")) == [b"0"] and arriving.missing_for == 0
+    assert list(arriving.arrange(2, b"2")) == [] and arriving.missing_for > 0
+    arriving.expect(1)
+    assert arriving.missing_for == 0
+    assert list(arriving.arrange(1, b"1")) == [b"1", b"2"] and arriving.missing_for == 0
 
 
 def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -> None:
@@ -397,6 +479,66 @@ def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+
+
+def eventually(satisfied: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not satisfied():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_workers_of_a_node_have_one_site(nursery: mpgrad.Pool) -> None:
+    """Each that came later had one of its own, to which captures travelled once more."""
+    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=2) as (pool, carrier):
+        staffed(pool, 2)
+        pool.resize(8)
+        staffed(pool, 8)
+        assert sorted(len(site.links) for site in pool._scheduler.engine._sites) == [1, 1, 3, 3]  # type: ignore[attr-defined]
+        pool.resize(1)
+        eventually(lambda: len(carrier.sites) == 1)
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+
+
+def test_workers_that_were_lost_come_again_in_one_site(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=6) as (pool, carrier):
+        staffed(pool, 6)
+        carrier.sites[0].process.kill()
+        eventually(lambda: pool.stats().deaths == 3)
+        staffed(pool, 6)
+        assert len(carrier.sites) == 2
+
+
+def test_what_others_hold_is_left_to_them(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 3, free=1)) as (pool, carrier):
+        assert pool.processes == 1
+        pool.map(abs, [-1])
+        carrier._nodes = [Node("a", "alpha", 3, free=2)]
+        eventually(lambda: pool.processes == 3)
+        staffed(pool, 3)
+        carrier._nodes = [Node("a", "alpha", 3, free=0)]
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+        assert pool.processes == 3
+
+
+class Late(LocalCarrier):
+    def start_site(self, options: SiteOptions) -> Any:
+        site = super().start_site(options)
+        site.process.send_signal(signal.SIGSTOP)
+        return site
+
+
+def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Nothing said what the pool waited for."""
+    from mpgrad.cluster import engine
+
+    monkeypatch.setattr(engine, "WAITING", 0.1)
+    with cluster(Node("a", "alpha", 3), carrier=Late, patience=1.0) as (pool, carrier):
+        found = pool.map_async(abs, [-1])
+        eventually(lambda: "a site for 3 workers (on node alpha) has not come for 0.1 s; other jobs" in caplog.text)
+        carrier.sites[0].process.send_signal(signal.SIGCONT)
+        assert found.get() == [1]
+    assert caplog.text.count("has not come") == 1
 
 
 @pytest.mark.quick
