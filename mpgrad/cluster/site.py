@@ -9,8 +9,8 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
-    site ► caller: ("hello", Hello) ("frame", worker, frame) ("gone", worker, exit code, last words) ("refused", worker, why)
-                   ("resident", {worker: bytes of its process}) ("closed",)
+    site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
+                   ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
@@ -31,16 +31,16 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
 from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
-from mpgrad.wire.pipe import HEADER, Pipe, RawFrame, framed, last_words_in
+from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
-__all__ = ["Hello", "Record", "Site", "hello"]
+__all__ = ["Hello", "Site", "hello"]
 
-Record = tuple[Any, ...]
 PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
 MOST_WAITING = 2  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
@@ -72,9 +72,9 @@ class MirroredSlab:
         self._nbytes = nbytes
         self._memory: mmap.mmap | None = None
         self.descriptor = -1  # there is none yet
-        self.awaited: list[tuple[int, bytes]] = []  # workers, and the frames that are to introduce it to them
+        self.awaited: list[tuple[int, memoryview]] = []  # workers, and the frames that are to introduce it to them
 
-    def write(self, offset: int, content: bytes) -> None:
+    def write(self, offset: int, content: bytes | memoryview) -> None:
         """
         Raises:
             OSError: the system has no memory, or no descriptor, for that now.
@@ -175,7 +175,7 @@ class Site:
         """Obey, and say what is new, with a number of its own."""
         self._heard_at = time.monotonic()
         for piece in self._arriving.arrange(number, content):
-            for record in pickle.loads(piece) if piece else ():
+            for record in unpacked(piece) if piece else ():
                 self._obey(*record)
         if not self._news:
             news: asyncio.Future[None] = self._loop.create_future()
@@ -186,7 +186,7 @@ class Site:
                 await asyncio.wait_for(news, min(PATIENCE, self._patience / 4))
         said, self._news = self._news, []
         self._next_number += 1
-        return self._next_number - 1, pickle.dumps(said, protocol=5) if said else b""
+        return self._next_number - 1, packed(said) if said else b""
 
     def close(self) -> None:
         for number in list(self._workers):
@@ -225,7 +225,7 @@ class Site:
                 if not self._burials:
                     self._say("closed")
 
-    def _write_mirror(self, address: int, content: bytes) -> None:
+    def _write_mirror(self, address: int, content: memoryview) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
         slab = self._slabs[slab_of(address)]
         lacking = [piece for piece in self._lacking if piece[0] != address]
@@ -254,7 +254,7 @@ class Site:
         self._workers[number] = worker = SiteWorker(ours)
         self._loop.add_reader(worker.fileno(), self._read, number)
 
-    def _pass_on(self, number: int, frame: bytes, slabs: list[int]) -> None:
+    def _pass_on(self, number: int, frame: memoryview, slabs: list[int]) -> None:
         worker = self._workers.get(number)
         if worker is None:
             return
@@ -286,7 +286,7 @@ class Site:
                 if frame.header[2]:  # with descriptors, which end at this machine's border
                     worker.hear(frame)
                     continue
-                self._say("frame", number, b"".join((HEADER.pack(*frame.header), frame.body)))
+                self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:
             self._bury(number)
 

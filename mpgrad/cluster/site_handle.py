@@ -10,18 +10,19 @@ Assumes: called by the thread that uses the engine, but for `beat`, `resident_by
 from __future__ import annotations
 
 import math
-import pickle
 import signal
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any
 
 from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
+from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence as Arriving
-from mpgrad.cluster.site import Hello, Record
+from mpgrad.cluster.site import Hello
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
@@ -117,7 +118,7 @@ class SiteHandle:
             return
         if self._records and not self.lost:
             records, self._records = self._records, []
-            self._exchange(pickle.dumps(records, protocol=5))
+            self._exchange(packed(records))
         # no more than that: where each is answered at once, with an error, there would be no end
         for _ in range(0 if self.lost else POLLS - len(self._pending)):
             self._exchange(b"")
@@ -170,7 +171,7 @@ class SiteHandle:
             return
         for piece in self._arriving.arrange(number, content):
             self.traffic.bytes_received += len(piece)
-            for record in pickle.loads(piece) if piece else ():
+            for record in unpacked(piece) if piece else ():
                 self._obey(*record)
 
     def _obey(self, kind: str, *rest: Any) -> None:
@@ -184,7 +185,7 @@ class SiteHandle:
                     self.links[number].nbytes_resident = nbytes
         elif (link := self.links.get(rest[0])) is not None:
             if kind == "frame":
-                link.frames.append(rest[1])
+                link.frames.append(rest[1:])
             elif kind == "gone":
                 link.last_words = rest[2]
                 link.end_with(rest[1])
@@ -227,7 +228,7 @@ class SiteHandle:
         address = address_of(holder)
         self.mirror(holder.slab)
         if not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
-            self.tell("write", address, bytes(holder.memory))
+            self.tell("write", address, PickleBuffer(holder.memory))
         if not self._lent[address]:
             self._lent_of[holder.slab.number] += 1
         self._lent[address] += 1
@@ -266,7 +267,7 @@ class SiteLink:
     def __init__(self, number: int, site: SiteHandle) -> None:
         self.number = number
         self.site = site
-        self.frames: deque[bytes] = deque()
+        self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
         self._refused = ""  # why it could not be started
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit_code: int | None = None
@@ -298,7 +299,7 @@ class SiteLink:
         new = [message.number for message in messages if isinstance(message, NewSlab)]
         self.site.introduce(self.number, new)
         self.site.traffic.frames_sent += 1
-        self.site.tell("frame", self.number, framed(messages, payload, len(new)), new)
+        self.site.tell("frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new)
         for message in messages:
             if isinstance(message, SlabsGone):
                 self.site.part(self.number, message.numbers)
@@ -319,10 +320,10 @@ class SiteLink:
             if self.ended:
                 raise EOFError
             return None
-        raw = memoryview(self.frames.popleft())
+        header, body = self.frames.popleft()
         self.site.traffic.frames_received += 1
-        body = memoryview(bytearray(raw[HEADER.size :]))  # writable, and aligned, as what a socket gives
-        messages, payload, mirrors = self._mirror.open(*unframed(HEADER.unpack_from(raw), body))
+        body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
+        messages, payload, mirrors = self._mirror.open(*unframed(header, body))
         self._descriptors.extend(mirrors)
         for message in messages:
             if isinstance(message, Ready):
@@ -371,4 +372,5 @@ class SiteLink:
     def refuse(self, why: str) -> None:
         """What is there cannot be used: no worker can start."""
         failure = Failure(carried(RuntimeError(why)), "", "start")
-        self.frames.append(framed([StartFailed(failure)], ()))
+        frame = framed([StartFailed(failure)], ())
+        self.frames.append((HEADER.unpack_from(frame), memoryview(frame)[HEADER.size :]))

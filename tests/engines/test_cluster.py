@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import itertools
 import os
-import pickle
 import random
 import re
 import resource
@@ -17,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any
 
 import local_cluster
@@ -32,6 +33,7 @@ from mpgrad.cluster import site
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
 from mpgrad.cluster.engine import ClusterEngine, placed
 from mpgrad.cluster.local import LocalCarrier
+from mpgrad.cluster.records import packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.testing import assert_same_as_serial
@@ -384,8 +386,8 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
         exchanges = itertools.count()
 
         async def said(*records: Any) -> list[Any]:
-            _, content = await there.exchange(next(exchanges), pickle.dumps(records))
-            return [record for record in pickle.loads(content or pickle.dumps([])) if record[0] != "hello"]
+            _, content = await there.exchange(next(exchanges), packed(records))
+            return [record for record in (unpacked(content) if content else ()) if record[0] != "hello"]
 
         assert await said(("start", 1), ("start", 2)) == []
         ends[1].close()
@@ -415,6 +417,22 @@ def test_pieces_are_put_in_order_once() -> None:
     for number in numbers:
         found += arriving.arrange(number, bytes([number]))
     assert b"".join(found) == bytes(range(5))
+
+
+@pytest.mark.quick
+def test_memory_is_packed_from_where_it_lies() -> None:
+    """It was copied twice at one end, and once at the other."""
+    large = memoryview(bytearray(range(256)) * 40_000)
+    tracemalloc.start()
+    content = packed([("write", 1, PickleBuffer(large)), ("slab", 2, 3)])
+    _, most = tracemalloc.get_traced_memory()
+    assert most < 1.1 * large.nbytes
+    before, _ = tracemalloc.get_traced_memory()
+    records = unpacked(content)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < before + 0.1 * large.nbytes
+    assert records == [("write", 1, large), ("slab", 2, 3)]
 
 
 @pytest.mark.quick
