@@ -12,14 +12,15 @@ import faulthandler
 import os
 import signal
 
+from mpgrad.wire.asides import LastWords
 from mpgrad.wire.link import Link
-from mpgrad.wire.messages import FAREWELL, LastWords
+from mpgrad.wire.messages import FAREWELL
 
 __all__ = ["promise_last_words"]
 
 
 def promise_last_words(link: Link) -> None:
-    """Have this process leave its stack to the parent."""
+    """Have this process leave its stack to the parent, or to its site, which passes it on."""
     try:
         theirs, ours = os.pipe()
     except OSError:  # no descriptor is free, and calls matter more

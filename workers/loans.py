@@ -16,6 +16,7 @@ import torch
 from mpgrad.workers.station import Station
 
 from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.wire.asides import Lacking
 from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
@@ -150,6 +151,9 @@ class Loans:
     def detach(self, message: SlabsGone) -> None:
         for number in message.numbers:
             self._lenders.detach(number)
+
+    def note_lacking(self, message: Lacking) -> None:
+        self._lenders.lacking = message.pieces
 
     def try_out(self, message: Try, payload: memoryview) -> tuple[Tried, Payload]:
         return self._station.try_out(message, self._lenders.borrow, self._lend_slot), Payload()

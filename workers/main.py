@@ -58,7 +58,7 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
         if in_process:
             settle(start, number)
             outlet = Outlet(link, start.log_level)
-            if link.shares_memory:
+            if link.takes_descriptors:
                 promise_last_words(link)
         worker = begin(number, link, start, setting)
         if outlet is not None and worker is not None:

@@ -24,6 +24,7 @@ class Tracker:
         self._slot = arena.allocate(8 * Whereabouts.COUNT)
         self._numbers = self._slot.memory.cast("q")
         self.address = self._slot.address
+        self.descriptor: int = self._slot.slab.descriptor
 
     def is_skipped(self, chunk: int) -> bool:
         return chunk in self._numbers[Whereabouts.SKIPPED :]

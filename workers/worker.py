@@ -24,6 +24,8 @@ from mpgrad.workers.station import NO_STATION, Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
 
+from mpgrad.memory.addresses import OFFSET_MASK
+from mpgrad.wire.asides import Lacking, WhereaboutsHere
 from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
@@ -42,6 +44,7 @@ from mpgrad.wire.messages import (
     SlabsGone,
     SlabsMissing,
     Try,
+    Whereabouts,
 )
 from mpgrad.wire.records import Record
 from mpgrad.wire.tensor_packing import Payload
@@ -80,6 +83,7 @@ class Worker:
             NewSlab: loans.attach,
             SlabsGone: loans.detach,
             SlabsMissing: loans.tell_again,
+            Lacking: loans.note_lacking,
             Direct: station.go_direct,
             Record: self._record,
         }
@@ -89,6 +93,9 @@ class Worker:
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
+        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site, which writes there for the caller
+            here = WhereaboutsHere(self._tracker.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
+            self._link.send([here], (), [self._tracker.descriptor])
         self._send(Ready(pid, self._tracker.address))
 
     def handle(self, frame: Frame) -> None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Carrier", "Node", "Reply", "SiteOptions"]
 
-Reply = Callable[["tuple[int, bytes] | BaseException"], None]
+# the content is None where it is on its way and takes some time; it comes with a second reply
+Reply = Callable[["tuple[int, bytes | None] | BaseException"], None]
 
 
 class Node(NamedTuple):
@@ -20,6 +21,7 @@ class Node(NamedTuple):
     id: str
     name: str  # for people: of the host, or its address
     slots: int  # for how many workers it has room, those of this pool included
+    free: int | None = None  # for how many it has room now, as far as is known: others may hold a part of it
 
 
 class SiteOptions(NamedTuple):

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
+from mpgrad.cluster.carrier import Carrier, Node
 from mpgrad.cluster.site import Hello, hello
 from mpgrad.cluster.site_handle import SiteHandle, SiteLink
 from mpgrad.wire.pipe import Traffic
@@ -28,6 +28,9 @@ __all__ = ["ClusterEngine"]
 log = logging.getLogger("mpgrad")
 
 NODES_EVERY = 2.0  # seconds
+IDLE = 2.0  # seconds for which a site without workers stays, where their number is given
+WAITING = 10.0  # seconds for a site to come, until it is said that it does not
+CLOSE_PATIENCE = 2.0  # seconds for workers to end, if they can
 # for which a node is left alone after its site was lost: one that had worked, and one that never said a word
 AFTER_LOSS, AFTER_FAILURE = 1.0, 10.0
 SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and numbers of dtypes depend on them
@@ -58,12 +61,15 @@ class ClusterEngine:
         self._ask_now = threading.Event()  # for the nodes
         try:
             self._nodes = list(carrier.nodes())
-            slots = sum(node.slots for node in self._nodes)
+            nodes = self._free_nodes(avoiding=True)
+            if not any(node.slots for node in nodes):
+                nodes = self._nodes  # others hold all of it: wait for them
+            slots = sum(node.slots for node in nodes)
             if not slots and workers is None:
                 raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
             if workers is None:
                 self.room = slots
-            for node, number in placed(self._nodes, slots if workers is None else workers, packs):
+            for node, number in placed(nodes, slots if workers is None else workers, packs):
                 self._open_site(node, number)
             for target in (self._ask_for_nodes, self._beat):
                 threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
@@ -86,37 +92,71 @@ class ClusterEngine:
     def _new_site(self) -> SiteHandle:
         """For a worker for which there is no room."""
         alive = any(not site.lost for site in self._sites)
-        nodes = self._free_nodes(avoiding=alive or self.room is None)
-        node, _ = placed(nodes, 1, self._packs)[0]
+        nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
+        planned = [site for site in self._sites if site.is_planned]
+        if self._packs:
+            nodes = [node for node in nodes if any(site.on(node) for site in planned)] or nodes
+        node = max(nodes, key=lambda node: node.slots, default=None)
         if self.room is None:
-            return self._open_site(node, 1)
+            return self._enlarged(planned, node)
         if node is None:  # a site wherever there is room would take that of one which is to have the whole node
             raise OSError("no node has room for a worker now")
         return self._open_site(node, node.slots)
 
+    def _enlarged(self, planned: Sequence[SiteHandle], node: Node | None) -> SiteHandle:
+        """A site that is to be started on that node, or wherever there is room, with room for one more worker."""
+        largest = max((each.slots for each in self._nodes), default=0) or 1
+        for site in planned:
+            if site.on(node) and (node is not None or site.slots < largest):
+                site.slots += 1
+                return site
+        return self._new_handle(node, 1)
+
     def _free_nodes(self, avoiding: bool) -> list[Node]:
-        """Nodes, with the room that our sites have left there; `avoiding` those whose sites were lost just now."""
+        """Nodes, with the room that our sites and others have left there; `avoiding` those whose sites were lost just now.
+
+        Where it is not avoided, what others hold is not counted either: it may be our own, that was lost.
+        """
         taken: Counter[str] = Counter()
         for site in self._sites:
             if site.node is not None and not site.lost:
                 taken[site.node.id] += site.slots
         nodes = [node for node in self._nodes if self._may_use(node) or not avoiding]
-        return [node._replace(slots=max(0, node.slots - taken[node.id])) for node in nodes]
+        found = []
+        for node in nodes:
+            left = node.slots - taken[node.id]
+            if avoiding and node.free is not None:
+                left = min(left, node.free)
+            found.append(node._replace(slots=max(0, left)))
+        return found
 
     def _may_use(self, node: Node) -> bool:
         return self._avoided.get(node.id, 0.0) <= time.monotonic()
 
     def _open_site(self, node: Node | None, slots: int) -> SiteHandle:
-        key = self._carrier.start_site(SiteOptions(node, slots, self._patience))
-        site = SiteHandle(self._carrier, key, node, slots, self.traffic, self._inbox.put, self._look)
-        self._sites.append(site)
+        site = self._new_handle(node, slots)
+        try:
+            site.open()
+        except BaseException:
+            self._sites.remove(site)
+            raise
         site.flush()
+        return site
+
+    def _new_handle(self, node: Node | None, slots: int) -> SiteHandle:
+        site = SiteHandle(self._carrier, node, slots, self._patience, self.traffic, self._inbox.put, self._look)
+        self._sites.append(site)
         return site
 
     # --- what comes
 
     def wait(self, seconds: float | None) -> Sequence[SiteLink]:
         for site in self._sites:
+            if site.is_planned:
+                try:
+                    site.open()
+                except OSError as error:
+                    self._lose(site, str(error))
             site.flush()
         self.traffic.system_calls += 1
         patience = self._patience / 4 if seconds is None else min(seconds, self._patience / 4)
@@ -124,14 +164,28 @@ class ClusterEngine:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=patience))
         self._look()
-        now = time.monotonic()
         for site in self._sites:
-            if not site.lost and site.hello is not None and now - site.heard_at > self._patience:
-                self._lose(site, f"it has said nothing for {self._patience:g} s")
+            if not site.lost and site.hello is not None and (why := site.is_silent(self._patience)):
+                self._lose(site, why)
+            self._look_after(site)
             site.flush()
         links = [link for site in self._sites for link in site.links.values() if link.has_more()]
         self._sites = [site for site in self._sites if not site.lost or site.links]
         return links
+
+    def _look_after(self, site: SiteHandle) -> None:
+        now = time.monotonic()
+        if self.room is None and now - site.idle_since > IDLE:  # what it has reserved others may need
+            site.close()
+        elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
+            site.is_missed = True
+            log.warning(
+                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs: end them, or "
+                "ask for less (processes; workers_per_node or cpus_per_worker of mpgrad.Ray)",
+                site.slots,
+                f"on node {site.name}" if site.name else "wherever there is room",
+                WAITING,
+            )
 
     def _look(self) -> None:
         """Take what is there."""
@@ -153,7 +207,7 @@ class ClusterEngine:
             for each in self._sites:
                 if each.node is not None and each.node.id not in there and not each.lost:
                     self._lose(each, "its node has left the cluster")
-            if self.room is not None:
+            if self.room is not None and not self._closing.is_set():
                 self._follow()
 
     def _lose(self, site: SiteHandle, why: str) -> None:
@@ -186,9 +240,8 @@ class ClusterEngine:
 
     def _follow(self) -> None:
         """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
-        here = {site.node.id for site in self._sites if site.node is not None and not site.lost}
-        for node in self._nodes:
-            if node.id not in here and node.slots and self._may_use(node):
+        for node in self._free_nodes(avoiding=True):
+            if node.slots:
                 with contextlib.suppress(OSError):  # asked again soon
                     self._open_site(node, node.slots)
         self._count_room()
@@ -218,6 +271,14 @@ class ClusterEngine:
     def close(self) -> None:
         self._closing.set()
         self._ask_now.set()
+        for site in self._sites:
+            site.ask_to_close()
+        deadline = time.monotonic() + CLOSE_PATIENCE
+        while (left := deadline - time.monotonic()) > 0 and any(site.is_closing and not site.lost for site in self._sites):
+            for site in self._sites:
+                site.flush()
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._inbox.get(timeout=left))
         for site in self._sites:
             site.close()
         self._carrier.close()

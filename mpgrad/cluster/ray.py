@@ -99,15 +99,25 @@ class RayCarrier:
     def nodes(self) -> Sequence[Node]:
         try:
             alive = [each for each in self._ray.nodes() if each["Alive"]]
+            free = self._free_resources()
         except Exception as error:  # of many kinds, none of which Ray documents
             raise ConnectionError(f"the Ray cluster does not answer ({type(error).__name__}: {error})") from error
-        return [
-            Node(each["NodeID"], each["NodeManagerHostname"] or each["NodeManagerAddress"], self._room(each)) for each in alive
-        ]
+        found = []
+        for each in alive:
+            number, has_now = each["NodeID"], None if free is None else free.get(each["NodeID"])
+            name = each["NodeManagerHostname"] or each["NodeManagerAddress"]
+            found.append(Node(number, name, self._room(each["Resources"]), None if has_now is None else self._room(has_now)))
+        return found
 
-    def _room(self, node: Mapping[str, Any]) -> int:
-        """For how many workers; what others have reserved there Ray knows only when it places a site."""
-        options, has = self._options, node["Resources"]
+    def _free_resources(self) -> Mapping[str, Mapping[str, float]] | None:
+        """Of each node, some moments ago; None where this version of Ray does not say, as it has no public name for it."""
+        state = importlib.import_module("ray._private.state")
+        ask: Any = getattr(state, "available_resources_per_node", None)
+        return None if ask is None else ask()
+
+    def _room(self, has: Mapping[str, float]) -> int:
+        """For how many workers."""
+        options = self._options
         needs = {"CPU": options.cpus_per_worker, **options.resources}
         if options.memory_per_worker is not None:
             needs["memory"] = options.memory_per_worker
@@ -142,6 +152,7 @@ class RayCarrier:
     def _take(self, future: Any, reply: Reply) -> None:
         """In a thread of Ray's, which has the replies of all sites: a large one is fetched in another."""
         if future.exception() is None and is_large(future.result()[1:]):
+            reply((future.result()[0], None))
             self._fetching.submit(lambda: reply(replied(future, self._ray.get)))
         else:
             reply(replied(future, self._ray.get))
@@ -196,6 +207,7 @@ class SiteActor:
         if self._site is None:
             self._site = Site(self._patience)
         if is_large(pieces):
+            self._site.expect(number)
             content = bytes(await pieces[0][0])
         else:
             content = b"".join(pieces)

@@ -7,10 +7,10 @@ Frames are passed on as they are. A slab has the caller's number, and each piece
 in frames stay valid. What a worker lends the caller travels inside its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
-                   ("frame", worker, frame, slabs that it introduces) ("kill", worker, signal) ("end", worker)
-                   ("watch", worker, pid)
-    site ► caller: ("hello", Hello) ("frame", worker, frame) ("gone", worker, exit code) ("refused", worker, why)
-                   ("resident", {worker: bytes of its process})
+                   ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
+                   ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
+    site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
+                   ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.metadata
 import mmap
 import os
@@ -30,15 +31,16 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
-from mpgrad.system import PORTABLE, anonymous_memory, resident_bytes
-from mpgrad.wire.pipe import HEADER, Pipe
+from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
+from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
-__all__ = ["Hello", "Record", "Site", "hello"]
+__all__ = ["Hello", "Site", "hello"]
 
-Record = tuple[Any, ...]
 PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
 MOST_WAITING = 2  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
@@ -64,21 +66,51 @@ def hello() -> Hello:
 
 
 class MirroredSlab:
-    """Shared memory with the number of one of the caller's slabs; its pages are taken when they are written."""
+    """Shared memory with the number of one of the caller's slabs, made and taken from the system when it is first written."""
 
     def __init__(self, nbytes: int) -> None:
-        self.descriptor = anonymous_memory()
-        os.ftruncate(self.descriptor, nbytes)
-        self._memory = mmap.mmap(self.descriptor, nbytes)
+        self._nbytes = nbytes
+        self._memory: mmap.mmap | None = None
+        self.descriptor = -1  # there is none yet
+        self.awaited: list[tuple[int, memoryview]] = []  # workers, and the frames that are to introduce it to them
 
-    def write(self, offset: int, content: bytes) -> None:
-        if not PORTABLE:
-            os.posix_fallocate(self.descriptor, offset, len(content))  # a lack is an error here, not a SIGBUS
+    def write(self, offset: int, content: bytes | memoryview) -> None:
+        """
+        Raises:
+            OSError: the system has no memory, or no descriptor, for that now.
+        """
+        if self._memory is None:
+            self._memory = self._make()
+        self._reserve(offset, len(content))
         self._memory[offset : offset + len(content)] = content
 
+    def _make(self) -> mmap.mmap:
+        descriptor = anonymous_memory()
+        try:
+            os.ftruncate(descriptor, self._nbytes)
+            memory = mmap.mmap(descriptor, self._nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        return memory
+
+    def _reserve(self, offset: int, nbytes: int) -> None:
+        """A lack is an error here, not a SIGBUS in the middle of a copy."""
+        if not PORTABLE and os.lseek(self.descriptor, offset, os.SEEK_HOLE) >= offset + nbytes:
+            return  # has been written before
+        if nbytes > free_memory():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        if not PORTABLE:
+            os.posix_fallocate(self.descriptor, offset, nbytes)
+
     def close(self) -> None:
-        self._memory.close()
-        os.close(self.descriptor)
+        if self._memory is not None:
+            self._memory.close()
+            os.close(self.descriptor)
+
+
+Pieces = list[tuple[int, int, str]]  # see `Lacking`
 
 
 class SiteWorker(Pipe):
@@ -87,6 +119,28 @@ class SiteWorker(Pipe):
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
         self.pid = 0  # once the caller has heard it
+        self.whereabouts: memoryview | None = None  # of int64, once the worker has shown them
+        self._last_words: int | None = None  # a pipe
+        self.has_started = False  # the first frame, which is its `Start`, was sent
+        self.lacking: Pieces = []  # as it was told
+
+    def hear(self, frame: RawFrame) -> None:
+        """What the worker says to us."""
+        for message in pickle.loads(frame.body):
+            descriptor = self.take_descriptor()
+            if descriptor is None:  # none was free to receive it with
+                continue
+            if isinstance(message, LastWords):
+                self._last_words = descriptor
+            elif isinstance(message, WhereaboutsHere):
+                with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
+                    memory = memoryview(mmap.mmap(descriptor, 0))
+                    self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
+                os.close(descriptor)
+
+    def take_last_words(self) -> str:
+        """Of who is dead."""
+        return "" if self._last_words is None else last_words_in(self._last_words)
 
 
 class Site:
@@ -97,9 +151,12 @@ class Site:
         self._launcher: Launcher = process_launcher(None)
         self._workers: dict[int, SiteWorker] = {}
         self._slabs: dict[int, MirroredSlab] = {}
+        self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
         self._arriving = Sequence()
         self._next_number = 0
         self._news: list[Record] = [("hello", hello())]
+        self._burials: set[asyncio.Task[None]] = set()
+        self._is_closing = False  # nobody is to be left, and the caller waits for that
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._heard_at = time.monotonic()
         self._answered_at = 0.0
@@ -109,11 +166,16 @@ class Site:
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
+    def expect(self, number: int) -> None:
+        """Its content is on its way here."""
+        self._heard_at = time.monotonic()
+        self._arriving.expect(number)
+
     async def exchange(self, number: int, content: bytes) -> tuple[int, bytes]:
         """Obey, and say what is new, with a number of its own."""
         self._heard_at = time.monotonic()
         for piece in self._arriving.arrange(number, content):
-            for record in pickle.loads(piece) if piece else ():
+            for record in unpacked(piece) if piece else ():
                 self._obey(*record)
         if not self._news:
             news: asyncio.Future[None] = self._loop.create_future()
@@ -124,7 +186,7 @@ class Site:
                 await asyncio.wait_for(news, min(PATIENCE, self._patience / 4))
         said, self._news = self._news, []
         self._next_number += 1
-        return self._next_number - 1, pickle.dumps(said, protocol=5) if said else b""
+        return self._next_number - 1, packed(said) if said else b""
 
     def close(self) -> None:
         for number in list(self._workers):
@@ -141,12 +203,16 @@ class Site:
                 number, nbytes = rest
                 self._slabs[number] = MirroredSlab(nbytes)
             case "write":
-                address, content = rest
-                self._slabs[slab_of(address)].write(address & OFFSET_MASK, content)
+                self._write_mirror(*rest)
             case "forget":
                 self._slabs.pop(rest[0]).close()
+                self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
             case "frame":
                 self._pass_on(*rest)
+            case "skip" if rest[0] in self._workers:
+                number, place, chunk = rest
+                if (whereabouts := self._workers[number].whereabouts) is not None:
+                    whereabouts[place] = chunk
             case "kill" if rest[0] in self._workers:
                 self._launcher.kill(*rest)
             case "watch" if rest[0] in self._workers:
@@ -154,9 +220,31 @@ class Site:
                 self._say("resident", {rest[0]: resident_bytes(rest[1])})
             case "end" if rest[0] in self._workers:
                 self._bury(rest[0])
+            case "close":
+                self._is_closing = True
+                if not self._burials:
+                    self._say("closed")
+
+    def _write_mirror(self, address: int, content: memoryview) -> None:
+        """What cannot be written is missing to the calls that need it, and to nobody else."""
+        slab = self._slabs[slab_of(address)]
+        lacking = [piece for piece in self._lacking if piece[0] != address]
+        try:
+            slab.write(address & OFFSET_MASK, content)
+        except OSError as error:
+            lacking.append((address, len(content), no_room(len(content), error)))
+        self._lacking = lacking
+        if slab.descriptor >= 0 and slab.awaited:
+            awaited, slab.awaited = slab.awaited, []
+            for worker, frame in awaited:
+                self._pass_on(worker, frame, [slab_of(address)])
 
     def _start(self, number: int) -> None:
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._say("refused", number, str(error))
+            return
         try:
             self._launcher.launch(number, theirs)
         except OSError as error:
@@ -166,12 +254,21 @@ class Site:
         self._workers[number] = worker = SiteWorker(ours)
         self._loop.add_reader(worker.fileno(), self._read, number)
 
-    def _pass_on(self, number: int, frame: bytes, slabs: list[int]) -> None:
+    def _pass_on(self, number: int, frame: memoryview, slabs: list[int]) -> None:
         worker = self._workers.get(number)
         if worker is None:
             return
+        new = [self._slabs[each] for each in slabs]
+        for slab in new:
+            if slab.descriptor < 0:
+                slab.awaited.append((number, frame))  # alone in its frame; what lies there lacks until then
+                return
         try:
-            worker.send_raw(frame, [self._slabs[each].descriptor for each in slabs])
+            if worker.has_started and worker.lacking != self._lacking:
+                worker.lacking = self._lacking
+                worker.send_raw(framed([Lacking(self._lacking)], ()))
+            worker.has_started = True
+            worker.send_raw(frame, [slab.descriptor for slab in new])
         except ConnectionError:
             return  # the end of its pipe is read next, and says so
         except OSError:  # what it was sent is not whole
@@ -186,9 +283,12 @@ class Site:
         worker = self._workers[number]
         try:
             while (frame := worker.receive_raw()) is not None:
-                self._say("frame", number, b"".join((HEADER.pack(*frame.header), frame.body)))
+                if frame.header[2]:  # with descriptors, which end at this machine's border
+                    worker.hear(frame)
+                    continue
+                self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:
-            self._say("gone", number, self._bury(number))
+            self._bury(number)
 
     def _write(self, number: int) -> None:
         worker = self._workers[number]
@@ -200,16 +300,27 @@ class Site:
         if not worker.has_outgoing:
             self._loop.remove_writer(worker.fileno())
 
-    def _bury(self, number: int) -> int | None:
-        """Returns its exit code."""
+    def _bury(self, number: int) -> None:
+        """It has ended, or is to end; who waits for that must not have the others wait."""
         worker = self._workers.pop(number)
         self._loop.remove_reader(worker.fileno())
         self._loop.remove_writer(worker.fileno())
         worker.close()
-        code = self._launcher.exit_code(number, EXIT_PATIENCE)
+        burial = self._loop.create_task(self._see_end(number, worker))
+        self._burials.add(burial)
+        burial.add_done_callback(self._buried)
+
+    async def _see_end(self, number: int, worker: SiteWorker) -> None:
+        code = await self._loop.run_in_executor(None, self._launcher.exit_code, number, EXIT_PATIENCE)
         if code is None:
             self._launcher.kill(number, signal.SIGKILL)
-        return code
+        self._say("gone", number, code, worker.take_last_words())
+
+    def _buried(self, burial: asyncio.Task[None]) -> None:
+        self._burials.discard(burial)
+        burial.result()  # an error is the loop's, which ends the site
+        if self._is_closing and not self._burials:
+            self._say("closed")
 
     # --- what is said
 
@@ -236,10 +347,18 @@ class Site:
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:
-        silence = time.monotonic() - self._heard_at
+        silence = max(time.monotonic() - self._heard_at, self._arriving.missing_for)
         if silence >= self._patience:
             os._exit(1)  # the nursery dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)
+
+
+def no_room(nbytes: int, error: OSError) -> str:
+    remedy = "drop results that are no longer needed, or cut the item into smaller ones"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files there (ulimit -n, before `ray start`)"
+    where, why = socket.gethostname(), error.strerror or str(error)
+    return f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; {why}); {remedy}"
 
 
 def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -9,25 +9,27 @@ Assumes: called by the thread that uses the engine, but for `beat`, `resident_by
 
 from __future__ import annotations
 
-import pickle
+import math
 import signal
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any
 
-from mpgrad.cluster.carrier import Carrier, Node
+from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
+from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence as Arriving
-from mpgrad.cluster.site import Hello, Record
+from mpgrad.cluster.site import Hello
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
-from mpgrad.wire.frames import Frame, framed, in_frames, unframed
+from mpgrad.wire.frames import Frame, unframed
 from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
-from mpgrad.wire.pipe import HEADER, Traffic
+from mpgrad.wire.pipe import HEADER, Traffic, framed
 
 __all__ = ["SiteHandle", "SiteLink"]
 
@@ -42,9 +44,9 @@ class SiteHandle:
     def __init__(
         self,
         carrier: Carrier,
-        site: Any,
         node: Node | None,
         slots: int,
+        patience: float,
         traffic: Traffic,
         inbox: Callable[[Any], None],
         look: Callable[[], None],
@@ -53,13 +55,17 @@ class SiteHandle:
         self.look = look
         self.node = node
         self.slots = slots
+        self._patience = patience
         self.links: dict[int, SiteLink] = {}
         self.lost = ""  # why; else it is there, or will be
         self.hello: Hello | None = None
         self.heard_at = time.monotonic()
         self.traffic = traffic
         self._carrier = carrier
-        self._site = site
+        self._site: Any = None  # what the carrier knows it by
+        self.opened_at = math.inf  # on the clock of time.monotonic, as the next
+        self.idle_since = math.inf  # its last worker is gone
+        self.is_missed = False  # it was said that it does not come
         self._inbox = inbox
         self._records: list[Record] = []
         self._next_number = 0
@@ -67,6 +73,7 @@ class SiteHandle:
         self._numbering = threading.Lock()
         self._pending: set[int] = set()  # exchanges
         self._full_until = 0.0  # no worker could be started, on the clock of time.monotonic
+        self.is_closing = False  # its workers have been asked to end, and not all have
         self.refusal = ""  # why what is installed there cannot be used
         self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
         self._lent_of: Counter[int] = Counter()  # slab -> how many of these addresses lie there
@@ -83,6 +90,23 @@ class SiteHandle:
             return self.node.name
         return "" if self.hello is None else self.hello.host
 
+    def on(self, node: Node | None) -> bool:
+        """It is to be there; None: wherever there is room."""
+        return (self.node and self.node.id) == (node and node.id)
+
+    @property
+    def is_planned(self) -> bool:
+        """It was not started yet: more workers may be added."""
+        return self.opened_at == math.inf and not self.lost
+
+    def open(self) -> None:
+        """
+        Raises:
+            OSError: it cannot be started now.
+        """
+        self._site = self._carrier.start_site(SiteOptions(self.node, self.slots, self._patience))
+        self.opened_at = time.monotonic()
+
     # --- what is told
 
     def tell(self, *record: Any) -> None:
@@ -90,16 +114,18 @@ class SiteHandle:
 
     def flush(self) -> None:
         """Send what has been told; or have the site say what is new."""
+        if self.is_planned:
+            return
         if self._records and not self.lost:
             records, self._records = self._records, []
-            self._exchange(pickle.dumps(records, protocol=5))
+            self._exchange(packed(records))
         # no more than that: where each is answered at once, with an error, there would be no end
         for _ in range(0 if self.lost else POLLS - len(self._pending)):
             self._exchange(b"")
 
     def beat(self) -> None:
         """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
-        if not self.lost and len(self._pending) < MOST_PENDING:
+        if not self.lost and not self.is_planned and len(self._pending) < MOST_PENDING:
             self._exchange(b"")
 
     def _exchange(self, content: bytes) -> None:
@@ -113,15 +139,24 @@ class SiteHandle:
         except Exception as error:  # of the carrier's kinds
             self._put_reply(number, error)
 
-    def _put_reply(self, exchange: int, reply: tuple[int, bytes] | BaseException) -> None:
+    def _put_reply(self, exchange: int, reply: tuple[int, bytes | None] | BaseException) -> None:
         with self._numbering:
             is_first = exchange in self._pending
-            self._pending.discard(exchange)
+            if isinstance(reply, BaseException) or reply[1] is not None:
+                self._pending.discard(exchange)
         self._inbox((self, (is_first, reply)))
 
     # --- what is heard
 
-    def take(self, is_first: bool, reply: tuple[int, bytes] | BaseException) -> None:
+    def is_silent(self, patience: float) -> str:
+        """Why it has to be taken for dead, after so many seconds; "" where it has not."""
+        if time.monotonic() - self.heard_at > patience:
+            return f"it has said nothing for {patience:g} s"
+        if self._arriving.missing_for > patience:
+            return f"something that it said was lost {patience:g} s ago"
+        return ""
+
+    def take(self, is_first: bool, reply: tuple[int, bytes | None] | BaseException) -> None:
         """What was put into the inbox; the same may have been there before."""
         if self.lost:
             return
@@ -130,22 +165,29 @@ class SiteHandle:
                 self.lose(f"{type(reply).__name__}: {reply}")
             return
         self.heard_at = time.monotonic()
-        for piece in self._arriving.arrange(*reply):
+        number, content = reply
+        if content is None:
+            self._arriving.expect(number)
+            return
+        for piece in self._arriving.arrange(number, content):
             self.traffic.bytes_received += len(piece)
-            for record in pickle.loads(piece) if piece else ():
+            for record in unpacked(piece) if piece else ():
                 self._obey(*record)
 
     def _obey(self, kind: str, *rest: Any) -> None:
         if kind == "hello":
             (self.hello,) = rest
+        elif kind == "closed":
+            self.is_closing = False
         elif kind == "resident":
             for number, nbytes in rest[0].items():
                 if number in self.links:
                     self.links[number].nbytes_resident = nbytes
         elif (link := self.links.get(rest[0])) is not None:
             if kind == "frame":
-                link.frames.append(rest[1])
+                link.frames.append(rest[1:])
             elif kind == "gone":
+                link.last_words = rest[2]
                 link.end_with(rest[1])
             else:  # refused
                 self._full_until = time.monotonic() + AFTER_REFUSAL
@@ -153,10 +195,17 @@ class SiteHandle:
 
     def lose(self, why: str) -> None:
         """It does not answer any more: neither will its workers."""
-        self.lost = why
+        was_planned, self.lost = self.is_planned, why
         for link in self.links.values():
             link.ended = True
-        self._carrier.kill_site(self._site)
+        if not was_planned:
+            self._carrier.kill_site(self._site)
+
+    def ask_to_close(self) -> None:
+        """After its workers were told to end."""
+        if self.hello is not None and not self.lost:
+            self.is_closing = True
+            self.tell("close")
 
     def close(self) -> None:
         """Nobody needs it any more."""
@@ -179,7 +228,7 @@ class SiteHandle:
         address = address_of(holder)
         self.mirror(holder.slab)
         if not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
-            self.tell("write", address, bytes(holder.memory))
+            self.tell("write", address, PickleBuffer(holder.memory))
         if not self._lent[address]:
             self._lent_of[holder.slab.number] += 1
         self._lent[address] += 1
@@ -213,19 +262,21 @@ class SiteHandle:
 class SiteLink:
     """The caller's end of the link to a worker at a site, a `WorkerLink`."""
 
-    shares_memory = False
+    shares_memory = takes_descriptors = False
 
     def __init__(self, number: int, site: SiteHandle) -> None:
         self.number = number
         self.site = site
-        self.frames: deque[bytes] = deque()
+        self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
         self._refused = ""  # why it could not be started
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit_code: int | None = None
+        self.last_words = ""
         self.nbytes_resident = 0
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         site.links[number] = self
+        site.idle_since = math.inf
         site.tell("start", number)
         if site.refusal:
             self.refuse(site.refusal)
@@ -248,7 +299,7 @@ class SiteLink:
         new = [message.number for message in messages if isinstance(message, NewSlab)]
         self.site.introduce(self.number, new)
         self.site.traffic.frames_sent += 1
-        self.site.tell("frame", self.number, framed(messages, payload, len(new)), new)
+        self.site.tell("frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new)
         for message in messages:
             if isinstance(message, SlabsGone):
                 self.site.part(self.number, message.numbers)
@@ -256,8 +307,7 @@ class SiteLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.site.mirror(slab)
-        for messages, _ in in_frames(slabs):
-            self.send(messages)
+            self.send([NewSlab(slab.number, slab.nbytes)])  # alone in its frame, which may have to wait at the site
 
     def carry(self, holder: Slot | Borrowed) -> None:
         self.site.carry(holder)
@@ -270,10 +320,10 @@ class SiteLink:
             if self.ended:
                 raise EOFError
             return None
-        raw = memoryview(self.frames.popleft())
+        header, body = self.frames.popleft()
         self.site.traffic.frames_received += 1
-        body = memoryview(bytearray(raw[HEADER.size :]))  # writable, and aligned, as what a socket gives
-        messages, payload, mirrors = self._mirror.open(*unframed(HEADER.unpack_from(raw), body))
+        body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
+        messages, payload, mirrors = self._mirror.open(*unframed(header, body))
         self._descriptors.extend(mirrors)
         for message in messages:
             if isinstance(message, Ready):
@@ -286,6 +336,9 @@ class SiteLink:
     def has_more(self) -> bool:
         self.site.look()
         return bool(self.frames) or self.ended
+
+    def skip(self, place: int, chunk: int) -> None:
+        self.site.tell("skip", self.number, place, chunk)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         self.site.tell("kill", self.number, by)
@@ -305,6 +358,8 @@ class SiteLink:
             self.ended = True
         self.site.leave(self.number)
         del self.site.links[self.number]
+        if not self.site.links:
+            self.site.idle_since = time.monotonic()
         self.close()
         return self.exit_code
 
@@ -317,4 +372,5 @@ class SiteLink:
     def refuse(self, why: str) -> None:
         """What is there cannot be used: no worker can start."""
         failure = Failure(carried(RuntimeError(why)), "", "start")
-        self.frames.append(framed([StartFailed(failure)], ()))
+        frame = framed([StartFailed(failure)], ())
+        self.frames.append((HEADER.unpack_from(frame), memoryview(frame)[HEADER.size :]))

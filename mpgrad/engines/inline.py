@@ -29,8 +29,9 @@ class Loopback:
 
     node = ""
     lost = ""
+    last_words = ""
     could_start = False
-    shares_memory = True
+    shares_memory = takes_descriptors = True
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,6 +64,9 @@ class Loopback:
 
     def has_more(self) -> bool:
         return bool(self.frames)
+
+    def skip(self, place: int, chunk: int) -> None:
+        """Both ends look at the same memory."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         """There is no process to kill, and when this is asked no call runs."""

@@ -47,6 +47,11 @@ class WorkerLink(Link, Protocol):
         ...
 
     @property
+    def last_words(self) -> str:
+        """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see `asides.LastWords`)."""
+        ...
+
+    @property
     def could_start(self) -> bool:
         """Its machine was lost, but is known to start workers: that it has ended is no sign that none can be started."""
         ...
@@ -57,6 +62,10 @@ class WorkerLink(Link, Protocol):
 
     def has_more(self) -> bool:
         """Whether there is something to `receive` at this moment, or the end."""
+        ...
+
+    def skip(self, place: int, chunk: int) -> None:
+        """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where nobody can."""
         ...
 
     def kill(self, by: int = signal.SIGKILL) -> None:

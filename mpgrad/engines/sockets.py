@@ -27,6 +27,7 @@ class SocketLink(Channel):
 
     node = ""
     lost = ""
+    last_words = ""
     could_start = False
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
@@ -45,6 +46,9 @@ class SocketLink(Channel):
 
     def has_more(self) -> bool:
         return self._engine.has_more(self)
+
+    def skip(self, place: int, chunk: int) -> None:
+        """Nothing but bytes passes, and these are read when the worker has done what it is at."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         if self._engine.launcher.can_kill:

@@ -22,7 +22,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -280,6 +280,7 @@ class Lenders:
         # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
         self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
+        self.lacking: Sequence[tuple[int, int, str]] = ()  # pieces that could not be had here: address, bytes, why
         self._closed = False
         self._notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
@@ -352,6 +353,8 @@ class Lenders:
         """
         key = address, nbytes
         try:
+            if self.lacking:
+                self._check_lacking(address, nbytes)
             slab, offset = self.slab(slab_of(address)), address & OFFSET_MASK
         except SharedMemoryError:
             self._given_back.append((address, 1))
@@ -379,6 +382,11 @@ class Lenders:
         """Slabs that their owners should send again, since the last time."""
         missing, self._missing = self._missing, set()
         return list(missing)
+
+    def _check_lacking(self, address: int, nbytes: int) -> None:
+        for start, size, why in self.lacking:
+            if start < address + nbytes and address < start + size:
+                raise SharedMemoryError(why)
 
     def find(self, core: torch.Tensor) -> tuple[int, Borrowed] | None:
         """Where `core` lies, and what keeps it there, if it is or looks at something borrowed here."""

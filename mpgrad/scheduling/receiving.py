@@ -19,12 +19,12 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.asides import LastWords
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     Begun,
     Collected,
     Gradients,
-    LastWords,
     Logged,
     NewSlab,
     Printed,
@@ -136,6 +136,9 @@ class Receiver:
                 offset = message.whereabouts & OFFSET_MASK
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
                 worker.under_way.can_skip = True
+        else:
+            worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+            worker.under_way.tell_skipped = worker.link.skip
         worker.pid = message.pid
         worker.ready_at = time.monotonic()
         worker.ready = True

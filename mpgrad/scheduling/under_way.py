@@ -1,7 +1,8 @@
 """The chunks that a worker has been sent and has not answered, and how far it has come with them. Caller's side.
 
 A worker writes what it begins into memory that the caller reads (see `wire.messages.Whereabouts`), and looks there, before each
-call, whether the caller has called the chunk off. Where no memory is shared the worker sends `Begun`, and cannot be told.
+call, whether the caller has called the chunk off. Where no memory is shared the worker sends `Begun`, and a site writes for us
+what is to be skipped, some time later: so nothing can be taken back, but what was skipped in time comes back unrun.
 
 Assumes: called by the scheduling thread.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
@@ -29,7 +30,8 @@ class UnderWay:
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
         self.whereabouts: memoryview | None = None  # of int64, see `Whereabouts`
-        self.can_skip = False  # the worker sees what we write there
+        self.can_skip = False  # the worker sees at once what we write there
+        self.tell_skipped: Callable[[int, int], None] | None = None  # else: the place and chunk go to whoever can write it
         self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
@@ -45,8 +47,7 @@ class UnderWay:
 
     def note_begun(self, chunk: int, position: int) -> None:
         """As the worker would write it, by our clock."""
-        if self.whereabouts is None:
-            self.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+        assert self.whereabouts is not None
         self.whereabouts[Whereabouts.STARTED] = time.monotonic_ns()
         self.whereabouts[Whereabouts.OFFSET] = -1
         self.whereabouts[Whereabouts.POSITION] = position
@@ -110,12 +111,14 @@ class UnderWay:
         There is one for each that a process is sent at a time; in the caller's own there may be more of them.
         """
         whereabouts = self.whereabouts
-        if whereabouts is None or not self.can_skip:
+        if whereabouts is None:
             return
         places = range(Whereabouts.SKIPPED, Whereabouts.COUNT)
         free = [place for place in places if whereabouts[place] not in self.chunks]
         if free and all(whereabouts[place] != number for place in places):
             whereabouts[free[0]] = number
+            if self.tell_skipped is not None:
+                self.tell_skipped(free[0], number)
 
     def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
         """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.

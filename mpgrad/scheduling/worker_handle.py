@@ -6,7 +6,6 @@ Guarantees: other threads append to the backlog and the deques of news, and read
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import deque
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from mpgrad.scheduling.under_way import UnderWay
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
+from mpgrad.wire.pipe import last_words_in
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Doom", "WorkerHandle"]
@@ -207,16 +207,7 @@ class WorkerHandle:
         self.loans.end()
         self.under_way.end()
         if self.last_words is not None:
-            self.stack = shown_stack(all_of(self.last_words))
-            os.close(self.last_words)
+            self.stack = shown_stack(last_words_in(self.last_words))
             self.last_words = None
-
-
-def all_of(pipe: int) -> str:
-    """What has been written into it, by who is dead."""
-    os.set_blocking(pipe, False)  # a process that it forked may hold the other end
-    found = b""
-    with contextlib.suppress(BlockingIOError):
-        while some := os.read(pipe, 1 << 16):
-            found += some
-    return found.decode(errors="replace")
+        elif self.link.last_words:
+            self.stack = shown_stack(self.link.last_words)

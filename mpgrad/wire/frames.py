@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.wire.messages import Message, NewSlab
 from mpgrad.wire.mirror import Mirror, Outward
-from mpgrad.wire.pipe import ALIGNMENT, HEADER, MAX_DESCRIPTORS, Pipe, Traffic
+from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, framed
 
-__all__ = ["Channel", "Frame", "drained", "framed", "in_frames", "unframed"]
+__all__ = ["Channel", "Frame", "drained", "in_frames", "unframed"]
 
 
 class Frame(NamedTuple):
@@ -32,7 +32,7 @@ class Channel(Pipe):
         """`mirror`: nothing but bytes passes between the two ends."""
         super().__init__(end, blocking, traffic)
         self._mirror = mirror
-        self.shares_memory = mirror is None
+        self.shares_memory = self.takes_descriptors = mirror is None
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send one frame, or queue what the pipe does not take now (`has_outgoing`).
@@ -76,14 +76,6 @@ class Channel(Pipe):
             messages, payload, mirrors = self._mirror.open(messages, payload)
             self._descriptors.extend(mirrors)
         return Frame(messages, payload)
-
-
-def framed(messages: list[Message], payload: Sequence[bytes], descriptors: int = 0) -> bytes:
-    """A frame as it goes through a pipe, with its header."""
-    pickled = pickle.dumps(messages, protocol=5)
-    padding = bytes(-len(pickled) % ALIGNMENT)
-    header = HEADER.pack(len(pickled) + len(padding), sum(map(len, payload)), descriptors)
-    return b"".join((header, pickled, padding, *payload))
 
 
 def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Message], memoryview]:

@@ -4,6 +4,7 @@
     worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
     devices           Try Direct to the worker, Tried to the parent       timelines: `wire.records`
+A site says something of its own, too: see `asides`.
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
 
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.records import Records
 from mpgrad.wire.tensor_refs import TensorRef
 
@@ -34,7 +36,6 @@ __all__ = [
     "Forward",
     "ForwardCall",
     "Gradients",
-    "LastWords",
     "Logged",
     "Message",
     "Missing",
@@ -309,10 +310,6 @@ class Stop(NamedTuple):
 # --- worker to parent
 
 
-class LastWords(NamedTuple):
-    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
-
-
 class Ready(NamedTuple):
     """The worker has started; at `whereabouts` in shared memory lie a few int64, see `Whereabouts`."""
 
@@ -423,6 +420,8 @@ class Collected(NamedTuple):
 Message = (
     NewSlab
     | Carried
+    | Lacking
+    | WhereaboutsHere
     | SlabsGone
     | SlabsMissing
     | Returned

@@ -16,6 +16,7 @@ import array
 import contextlib
 import errno
 import os
+import pickle
 import select
 import socket
 import struct
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 from mpgrad.system import PORTABLE
 
-__all__ = ["ALIGNMENT", "HEADER", "MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic"]
+__all__ = ["HEADER", "MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "framed", "last_words_in"]
 
 HEADER = struct.Struct("<QQI")
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
@@ -243,6 +244,25 @@ class Pipe:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that still reads here
         self._socket.close()
+
+
+def framed(messages: Sequence[object], payload: Sequence[bytes], descriptors: int = 0) -> bytes:
+    """A frame as it goes through a pipe, with its header."""
+    pickled = pickle.dumps(messages, protocol=5)
+    padding = bytes(-len(pickled) % ALIGNMENT)
+    header = HEADER.pack(len(pickled) + len(padding), sum(map(len, payload)), descriptors)
+    return b"".join((header, pickled, padding, *payload))
+
+
+def last_words_in(pipe: int) -> str:
+    """What has been written into it, by who is dead; closes it."""
+    os.set_blocking(pipe, False)  # a process that it forked may hold the other end
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while some := os.read(pipe, 1 << 16):
+            found += some
+    os.close(pipe)
+    return found.decode(errors="replace")
 
 
 def duplicates(descriptors: Sequence[int]) -> list[int]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
+import itertools
 import os
 import random
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any
 
 import local_cluster
@@ -23,12 +29,15 @@ import torch
 from conftest import alive, gone, linux_only
 
 import mpgrad
+from mpgrad.cluster import site
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
 from mpgrad.cluster.engine import ClusterEngine, placed
 from mpgrad.cluster.local import LocalCarrier
+from mpgrad.cluster.records import packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
 TWO = (Node("a", "alpha", 2), Node("b", "beta", 2))
@@ -114,6 +123,66 @@ def test_what_a_call_prints(on_two_nodes: tuple[mpgrad.Pool, Any], capfd: Any) -
     assert "said there" in capfd.readouterr().out
 
 
+def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """All calls of a chunk ran, if it had been sent when one that stands before them failed."""
+
+    def fn(k: int) -> None:
+        (tmp_path / str(k)).touch()
+        while not (tmp_path / ("3" if k == 0 else "go")).exists():
+            time.sleep(0.001)
+        if k == 0:
+            raise KeyError
+
+    with cluster(Node("a", "alpha", 2)) as (pool, _):
+        staffed(pool, 2)
+        with pytest.raises(KeyError):
+            pool.map(fn, range(6), chunksize=3)
+        assert pool.apply(abs, (-1,)) == 1  # through the same site, which has been told by now
+        (tmp_path / "go").touch()
+        workers = pool._scheduler.workers.values()
+        assert pool._scheduler.wait_until(lambda: not any(worker.under_way for worker in workers), 20)
+        assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
+
+
+def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """They were killed, though the pool was closed and joined."""
+
+    def fn(k: int) -> None:
+        leave = os._exit
+
+        def seen(code: int) -> None:
+            (tmp_path / str(os.getpid())).write_text(str(code))
+            leave(code)
+
+        os._exit = seen  # type: ignore[assignment]
+        time.sleep(0.05)
+
+    with cluster(*TWO) as (pool, _):
+        staffed(pool, 4)
+        pids = {str(worker.pid) for worker in pool.stats().workers}
+        while {worker.pid for worker in pool.stats().workers if worker.calls < 2}:
+            pool.map(fn, range(8), chunksize=1)
+        pool.close()
+        pool.join()
+        assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(pids, "0")
+
+
+def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
+    def crash(_: int) -> None:
+        os.abort()
+
+    def linger(_: int) -> None:
+        time.sleep(60)
+
+    with cluster(Node("a", "alpha", 1)) as (pool, _):
+        with pytest.raises(mpgrad.WorkerDiedError) as raised:
+            pool.map(crash, [0])
+        assert "in crash" in raised.value.stack and "os.abort()" in raised.value.stack
+        with pytest.raises(mpgrad.CallTimeoutError) as late:
+            pool.map(linger, [0], timeout=0.3)
+        assert "in linger" in late.value.stack
+
+
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):
@@ -137,6 +206,60 @@ def test_the_core_tests_pass_on_two_nodes(name: str) -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
     assert ended.returncode == 0, ended.stdout[-6000:]
+
+
+# --- what a node lacks
+
+
+@contextlib.contextmanager
+def limited(pid: int, what: int, most: int) -> Iterator[None]:
+    """A process whose limit is that low."""
+    before = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, what, before)
+
+
+def lacks(pool: mpgrad.Pool, xs: list[torch.Tensor], why: str) -> None:
+    message = re.escape(f"no room in shared memory on node {socket.gethostname()} for a tensor (") + f".*{why}"
+    with pytest.raises(mpgrad.SharedMemoryError, match=message) as raised:
+        pool.map(torch.sum, xs, 1)
+    assert any("on node alpha" in note for note in raised.value.__notes__)
+
+
+@linux_only("prlimit")
+def test_a_site_without_room_fails_the_calls_that_need_it(nursery: mpgrad.Pool) -> None:
+    """It ended, and its workers with it, again and again."""
+    with cluster(Node("a", "alpha", 2)) as (pool, carrier):
+        staffed(pool, 2)
+        pid = carrier.sites[0].process.pid
+        xs = [torch.full((5000,), float(k)) for k in range(6)]
+        with limited(pid, resource.RLIMIT_NOFILE, psutil.Process(pid).num_fds()):
+            lacks(pool, xs, r"Too many open files\); raise the limit of open files there")
+            assert pool.map(abs, range(-6, 0), chunksize=1) == [6, 5, 4, 3, 2, 1]
+        sums = [5000.0 * k for k in range(6)]
+        assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
+        large = torch.ones(20_000_000)  # in a slab of its own
+        with limited(pid, resource.RLIMIT_FSIZE, 1 << 20):
+            lacks(pool, [torch.ones(3), large], r"80,000,000 bytes asked for; .*\); drop results")
+            assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
+        assert [each.item() for each in pool.map(torch.sum, [torch.ones(3), large], 1)] == [3, 20_000_000]
+        assert pool.stats().deaths == 0
+
+
+@pytest.mark.quick
+@linux_only("holes in files")
+def test_a_mirror_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = site.MirroredSlab(1 << 20)
+    slab.write(4096, b"here")
+    monkeypatch.setattr(site, "free_memory", lambda: 3)
+    slab.write(4096, b"also")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        slab.write(8192, b"more")
+    assert os.pread(slab.descriptor, 4, 4096) == b"also"
+    slab.close()
 
 
 # --- deaths
@@ -205,7 +328,7 @@ class Unruly(LocalCarrier):
     def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
         choice = random.Random(number)
 
-        def late(said: tuple[int, bytes] | BaseException) -> None:
+        def late(said: tuple[int, bytes | None] | BaseException) -> None:
             for _ in range(choice.choice([1, 1, 2])):
                 threading.Timer(choice.random() * 0.02, reply, (said,)).start()
 
@@ -219,6 +342,74 @@ def test_replies_out_of_order_and_doubled_change_nothing(unharmed: list[torch.Te
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
 
 
+class Forgetful(LocalCarrier):
+    """Loses a reply, and says nothing."""
+
+    forgets = False
+
+    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+        def perhaps(said: tuple[int, bytes | None] | BaseException) -> None:
+            if self.forgets and not isinstance(said, BaseException) and said[1]:
+                self.forgets = False
+            else:
+                reply(said)
+
+        super().exchange(site, number, content, perhaps)
+
+
+def test_a_lost_reply_loses_the_site(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 1), carrier=Forgetful, patience=1.0) as (pool, carrier):
+        pool.map(abs, [-1])
+        carrier.forgets = True
+        assert pool.map(abs, [-1]) == [1]
+        assert pool.stats().deaths == 1
+
+
+@pytest.mark.quick
+def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site waited for its exit code, and meanwhile for nobody else."""
+    ends: dict[int, socket.socket] = {}
+    has_ended = threading.Event()
+
+    class Slow:
+        def launch(self, number: int, end: socket.socket) -> None:
+            ends[number] = end
+
+        def exit_code(self, number: int, timeout: float) -> int:
+            assert has_ended.wait(20)
+            return 7
+
+        def close(self) -> None: ...
+
+    async def scenario() -> None:
+        there = site.Site(60.0)
+        exchanges = itertools.count()
+
+        async def said(*records: Any) -> list[Any]:
+            _, content = await there.exchange(next(exchanges), packed(records))
+            return [record for record in (unpacked(content) if content else ()) if record[0] != "hello"]
+
+        assert await said(("start", 1), ("start", 2)) == []
+        ends[1].close()
+        news: list[Any] = []
+        while not there._burials:
+            await asyncio.sleep(0)
+        ends[2].sendall(framed(["here"], ()))
+        while not news:
+            news = await said()
+        assert [record[:2] for record in news] == [("frame", 2)]
+        has_ended.set()
+        while (news := await said()) == []:
+            pass
+        assert news == [("gone", 1, 7, "")]
+        there._bury(2)
+        await asyncio.gather(*there._burials)
+        ends[2].close()
+
+    monkeypatch.setattr(site, "process_launcher", lambda context: Slow())
+    asyncio.run(scenario())
+
+
 @pytest.mark.quick
 def test_pieces_are_put_in_order_once() -> None:
     numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
@@ -226,6 +417,32 @@ def test_pieces_are_put_in_order_once() -> None:
     for number in numbers:
         found += arriving.arrange(number, bytes([number]))
     assert b"".join(found) == bytes(range(5))
+
+
+@pytest.mark.quick
+def test_memory_is_packed_from_where_it_lies() -> None:
+    """It was copied twice at one end, and once at the other."""
+    large = memoryview(bytearray(range(256)) * 40_000)
+    tracemalloc.start()
+    content = packed([("write", 1, PickleBuffer(large)), ("slab", 2, 3)])
+    _, most = tracemalloc.get_traced_memory()
+    assert most < 1.1 * large.nbytes
+    before, _ = tracemalloc.get_traced_memory()
+    records = unpacked(content)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < before + 0.1 * large.nbytes
+    assert records == [("write", 1, large), ("slab", 2, 3)]
+
+
+@pytest.mark.quick
+def test_what_is_missing() -> None:
+    arriving = Sequence()
+    assert list(arriving.arrange(0, b"0")) == [b"0"] and arriving.missing_for == 0
+    assert list(arriving.arrange(2, b"2")) == [] and arriving.missing_for > 0
+    arriving.expect(1)
+    assert arriving.missing_for == 0
+    assert list(arriving.arrange(1, b"1")) == [b"1", b"2"] and arriving.missing_for == 0
 
 
 def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -> None:
@@ -280,6 +497,66 @@ def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+
+
+def eventually(satisfied: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not satisfied():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_workers_of_a_node_have_one_site(nursery: mpgrad.Pool) -> None:
+    """Each that came later had one of its own, to which captures travelled once more."""
+    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=2) as (pool, carrier):
+        staffed(pool, 2)
+        pool.resize(8)
+        staffed(pool, 8)
+        assert sorted(len(site.links) for site in pool._scheduler.engine._sites) == [1, 1, 3, 3]  # type: ignore[attr-defined]
+        pool.resize(1)
+        eventually(lambda: len(carrier.sites) == 1)
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+
+
+def test_workers_that_were_lost_come_again_in_one_site(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=6) as (pool, carrier):
+        staffed(pool, 6)
+        carrier.sites[0].process.kill()
+        eventually(lambda: pool.stats().deaths == 3)
+        staffed(pool, 6)
+        assert len(carrier.sites) == 2
+
+
+def test_what_others_hold_is_left_to_them(nursery: mpgrad.Pool) -> None:
+    with cluster(Node("a", "alpha", 3, free=1)) as (pool, carrier):
+        assert pool.processes == 1
+        pool.map(abs, [-1])
+        carrier._nodes = [Node("a", "alpha", 3, free=2)]
+        eventually(lambda: pool.processes == 3)
+        staffed(pool, 3)
+        carrier._nodes = [Node("a", "alpha", 3, free=0)]
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+        assert pool.processes == 3
+
+
+class Late(LocalCarrier):
+    def start_site(self, options: SiteOptions) -> Any:
+        site = super().start_site(options)
+        site.process.send_signal(signal.SIGSTOP)
+        return site
+
+
+def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Nothing said what the pool waited for."""
+    from mpgrad.cluster import engine
+
+    monkeypatch.setattr(engine, "WAITING", 0.1)
+    with cluster(Node("a", "alpha", 3), carrier=Late, patience=1.0) as (pool, carrier):
+        found = pool.map_async(abs, [-1])
+        eventually(lambda: "a site for 3 workers (on node alpha) has not come for 0.1 s; other jobs" in caplog.text)
+        carrier.sites[0].process.send_signal(signal.SIGCONT)
+        assert found.get() == [1]
+    assert caplog.text.count("has not come") == 1
 
 
 @pytest.mark.quick

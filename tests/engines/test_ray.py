@@ -69,8 +69,8 @@ def test_a_loop_on_ray(ray_cluster: Any, size: int) -> None:
 def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
     weight = torch.ones(100_000, requires_grad=True)
     with ray_pool() as pool:
+        staffed(pool, 4)  # Ray may say for some moments that an earlier pool still has them
         assert pool.processes == 4
-        staffed(pool, 4)
         sent = pool.stats().bytes_sent
         sum(pool.map(lambda k: (weight * k).sum(), range(40), 1)).backward()
         assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.2 * weight.nbytes
