@@ -98,7 +98,7 @@ __all__ = [
 
 def __getattr__(name: str) -> _typing.Any:
     """Everything is imported when it is first asked for: workers need a third of it, and start so much sooner."""
-    if name in ("nn", "testing"):
+    if name in ("joblib", "nn", "testing"):  # the first is not in `__all__`: it needs joblib
         return _importlib.import_module(f"mpgrad.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

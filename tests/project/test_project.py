@@ -27,6 +27,7 @@ import mpgrad.derivatives.per_item
 import mpgrad.executor
 import mpgrad.functions.contexts
 import mpgrad.functions.parallel
+import mpgrad.joblib
 import mpgrad.pool
 import mpgrad.testing
 from mpgrad.engines.kinds import ENGINES
@@ -261,6 +262,7 @@ DOCUMENTED = [
     mpgrad.pool,
     mpgrad.derivatives.jacobians,
     mpgrad.executor,
+    mpgrad.joblib,
     mpgrad.nn,
     mpgrad.derivatives.per_item,
     mpgrad.testing,
