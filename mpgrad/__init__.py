@@ -11,6 +11,7 @@ if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
     from mpgrad import nn, testing
+    from mpgrad.advice.advising import advise
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.cluster.options import Ray
     from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
@@ -50,6 +51,7 @@ _HOMES = {
     "SharedMemoryError": "mpgrad.errors",
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
+    "advise": "mpgrad.advice.advising",
     "as_completed": "concurrent.futures",
     "hessian": "mpgrad.derivatives.jacobians",
     "hvp": "mpgrad.derivatives.jacobians",
@@ -80,6 +82,7 @@ __all__ = [
     "SharedMemoryError",
     "UnsupportedTorchError",
     "WorkerDiedError",
+    "advise",
     "as_completed",
     "hessian",
     "hvp",

@@ -39,7 +39,11 @@ WITH_DEFAULT = [
     "test_globals_update_at_each_parallel_call",
 ]
 LEFT_OUT = {
-    "looks at attributes that are not documented": ["test_error_capture", "test_backend_batch_statistics_reset"],
+    "looks at attributes that are not documented": [
+        "test_error_capture",
+        "test_backend_batch_statistics_reset",
+        "test_parallel_as_context_manager",
+    ],
     "gives the workers a manager's proxy, which multiprocessing lets only its own children have": [
         "test_dispatch_multiprocessing",
         "test_initializer_context",

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import mpgrad
+import mpgrad.advice.advising
 import mpgrad.derivatives.jacobians
 import mpgrad.derivatives.per_item
 import mpgrad.executor
@@ -259,6 +260,7 @@ def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
 
 
 DOCUMENTED = [
+    mpgrad.advice.advising,
     mpgrad.pool,
     mpgrad.derivatives.jacobians,
     mpgrad.executor,
