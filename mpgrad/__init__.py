@@ -11,6 +11,7 @@ if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
     from mpgrad import nn, testing
+    from mpgrad.advice.advising import advise
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.cluster.options import Ray
     from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
@@ -50,6 +51,7 @@ _HOMES = {
     "SharedMemoryError": "mpgrad.errors",
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
+    "advise": "mpgrad.advice.advising",
     "as_completed": "concurrent.futures",
     "hessian": "mpgrad.derivatives.jacobians",
     "hvp": "mpgrad.derivatives.jacobians",
@@ -80,6 +82,7 @@ __all__ = [
     "SharedMemoryError",
     "UnsupportedTorchError",
     "WorkerDiedError",
+    "advise",
     "as_completed",
     "hessian",
     "hvp",
@@ -98,7 +101,7 @@ __all__ = [
 
 def __getattr__(name: str) -> _typing.Any:
     """Everything is imported when it is first asked for: workers need a third of it, and start so much sooner."""
-    if name in ("nn", "testing"):
+    if name in ("joblib", "nn", "testing"):  # the first is not in `__all__`: it needs joblib
         return _importlib.import_module(f"mpgrad.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

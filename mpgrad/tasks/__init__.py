@@ -7,5 +7,6 @@ Imports `pickling` and what is below it.
     jacobian_parts       the parts of a derivative that one call computes; jacobian_arguments: which arguments
     reduction            sums and products of results in place
     replicas             the modules of mpgrad.nn.parallel_apply
+    delayed              the functions that joblib was given
     initializer          what an Executor has its workers run first
 """

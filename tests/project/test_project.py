@@ -21,11 +21,13 @@ import pytest
 import torch
 
 import mpgrad
+import mpgrad.advice.advising
 import mpgrad.derivatives.jacobians
 import mpgrad.derivatives.per_item
 import mpgrad.executor
 import mpgrad.functions.contexts
 import mpgrad.functions.parallel
+import mpgrad.joblib
 import mpgrad.pool
 import mpgrad.testing
 from mpgrad.engines.kinds import ENGINES
@@ -257,9 +259,11 @@ def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
 
 
 DOCUMENTED = [
+    mpgrad.advice.advising,
     mpgrad.pool,
     mpgrad.derivatives.jacobians,
     mpgrad.executor,
+    mpgrad.joblib,
     mpgrad.nn,
     mpgrad.derivatives.per_item,
     mpgrad.testing,

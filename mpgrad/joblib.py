@@ -1,0 +1,236 @@
+"""A pool as a backend of joblib: `joblib.Parallel` with gradients.
+
+joblib's own backends return copies whose history ended at the process border. With this one, code that is written for joblib
+gets results that are connected to the arguments and captures of its functions.
+
+    [1] Parallel takes a batch of calls from its iterable            caller's thread, later [4]'s
+    [2] submit: an operation of the pool, like a `starmap_async`
+    [3] it is done                                                   scheduling thread
+    [4] joblib's callback, which has the next batch submitted        a thread of our own
+    [5] results, and the nodes of their graphs, are made             whoever iterates over what Parallel gives
+
+[4] has a thread because it takes from the caller's iterable, whose code may wait for the pool; the scheduling thread may not.
+It runs under the modes of the thread that called Parallel. Caller only; the package that it imports is joblib's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
+from typing import Any
+
+import torch
+
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.results import AsyncResult
+from mpgrad.cpus import usable_cpus
+from mpgrad.place import PLACE
+from mpgrad.pool import Pool
+from mpgrad.submission.options import CallOptions
+from mpgrad.submission.source import Source
+from mpgrad.tasks.delayed import Delayed
+from mpgrad.torch_state.modes import current_modes, under
+from mpgrad.torch_state.private import saved_tensor_hooks
+
+try:
+    from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend, register_parallel_backend
+except ImportError as error:
+    raise ImportError("mpgrad.joblib needs joblib, which is not installed; install mpgrad[joblib]") from error
+
+__all__ = ["MpgradBackend", "register"]
+
+SHORTEST, LONGEST = 0.02, 0.2  # seconds from sending a batch to its end, between which batches keep their size
+# what joblib tells every backend; these concern its own ones
+JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
+Outcome = Operation | BaseException
+MODES_OF_A_THREAD = "grad", "inference", "autocast", "autocast_dtype", "autocast_cache"  # the others are the process's
+
+
+def register(make_default: bool = False) -> None:
+    """Have joblib know the backend "mpgrad".
+
+    ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too, such as `deterministic`
+    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs, None for 1, which is the serial loop.
+    Workers have ``inner_max_num_threads`` threads; without it, the CPUs divided by their number. All that runs under one
+    `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
+    they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
+    travel with it; seed each task to fix them.
+
+    Args:
+        make_default: use it wherever no backend is named.
+
+    Raises:
+        ImportError: (of the module) joblib is not installed.
+
+    Example:
+        >>> import joblib, torch, mpgrad.joblib
+        >>> mpgrad.joblib.register()
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with joblib.parallel_config(backend="mpgrad", n_jobs=2):
+        ...     squares = joblib.Parallel()(joblib.delayed(torch.square)(x * k) for k in (1, 3))
+        >>> sum(each.sum() for each in squares).backward()
+        >>> x.grad
+        tensor([20., 40.])
+    """
+    register_parallel_backend("mpgrad", MpgradBackend, make_default=make_default)
+
+
+class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no types
+    """What `joblib.Parallel` asks of a backend, answered by an `mpgrad.Pool`.
+
+    Args:
+        nesting_level: how many `Parallel`s are around this one.
+        inner_max_num_threads: intra-op threads of each worker.
+        **options: of `mpgrad.Pool`.
+    """
+
+    supports_inner_max_num_threads = True
+    supports_retrieve_callback = True
+    supports_sharedmem = False
+    uses_threads = False
+
+    def __init__(self, nesting_level: int | None = None, inner_max_num_threads: int | None = None, **options: Any) -> None:
+        super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
+        self._options = options
+        self._pool: Pool | None = None
+        self._leave: Callable[[], object] = lambda: None
+        self._made_with: tuple[int, dict[str, Any]] | None = None
+        self._callbacks = ThreadPoolExecutor(1, "mpgrad-joblib")
+        self._under_way: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._batch_size = 1
+
+    def effective_n_jobs(self, n_jobs: int | None) -> int:
+        """How many workers joblib's `n_jobs` asks for."""
+        if n_jobs == 0:
+            raise ValueError("n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 (n_jobs: 0)")
+        if n_jobs is None or PLACE.in_worker:  # whose pool has the CPUs already
+            return 1
+        return n_jobs if n_jobs > 0 else max(usable_cpus() + 1 + n_jobs, 1)
+
+    def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
+        """Have workers for `parallel`; those of the call before, where these will do."""
+        workers = self.effective_n_jobs(n_jobs)
+        if workers == 1:
+            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
+        threads = self.inner_max_num_threads or max(usable_cpus() // workers, 1)
+        own = {name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}
+        wanted = workers, {"threads_per_worker": threads, **self._options, **own}
+        if self._pool is None or self._made_with != wanted:
+            self._leave()
+            self._pool, self._made_with = Pool(workers, **wanted[1]), wanted
+            # its workers end when no graph that they keep is needed any more
+            self._leave = finalizer = weakref.finalize(self, self._pool.leave)
+            finalizer.atexit = False
+        return workers
+
+    def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:
+        """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""  # [2]
+        functions = {identity(function): function for function, _, _ in func.items}
+        numbers = {key: number for number, key in enumerate(functions)}
+        calls = [((numbers[identity(function)], *args), kwargs) for function, args, kwargs in func.items]
+        job = Job(callback)
+        self._under_way.add(job)
+
+        def tell(outcome: Outcome) -> None:  # [3]
+            self._callbacks.submit(job.tell, outcome)
+
+        assert self._pool is not None
+        with job.being_sent:
+            try:
+                job.result = self._pool._submitter.run_async(
+                    Delayed(tuple(functions.values()), (self.nesting_level or 0) + 1),
+                    Source(calls, len(calls), at_rest=True),
+                    CallOptions(),
+                    tell,
+                    tell,
+                    fetch=lambda operation: operation,
+                )
+            except Exception as error:  # in [4] nobody would hear of it
+                job.error = error
+                tell(error)
+        return job
+
+    apply_async = submit  # its name before joblib 1.5
+
+    def retrieve_result_callback(self, out: Outcome) -> Results:
+        """The results of a batch.
+
+        Raises:
+            Exception: what one of its calls raised, or what came of sending it.
+        """
+        if isinstance(out, BaseException):
+            raise out
+        return Results(out)
+
+    def compute_batch_size(self) -> int:
+        """How many calls joblib is to send together next, where nobody says."""
+        return self._batch_size
+
+    def batch_completed(self, batch_size: int, duration: float) -> None:
+        """Double the size of batches that are short, halve that of long ones. `duration`: seconds from sending to the end."""
+        if batch_size == self._batch_size:  # not of one that was sent when the size was another
+            if duration < SHORTEST:
+                self._batch_size *= 2
+            elif duration > LONGEST:
+                self._batch_size = max(1, self._batch_size // 2)
+
+    def terminate(self) -> None:
+        """A call of Parallel has ended. Workers stay: the next call may want them, and backwards the graphs that they keep."""
+        self._batch_size = 1
+
+    def abort_everything(self, ensure_ready: bool = True) -> None:
+        """Call off what Parallel does not want any more."""
+        for job in list(self._under_way):
+            result = job.result
+            if result is not None and job.callback.parallel._aborting:  # those of others that share this backend go on
+                result._desk.call_off(result._operation)
+
+    def get_nested_backend(self) -> tuple[SequentialBackend, None]:
+        """For a Parallel in a task."""
+        return SequentialBackend(nesting_level=(self.nesting_level or 0) + 1), None
+
+
+class Job:
+    """A batch under way: what is to be told of its end, once, under what PyTorch keeps for the thread that sent it."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.result: AsyncResult | None = None
+        self.error: Exception | None = None  # it could not be sent
+        self.being_sent = threading.Lock()
+        self._told = False
+        self._modes = current_modes()
+        self._hooks = saved_tensor_hooks()
+
+    def tell(self, outcome: Outcome) -> None:
+        """[4]"""
+        with self.being_sent:  # what could be sent of a batch may end before the error is known
+            outcome = outcome if self.error is None else self.error
+        if self._told:
+            return
+        self._told, self.result = True, None  # which refers to this, too
+        of_thread = {name: getattr(self._modes, name) for name in MODES_OF_A_THREAD}
+        hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks) if self._hooks else contextlib.nullcontext()
+        with under(current_modes()._replace(**of_thread)), hooks:
+            self.callback(outcome)
+
+
+class Results:
+    """The results of a batch, made by the thread that iterates over them: graphs' nodes belong to it."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._operation.values())  # [5]
+
+
+def identity(function: Callable[..., Any]) -> tuple[int, int]:
+    """The same for equal functions: each access to a method makes another object."""
+    if isinstance(function, MethodType):
+        return id(function.__self__), id(function.__func__)
+    return id(function), 0

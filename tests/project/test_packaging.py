@@ -1,0 +1,80 @@
+"""What a release is made of: sdist and wheel, the citation, the workflows; as far as it can be checked without publishing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mpgrad
+
+ROOT = Path(__file__).parents[2]
+NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+
+
+def can_build() -> bool:
+    """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools needs no `wheel`.)"""
+    if importlib.util.find_spec("build") is None or importlib.util.find_spec("setuptools") is None:
+        return False
+    version = tuple(map(int, importlib.metadata.version("setuptools").split(".")[:2]))
+    return version >= (70, 1) or (version >= (68, 0) and importlib.util.find_spec("wheel") is not None)
+
+
+@pytest.mark.skipif(not can_build(), reason="build and a setuptools that it can use are not installed")
+def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    name = f"mpgrad-{mpgrad.__version__}"
+    assert {each.name for each in (tmp_path / "dist").iterdir()} == {f"{name}.tar.gz", f"{name}-py3-none-any.whl"}
+    with tarfile.open(tmp_path / "dist" / f"{name}.tar.gz") as archive:
+        inside = set(archive.getnames())
+    assert {f"{name}/{each}" for each in ("LICENSE", "README.md", "workers/main.py", "mpgrad/py.typed")} <= inside
+    with zipfile.ZipFile(tmp_path / "dist" / f"{name}-py3-none-any.whl") as wheel:
+        assert {"mpgrad/joblib.py", "mpgrad/workers/main.py", "mpgrad/py.typed"} <= set(wheel.namelist())
+        metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
+    assert "Keywords: pytorch" in metadata and "Provides-Extra: joblib" in metadata
+
+
+@pytest.mark.quick
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["cff-version"], citation["version"], citation["license"]) == ("1.2.0", mpgrad.__version__, "Apache-2.0")
+    assert citation["title"] and citation["authors"] and citation["message"]
+
+
+@pytest.mark.quick
+def test_the_workflows_run_what_there_is() -> None:
+    """Files and environments that they name exist."""
+    commands: dict[str, str] = {}
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        workflow = yaml.safe_load(file.read_text())
+        assert workflow[True] is not None  # "on", as YAML 1.1 reads it
+        for job in workflow["jobs"].values():
+            commands[file.stem] = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+            for each in job.get("strategy", {}).get("matrix", {}).get("include", []):
+                python, *factors = each["environment"].split("-")
+                assert python == f"py{each['python'].replace('.', '')}"
+                known = set(re.findall(r"\w+", (ROOT / "tox.ini").read_text()))
+                assert set(factors) <= known, each
+    assert set(commands) == {"ci", "matrix"}
+    assert ".ci/run" in commands["ci"] and (ROOT / ".ci" / "run").stat().st_mode & 0o100
+    assert "constraints.txt" in commands["ci"] and (ROOT / "constraints.txt").exists()
+    assert "tox run -e ${{ matrix.environment }}" in commands["matrix"]
+
+
+@pytest.mark.quick
+def test_the_versions_of_python_are_those_that_are_tested() -> None:
+    said = re.findall(r"Python :: 3\.(\d+)", (ROOT / "setup.cfg").read_text())
+    (tested,) = re.findall(r"^env_list = py\{([\d,]+)\}", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    assert said and {f"3{each}" for each in said} <= set(tested.split(","))
