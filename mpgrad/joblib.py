@@ -123,7 +123,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             self._leave()
             self._pool, self._made_with = Pool(workers, **wanted[1]), wanted
             # its workers end when no graph that they keep is needed any more
-            self._leave = finalizer = weakref.finalize(self, self._pool.leave)
+            self._leave = finalizer = weakref.finalize(self, self._pool._leave)
             finalizer.atexit = False
         return workers
 
@@ -199,7 +199,7 @@ class Job:
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
-        self.result: AsyncResult | None = None
+        self.result: AsyncResult[Any] | None = None
         self.error: Exception | None = None  # it could not be sent
         self.being_sent = threading.Lock()
         self._told = False

@@ -42,7 +42,7 @@ class Found:
     """A trial, and what else it has seen."""
 
     measured: Measured
-    graphs: str
+    graphs: Literal[ahead, keep]
     backward_share: float
     operation_share: float
     start_seconds: float

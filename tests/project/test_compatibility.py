@@ -253,7 +253,7 @@ def test_the_lowest_versions_are_setup_cfgs(setup: configparser.ConfigParser) ->
     extras = setup["options.extras_require"]
     texts = [
         setup["options"]["install_requires"],
-        *(extras[extra] for extra in ("progress", "ray", "timeline", "scripts", "test")),
+        *(extras[extra] for extra in ("progress", "ray", "joblib", "timeline", "scripts", "test")),
     ]
     bounds = {name: lower(asked) for text in texts for name, asked in requirements(text).items() if lower(asked)}
     pins = requirements((ROOT / "constraints-lowest.txt").read_text())
