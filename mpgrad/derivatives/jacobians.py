@@ -68,7 +68,7 @@ def jacobian(
             which are constants otherwise. Inside of a transform or another of these functions it always can be.
 
     Returns:
-        A tensor of shape (*output, *input) and the input's dtype, as `torch.autograd.functional.jacobian`, zeros where there
+        A tensor of shape ``(*output, *input)`` and the input's dtype, as `torch.autograd.functional.jacobian`, zeros where there
         is no dependence; a tuple of them over the arguments, if `argnums` is a tuple, or None with several arguments; a tuple
         of all that over the outputs, if `fn` returns a tuple; a list of all that over the items, if there are lists.
 
@@ -106,7 +106,7 @@ def hessian(
         fn: returns one floating point value, of any shape. The rest is as in `jacobian`; "forward" is forward over reverse.
 
     Returns:
-        A tensor of shape (*input, *input), as `torch.autograd.functional.hessian`; a tuple of tuples of them where `jacobian`
+        A tensor of shape ``(*input, *input)``, as `torch.autograd.functional.hessian`; a tuple of tuples of them where `jacobian`
         has a tuple over the arguments; a list of all that over the items, if there are lists.
 
     Raises:
@@ -146,7 +146,7 @@ def jvp(
         pool, argnums, create_graph: as in `jacobian`; the pool's workers share the items.
 
     Returns:
-        (output, product), both with the outputs' shapes and structure; a list of such pairs, if there are lists.
+        ``(output, product)``, both with the outputs' shapes and structure; a list of such pairs, if there are lists.
 
     Raises:
         ValueError: a tangent of another shape, or another number of them. Otherwise as `jacobian`.
@@ -177,7 +177,7 @@ def vjp(
         fn, args, pool, argnums, create_graph: as in `jvp`.
 
     Returns:
-        (output, gradients): a gradient for each differentiated argument, a tuple if `args` or `argnums` is one; a list of such
+        ``(output, gradients)`` with a gradient for each differentiated argument, a tuple if `args` or `argnums` is one; a list of such
         pairs, if there are lists.
 
     Raises:
@@ -214,7 +214,7 @@ def hvp(
         args, pool, argnums, create_graph: as in `jvp`.
 
     Returns:
-        (value, product): a tensor of shape (), and a product for each differentiated argument, a tuple if `args` or `argnums`
+        ``(value, product)`` with a tensor of shape (), and a product for each differentiated argument, a tuple if `args` or `argnums`
         is one; a list of such pairs, if there are lists.
 
     Raises:
