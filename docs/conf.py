@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -57,8 +56,9 @@ def inventory_of(name: str) -> str:
     """
     lines = (HERE / "inventories" / f"{name}.txt").read_text().splitlines()
     entries = "".join(f"{what} {kind} 1 {page} -\n" for what, kind, page in map(str.split, lines))
-    header = f"# Sphinx inventory version 2\n# Project: {name}\n# Version: \n# The remainder of this file is compressed using zlib.\n"
-    file = Path(tempfile.mkdtemp(prefix="mpgrad-inventories-")) / f"{name}.inv"
+    header = f"# Sphinx inventory version 2\n# Project: {name}\n# Version: \n# The remainder is compressed using zlib.\n"
+    file = HERE / "_build" / f"{name}.inv"
+    file.parent.mkdir(exist_ok=True)
     file.write_bytes(header.encode() + zlib.compress(entries.encode()))
     return str(file)
 

@@ -124,9 +124,9 @@ def run(path: Path, folder: Path) -> None:
     (folder / "matplotlibrc").write_text(STYLE)
     for table in tables_of(path):
         shutil.copy(table, folder)
-    (folder / path.name).with_suffix(".py").write_text(program(path))
+    (folder / "page.py").write_text(program(path))
     environment = {**os.environ, "PYTHONPATH": "", "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, path.with_suffix(".py").name]
+    command = [sys.executable, "page.py"]
     try:
         ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The documentation: the code of each page runs and prints what the page shows, links lead somewhere, every public name is there."""
+"""The documentation: the code of each page runs and prints what it shows, links lead somewhere, every public name is there."""
 
 from __future__ import annotations
 
