@@ -12,7 +12,13 @@ HERE = Path(__file__).parent
 project = "mpgrad"
 author = "the authors of mpgrad"
 release = mpgrad.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -20,25 +26,27 @@ html_title = f"mpgrad {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
-html_theme_options = {"source_view_link": ""}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "  # what readers copy is only what they type
 copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-highlight_language = "none"  # the drawings in design.md; blocks of code name their language
+# for the drawings in design.md; blocks of code name their language
+highlight_language = "none"
 
-default_role = "py:obj"  # `map` in a docstring becomes a link where there is such a name
-nitpick_ignore_regex = [
-    ("py:obj", ".*"),  # and stays text where there is none, such as the name of an argument
-    # types in signatures that nobody documents under this name
-    (
-        "py:class",
-        r"(multiprocessing\.context\.)?BaseContext|concurrent\.futures\._base\.Future|torch\.nn\.modules\.module\.Module",
-    ),
-    ("py:class", r"mpgrad\.functions\.parallel\.Starmap|collections\.abc\.Mapping\[str"),
-    ("py:exc", "BrokenProcessPool"),
-]
+# `map` in a docstring becomes a link where there is such a name, and stays text where
+# there is none
+default_role = "py:obj"
+# types in signatures that nobody documents under this name
+UNDOCUMENTED = (
+    r"(multiprocessing\.context\.)?BaseContext",
+    r"concurrent\.futures\._base\.Future",
+    r"torch\.nn\.modules\.module\.Module",
+    r"mpgrad\.functions\.parallel\.Starmap",
+    r"collections\.abc\.Mapping\[str",
+)
+nitpick_ignore_regex = [("py:obj", ".*"), ("py:exc", "BrokenProcessPool")]
+nitpick_ignore_regex += [("py:class", name) for name in UNDOCUMENTED]
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -50,20 +58,30 @@ napoleon_use_ivar = True
 
 
 def inventory_of(name: str) -> str:
-    """The names that our pages need of another project, as an inventory of Sphinx's: for builds without a network.
+    """The names that our pages need of another project, for builds without a network.
 
-    `inventories/<name>.txt` has a line for each: name, kind, and the address of its page.
+    `inventories/<name>.txt` has a line for each: name, kind, and address.
     """
     lines = (HERE / "inventories" / f"{name}.txt").read_text().splitlines()
-    entries = "".join(f"{what} {kind} 1 {page} -\n" for what, kind, page in map(str.split, lines))
-    header = f"# Sphinx inventory version 2\n# Project: {name}\n# Version: \n# The remainder is compressed using zlib.\n"
+    entries = "".join(
+        f"{what} {kind} 1 {page} -\n" for what, kind, page in map(str.split, lines)
+    )
+    header = (
+        "# Sphinx inventory version 2",
+        f"# Project: {name}",
+        "# Version: ",
+        "# (zlib)",
+    )
     file = HERE / "_build" / f"{name}.inv"
     file.parent.mkdir(exist_ok=True)
-    file.write_bytes(header.encode() + zlib.compress(entries.encode()))
+    file.write_bytes(
+        "".join(f"{line}\n" for line in header).encode()
+        + zlib.compress(entries.encode())
+    )
     return str(file)
 
 
-# the whole inventory if it can be fetched, else our extract: then no warning is lost, and links are the same
+# the whole inventory if it can be fetched, else our extract, with the same addresses
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3", (None, inventory_of("python"))),
     "torch": ("https://docs.pytorch.org/docs/stable", (None, inventory_of("torch"))),

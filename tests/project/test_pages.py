@@ -25,7 +25,7 @@ def marked(page: Path) -> Any:
     return pytest.param(page, id=name_of(page), marks=() if page.name in FIRST else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("page", map(marked, PROGRAMS))
+@pytest.mark.parametrize("page", [marked(page) for page in PROGRAMS])
 def test_the_program_of_a_page(script: Any, page: Path, tmp_path: Path) -> None:
     if absent := script.missing(page):
         pytest.skip(f"needs {', '.join(absent)}: pip install 'mpgrad[docs]'")
