@@ -31,6 +31,7 @@ copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+smartquotes = False  # readers copy "options"
 # for the drawings in design.md; blocks of code name their language
 highlight_language = "none"
 
