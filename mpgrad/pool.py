@@ -100,7 +100,7 @@ class Pool:
             else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
             right after the forward, while the graph is hot in its cache, with the gradient that came before. If another
             one comes, or only a part of the backward is wanted, it is run again. Values and gradients are those of "keep";
-            see docs/guarantees.md for the little that can be told. Not for functions that call `torch.autograd.Function`s
+            see docs/guarantees.md for the little that can be told. Not for functions that call a `torch.autograd.Function`
             or register hooks, nor under autocast or anomaly mode, with `retries=0`, or engines "thread" and "inline".
             "keep": keep them, and run nothing ahead.
             "ahead": the backward of every loss runs ahead, with a gradient of one, and the graph goes; the caller's backward

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +42,7 @@ class Found:
     """A trial, and what else it has seen."""
 
     measured: Measured
-    graphs: Literal[ahead, keep]
+    graphs: Literal["ahead", "keep"]
     backward_share: float
     operation_share: float
     start_seconds: float

@@ -74,7 +74,7 @@ def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[An
             In a pool's processes, writes to arguments (`mark_dirty`) stay on a copy.
 
     Returns:
-        The output of each call: a tensor, or a tuple, as `func.apply` returns it.
+        The output of each call, which is a tensor, or a tuple, as `func.apply` returns it.
 
     Raises:
         TypeError: `func` is no such class, or the arguments of a call are no sequence.
