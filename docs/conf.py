@@ -45,6 +45,7 @@ UNDOCUMENTED = (
     r"torch\.nn\.modules\.module\.Module",
     r"mpgrad\.functions\.parallel\.Starmap",
     r"collections\.abc\.Mapping\[str",
+    r"(mpgrad\..*\.)?([ART]|EachOptions|OnFailure|Items|MoreOptions|Device|Function)",
 )
 nitpick_ignore_regex = [("py:obj", ".*"), ("py:exc", "BrokenProcessPool")]
 nitpick_ignore_regex += [("py:class", name) for name in UNDOCUMENTED]
@@ -56,6 +57,10 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [
+    (name, "params_style")
+    for name in ("Everyday arguments", "Arguments for faults", "Expert arguments")
+]
 
 
 def inventory_of(name: str) -> str:

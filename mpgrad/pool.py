@@ -71,7 +71,7 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    Args (everyday):
+    Everyday arguments:
         processes: number of workers; None for as many CPUs as this process may use (affinity and cgroup quota counted).
         initializer: called once in each worker, with `initargs`, before anything else.
         initargs: its arguments.
@@ -87,14 +87,14 @@ class Pool:
             dies is replaced by one on the same device. Engines "process" and "stream" only.
         ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
 
-    Args (faults):
+    Arguments for faults:
         maxtasksperchild: number of calls after which a worker is replaced; None for never.
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
             given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
 
-    Args (expert):
+    Expert arguments:
         graphs: what workers do with the graphs of calls, from the forward to the backward.
             "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
             else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
@@ -613,8 +613,8 @@ class Pool:
 
         Raises:
             ValueError: `profile` is for workers that are processes.
-            RuntimeError (at the beginning of the block): this pool records a timeline already.
-            OSError (likewise): the file cannot be written.
+            RuntimeError: when the block begins: this pool records a timeline already.
+            OSError: likewise: the file cannot be written.
 
         Example:
             >>> import torch, mpgrad

@@ -85,9 +85,11 @@ class PoolOptions:
     send: Send
     devices: Device | Sequence[Device] | None
     ray: Ray | None
+    traits: Traits = field(init=False)
     device_codes: tuple[int, ...] | None = field(init=False)  # one for each worker
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "traits", traits_of(self.engine))
         is_process = self.traits.is_process
         one_of("graphs", self.graphs, get_args(Graphs))
         one_of("send", self.send, get_args(Send))
@@ -107,10 +109,6 @@ class PoolOptions:
         if is_process:
             at_least("retries", self.retries, 0)
         self.seconds(None)
-
-    @property
-    def traits(self) -> Traits:
-        return traits_of(self.engine)
 
     @property
     def runs_ahead(self) -> bool:

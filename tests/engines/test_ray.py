@@ -23,7 +23,12 @@ import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install mpgrad[ray])")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Ray 2.50 does not close the files that it opens for the processes it starts
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 HERE = Path(__file__).parent
 
