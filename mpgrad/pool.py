@@ -654,10 +654,15 @@ class Pool:
             >>> x.grad
             tensor([10., 10., 10.])
         """
-        before, _ = self._scheduler.tally()
+
+        def tally() -> tuple[int, int]:
+            done, left = self._scheduler.tally()
+            return done + self._submitter.costs.calls_here, left
+
+        before, _ = tally()
 
         def look() -> Standing:
-            done, left = self._scheduler.tally()
+            done, left = tally()
             return Standing(done - before, done - before + left)
 
         with reported(progress, look):

@@ -97,7 +97,8 @@ class ForwardHandler:
         before = self._graphs.memory_in_use()
         try:
             ahead = None
-            if message.ahead and may_go_ahead(call, message.modes, function.precise):
+            in_vain = message.expected is not None and function.code.is_cut_short
+            if message.ahead and not in_vain and may_go_ahead(call, message.modes, function.precise):
                 sums = CaptureSums(len(function.edges)) if message.ahead == RunAhead.SUMS else None
                 at_once = bool(function.code.gives_losses)
                 ones, expected, note = message.ones, message.expected, self._tracker.begin_item
@@ -147,7 +148,9 @@ class ForwardHandler:
         else:
             function.code.gives_losses = False
         if gradients is None:
-            if not ahead.keeps:
+            if ahead.keeps:
+                function.code.is_cut_short = True
+            else:
                 self._graphs.miss(call)
         elif ahead.sums is not None and ahead.sums.calls:
             function.sums.add_ahead(ahead.sums.sums)

@@ -29,10 +29,11 @@ NOTHING = contextlib.nullcontext()
 class Code:
     """A pickled function, which operations have in common. Their captures differ."""
 
-    __slots__ = ("gives_losses", "pickled")
+    __slots__ = ("gives_losses", "is_cut_short", "pickled")
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
+        self.is_cut_short = False  # backwards that were guessed were run for a part of a call's items, in vain
         self.gives_losses: bool | None = None  # whether it gave nothing else up to now; None: nobody knows
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import tempfile
 import time
@@ -104,7 +105,13 @@ class Recorder:
     def end(self) -> list[Profiled]:
         """What it has to say at the end."""
         self._tracker.tell = self._told
-        return [] if self._profile is None else [Profiled(self._profile.end())]
+        if self._profile is None:
+            return []
+        try:
+            return [Profiled(self._profile.end())]
+        except Exception:  # a full disk, or a task that profiles, too: what the worker keeps matters more
+            logging.getLogger("mpgrad").warning("the profile of a worker cannot be had", exc_info=True)
+            return [Profiled([])]
 
     def new_stage(self) -> Stage:
         return TimedStage(self._notes)

@@ -184,7 +184,8 @@ def differentiate(
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
     apart = order.apart or order.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
-    apart = order.captures and (apart or (graph.ahead is not None and graph.ahead.apart))
+    ahead = graph.ahead  # read once: another thread may take it
+    apart = order.captures and (apart or (ahead is not None and ahead.apart))
     if levels or apart != order.apart:
         order = order._replace(apart=apart, levels=levels)
     further = None

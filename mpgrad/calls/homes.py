@@ -210,6 +210,7 @@ class Share(NamedTuple):
     order: Order
     grads: Grads
     factor: float
+    guessed: bool  # its graph is kept until the sum is used
 
 
 Sums = dict[tuple[object, tuple[Level, ...]], list[Contribution]]  # by worker and levels
@@ -251,7 +252,7 @@ class OperationHome:
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         served = self._serve(graph, order, grads)
-        if self._to_see:
+        if self._to_see > 0:
             self._learn(order, grads)
         if served is not None:
             return served
@@ -265,10 +266,12 @@ class OperationHome:
     def _serve(self, graph: RemoteGraph, order: Order, grads: Grads) -> ReadyReply | None:
         """From gradients that came with the result; None where that cannot be."""
         ahead = graph.ahead
-        if not isinstance(ahead, DeliveredGradients) or (order.apart and not ahead.apart):
+        if not isinstance(ahead, DeliveredGradients):
             return None
         if ahead.expected is not None:
             return self._serve_expected(graph, ahead, order, grads)
+        if order.apart and not ahead.apart:
+            return None
         factors = factors_of(order, grads)
         factor = factors[0] if factors else None
         if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
@@ -281,22 +284,30 @@ class OperationHome:
         else:
             served = None if factor is None else ahead.serve(order, len(graph.placeholders), factor)
         if served is not None:
-            self._note_share(graph, ahead.maker, order, grads, factor)
+            self._note_share(graph, ahead.maker, order, grads, factor, guessed=False)
+            if not order.keep and graph.members is None:
+                graph.ahead = None  # another backward has to run the call again
         return served
 
     def _serve_expected(self, graph: RemoteGraph, ahead: DeliveredGradients, order: Order, grads: Grads) -> ReadyReply | None:
         """Where this is the backward that was run ahead: of all of the graph, which is not kept, with that gradient."""
-        right = order.whole and not order.keep and set(factors_of(order, grads) or ()) == {ahead.expected}
-        if not right:
+        is_it = order.whole and not order.keep and (ahead.apart or not order.apart) and not torch.is_anomaly_enabled()
+        if not is_it or set(factors_of(order, grads) or ()) != {ahead.expected}:
             self._guess_was_wrong(graph)
             return None
+        with self._ahead_lock:  # of two backwards in two threads one is served
+            if graph.ahead is not ahead:
+                return None
+            graph.ahead = None
         if graph.members is not None:
             served = ahead.serve_bundle(order, graph.members, [1.0] * len(grads))
         else:
             served = ahead.serve(order, len(graph.placeholders), 1.0)
-        if served is not None:
-            self._note_share(graph, ahead.maker, order, grads, 1.0)
-            graph.ahead = None
+        if served is None:
+            return None
+        if order.captures and not order.apart:
+            self._note_share(graph, ahead.maker, order, grads, 1.0, guessed=True)
+        else:
             self.sender.spend(graph)
         return served
 
@@ -319,13 +330,13 @@ class OperationHome:
             (self._seen,) = found
             guess.note_right(self._seen)
 
-    def _note_share(self, graph: RemoteGraph, maker: object, order: Order, grads: Grads, factor: float | None) -> None:
+    def _note_share(
+        self, graph: RemoteGraph, maker: object, order: Order, grads: Grads, factor: float | None, guessed: bool
+    ) -> None:
         if order.captures and not order.apart and factor is not None:
             shares = self._shares.setdefault(order.graph_task, {})
             forget_oldest(self._shares)
-            shares.setdefault(maker, []).append(Share(weakref.ref(graph), order, grads, factor))
-        if not order.keep and graph.members is None:
-            graph.ahead = None  # another backward has to run the call again
+            shares.setdefault(maker, []).append(Share(weakref.ref(graph), order, grads, factor, guessed))
 
     def capture_gradients(self, graph_task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
         request = self.sender.request_captures
@@ -366,9 +377,14 @@ class OperationHome:
         for worker, own in shares.items():
             found = held.get(worker)
             if found is not None and all(is_in_range(each, own[0].factor) for each in found):
+                for share in own:
+                    if share.guessed:
+                        self.sender.spend(alive(share.graph))
                 yield (), [scaled(each, own[0].factor, shared=own[0].order.keep) for each in found]
                 continue
             for share in own:
+                if share.guessed:  # there are other calls in the sum than these
+                    self._guess_was_wrong(alive(share.graph))
                 self._contribute(share, sums)
 
     def _collect_ahead(self, sure: dict[object, list[Share]]) -> None:

@@ -160,7 +160,7 @@ class ClusterEngine:
             site.flush()
         self.traffic.system_calls += 1
         patience = self._patience / 4 if seconds is None else min(seconds, self._patience / 4)
-        if patience > 0:
+        if patience > 0 and not any(link.frames for site in self._sites for link in site.links.values()):
             with contextlib.suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=patience))
         self._look()
@@ -169,7 +169,7 @@ class ClusterEngine:
                 self._lose(site, why)
             self._look_after(site)
             site.flush()
-        links = [link for site in self._sites for link in site.links.values() if link.has_more()]
+        links = [link for site in self._sites for link in site.links.values() if link.frames or link.ended]
         self._sites = [site for site in self._sites if not site.lost or site.links]
         return links
 

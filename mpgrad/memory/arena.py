@@ -296,7 +296,11 @@ class Lenders:
 
     def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
         """A slab that may be borrowed from; without a descriptor, if this process had none free to receive it with."""
-        if descriptor is not None:
+        if descriptor is None:
+            return
+        if number in self.slabs or number in self._unmapped:  # it was asked for twice
+            os.close(descriptor)
+        else:
             self._unmapped[number] = descriptor, nbytes
 
     def attach_elsewhere(self, number: int, open_slab: Callable[[], DeviceSlab]) -> None:

@@ -8,7 +8,7 @@ Assumes: called by the scheduling thread; any may look into `functions`. What ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.calls.operations import Operation
@@ -59,8 +59,11 @@ class ChunkWriter:
         messages.append(Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent))
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
-    def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest]) -> Written:
-        """A chunk of what waits: backwards under the same modes, or a request for capture gradients."""
+    def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest], note_spent: Callable[[], None]) -> Written:
+        """A chunk of what waits: backwards under the same modes, or a request for capture gradients.
+
+        `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of it does it in this order.
+        """
         first = backlog[0]
         payload, messages = Payload(), list[Message]()
         if isinstance(first, CaptureRequest):
@@ -74,6 +77,7 @@ class ChunkWriter:
             if isinstance(item, CaptureRequest) or item.what.modes != first.what.modes or item.timeout != first.timeout:
                 break
             backlog.popleft()
+            note_spent()
             sent.append(item)
             order = item.what.order
             if order.captures and not order.apart:

@@ -104,9 +104,9 @@ class Codes:
         return None if measured is None else measured.ran
 
     def expected(self, pickled: bytes) -> float | None:
-        """The gradient that the function's losses will get, if it can be guessed. Any thread may ask."""
+        """The gradient that the losses of a map that begins will get, if it can be guessed. Any thread may ask."""
         measured = self._measured.get(self._numbers.get(pickled, 0))
-        return None if measured is None else measured.guess.expected
+        return None if measured is None else measured.guess.ask()
 
     def guess_of(self, function: SharedFunction) -> Guess | None:
         """None where nothing came of the function yet, or it was forgotten. Any thread may ask."""

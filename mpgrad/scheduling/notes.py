@@ -54,6 +54,7 @@ class Notes:
             if self.recording is not None:
                 raise RuntimeError("this pool records a timeline already; end that `with` block first")
             self._under_way.clear()
+            self._handling = None
             self._lost.clear()
             self._backwards.clear()
             self.profiling.clear()

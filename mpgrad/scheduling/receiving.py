@@ -26,6 +26,7 @@ from mpgrad.wire.messages import (
     Collected,
     Gradients,
     Logged,
+    Missing,
     NewSlab,
     Printed,
     Ready,
@@ -89,7 +90,7 @@ class Receiver:
                     self._results(worker, message, frame.payload)
                 case Gradients():
                     chunk = worker.under_way.take(message.chunk)
-                    self.backwards_done += len(message.outcomes)
+                    self.backwards_done += sum(not isinstance(each, Missing) for each in message.outcomes)
                     self._codes.note_backwards(chunk.gradients, message.seconds)
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():

@@ -249,7 +249,7 @@ class Scheduler(ABC):
         traffic = self.engine.traffic
         return PoolStats(
             workers,
-            sum({worker.pid: worker.resident_bytes for worker in workers}.values()),
+            sum({(worker.node, worker.pid): worker.resident_bytes for worker in workers}.values()),
             self.memory.bytes_in_use,
             self.staff.deaths,
             self.recovery.reruns,

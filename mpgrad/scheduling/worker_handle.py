@@ -149,8 +149,7 @@ class WorkerHandle:
 
     def backward(self, number: int) -> tuple[list[Message], Payload]:
         """A chunk of what waits in the backlog, likewise."""
-        self.note_spent()  # before another backward of one of them
-        messages, payload, chunk = self.writer.backward(number, self.backlog)
+        messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_spent)
         self.under_way.add(number, chunk)
         return messages, payload
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpgrad.place import PLACE
+
 __all__ = ["Delayed"]
 
 
@@ -23,6 +25,7 @@ class Delayed:
         from joblib import parallel_config  # only workers of a pool that joblib uses have it
         from joblib.parallel import SequentialBackend, register_parallel_backend
 
-        register_parallel_backend("mpgrad", SequentialBackend)  # for functions that name it: the pool has the CPUs already
+        if PLACE.in_worker:  # for functions that name it: the pool has the CPUs already. In the caller it is ours
+            register_parallel_backend("mpgrad", SequentialBackend)
         with parallel_config(backend=SequentialBackend(nesting_level=self.nesting_level), n_jobs=None):
             return self.functions[number](*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import subprocess
@@ -58,7 +59,8 @@ def gradients(losses: list[Tensor], xs: list[Tensor], combine: Callable[[list[Te
 def learn(pool: mpgrad.Pool, function: Callable[[Any], Any] = loss, combine: Callable[[list[Tensor]], Tensor] = mean) -> None:
     """Have the pool expect for the function's losses what `combine` brings to twelve."""
     for _ in range(LEAST):
-        combine(pool.map(function, items())).backward(inputs=[weight])
+        combine(pool.map(function, items())).backward()
+    weight.grad = None
 
 
 @pytest.fixture
@@ -98,11 +100,11 @@ COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 
 def test_gradients_are_those_of_the_loop_whatever_was_expected(pool: mpgrad.Pool) -> None:
-    for combine in [each for each in COMBINATIONS.values() for _ in range(3)]:
+    for combine, chunksize in itertools.product(COMBINATIONS.values(), (None, 1, 1)):
         learn(pool)
         xs = items()
         expected = gradients(list(map(loss, xs)), xs, combine)
-        *found, of_weight = gradients(pool.map(loss, xs), xs, combine)
+        *found, of_weight = gradients(pool.map(loss, xs, chunksize), xs, combine)
         assert str(found) == str(expected[:-1]) and all(map(torch.equal, filter_none(found), filter_none(expected[:-1])))
         torch.testing.assert_close(of_weight, expected[-1])
 
@@ -137,16 +139,35 @@ def test_the_function_runs_once_whatever_comes(single: mpgrad.Pool, tmp_path: Pa
         learn(single, counted)
         before = len((tmp_path / "calls").read_text())
         xs = items()
-        gradients(single.map(counted, xs), xs, combine)
+        gradients(single.map(counted, xs, 1), xs, combine)
         assert len((tmp_path / "calls").read_text()) == before + 12
+
+
+def test_a_backward_for_each_loss_runs_nothing_again(single: mpgrad.Pool, tmp_path: Path) -> None:
+    """The sum that the worker has of the captures' gradients is none that a backward wants; each was run again, every time."""
+
+    def counted(x: Tensor) -> Tensor:
+        with (tmp_path / "calls").open("a") as file:
+            file.write(".")
+        return loss(x)
+
+    for _ in range(LEAST + 3):
+        for each in single.map(counted, items(), 1):
+            each.backward()
+    found, weight.grad = weight.grad, None
+    assert len((tmp_path / "calls").read_text()) == 12 * (LEAST + 3)
+    for each in [loss(x) for _ in range(LEAST + 3) for x in items()]:
+        each.backward()
+    expected, weight.grad = weight.grad, None
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_second_backward_raises_as_in_the_loop(single: mpgrad.Pool) -> None:
     learn(single)
     total = mean(single.map(loss, items()))
-    total.backward(inputs=[weight])
+    total.backward()
     with pytest.raises(RuntimeError, match=SECOND_TIME):
-        total.backward(inputs=[weight])
+        total.backward()
 
 
 def test_a_graph_that_is_kept_can_be_used_again(single: mpgrad.Pool) -> None:

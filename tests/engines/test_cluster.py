@@ -147,7 +147,7 @@ def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: 
 def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """They were killed, though the pool was closed and joined."""
 
-    def fn(k: int) -> None:
+    def fn(_: int) -> int:
         leave = os._exit
 
         def seen(code: int) -> None:
@@ -156,15 +156,16 @@ def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None
 
         os._exit = seen  # type: ignore[assignment]
         time.sleep(0.05)
+        return os.getpid()
 
     with cluster(*TWO) as (pool, _):
         staffed(pool, 4)
-        pids = {str(worker.pid) for worker in pool.stats().workers}
-        while {worker.pid for worker in pool.stats().workers if worker.calls < 2}:
-            pool.map(fn, range(8), chunksize=1)
+        pids, there = {worker.pid for worker in pool.stats().workers}, set[int]()
+        while there != pids:
+            there.update(pool.map(fn, range(8), chunksize=1))
         pool.close()
         pool.join()
-        assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(pids, "0")
+        assert {int(each.name): each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(pids, "0")
 
 
 def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
