@@ -238,7 +238,7 @@ def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["map", "backward", "captures", "higher_order", "functional", "spent"])
+@pytest.mark.parametrize("name", ["captures", "higher_order", "spent"])
 def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one(name: str) -> None:
     faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
     (file,) = HERE.parent.rglob(f"test_{name}.py")

@@ -172,6 +172,7 @@ import logging
 logging.getLogger("mpgrad").setLevel("ERROR")  # it warns that it has fewer workers than it should
 with mpgrad.Pool(2) as pool:
     works(pool)
+    works(pool)  # in this process, perhaps: what is imported for that is imported now
     limit(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
     pool.resize(4)
     works(pool)
