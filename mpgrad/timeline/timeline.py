@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def events(self) -> list[Event]:
-        """What happened, in Chrome's format: names ("ph" is "M"), then slices ("X", with "ts" and "dur" in microseconds).
+        """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and "dur" in microseconds.
 
         Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as `docs/timeline.md` lists them.
         """
