@@ -411,8 +411,9 @@ OF_THE_COMPILER |= {"torch._inductor.runtime.cache_dir_utils"}
 BY_STRING = {("torch._C", "_DisableAutocast"), ("torch._C", "_FunctionBase"), ("torch._C", "_dispatch_keys")}
 BY_STRING |= {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_function_getnewargs", "_inst", "_replace"}
-NOT_TORCH |= {"_SubParsersAction", "_fields", "_getframe", "_lru_cache_wrapper"}
+NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cache_wrapper"}
 NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
+NOT_TORCH |= {"_aborting"}  # of joblib
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
 
@@ -426,7 +427,7 @@ def private_names() -> set[tuple[str, str]]:
     trees = [ast.parse(file.read_text()) for folder in ("mpgrad", "workers") for file in (ROOT / folder).rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     ours |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} - OF_CLASSES.keys()
     ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     found = set(BY_STRING)
