@@ -7,11 +7,15 @@ nursery and start in milliseconds. The guard compares with what was there when a
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
+import json
 import multiprocessing.resource_tracker
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -164,7 +168,29 @@ def linux_only(mechanism: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(PORTABLE, reason=f"about {mechanism}, which only Linux has")
 
 
-# --- for tests of scripts
+# --- for tests that run others, or scripts
+
+
+def passes_with(plugin: Path, name: str) -> None:
+    """`test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines in the caller's process."""
+    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
+    (file,) = Path(__file__).parent.rglob(f"test_{name}.py")
+    only = ["-k", "not thread and not inline", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, *only, str(file)]
+    path = os.pathsep.join([str(plugin.parent), os.environ.get("PYTHONPATH", "")])
+    # from its folder, so that an installed mpgrad is found, and not the sources
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=plugin.parent, env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stdout[-6000:]
+
+
+def quick_figures(script: Path, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """What a quick run of a benchmark, without a warning, writes into its file and prints."""
+    file = folder / "figures.json"
+    command = [sys.executable, "-W", "error", str(script), "--quick", "--json", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    figures: list[dict[str, Any]] = json.loads(file.read_text())["figures"]
+    return figures, ended.stdout
 
 
 @pytest.fixture

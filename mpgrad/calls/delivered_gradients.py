@@ -1,6 +1,6 @@
 """Gradients that came with the results: of losses whose backwards a worker ran right after their forwards. Caller only.
 
-Results ──► DeliveredGradients ── serve: the gradient that comes is the one they are for, or one to multiply with ──► ReadyReply
+Results ──► DeliveredGradients ── serve: the gradient that comes is theirs, or one to multiply with ──► ReadyReply
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
 
 def loss_gradients(order: Order, grads: Grads) -> set[float]:
     """What came for losses whose backward runs once, and through all of the graph; nothing where one is otherwise."""
-    if order.keep or not order.whole or order.create or order.levels:
+    if order.keep or not order.whole:
         return set()
     parts = [part for parts in grads for part in parts]
     if any(isinstance(part, Promise) or part.numel() != 1 or part.dtype not in LOSSES for part in parts):
         return set()
-    found = {float(part) for part in parts if isinstance(part, torch.Tensor)}
-    return found if all(each and math.isfinite(each) for each in found) and len(parts) == len(grads) else set()
+    found = set(factors_of(order, grads) or ())
+    return {each for each in found if each} if all(each and math.isfinite(each) for each in found) else set()

@@ -291,8 +291,8 @@ class OperationHome:
 
     def _serve_expected(self, graph: RemoteGraph, ahead: DeliveredGradients, order: Order, grads: Grads) -> ReadyReply | None:
         """Where this is the backward that was run ahead: of all of the graph, which is not kept, with that gradient."""
-        is_it = order.whole and not order.keep and (ahead.apart or not order.apart) and not torch.is_anomaly_enabled()
-        if not is_it or set(factors_of(order, grads) or ()) != {ahead.expected}:
+        may_be = (ahead.apart or not order.apart) and not torch.is_anomaly_enabled()
+        if not may_be or loss_gradients(order, grads) != {ahead.expected}:
             self._guess_was_wrong(graph)
             return None
         with self._ahead_lock:  # of two backwards in two threads one is served

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from conftest import passes_with
 
 import mpgrad
 from mpgrad.scheduling.gradient_sender import GradientSender
@@ -240,10 +238,4 @@ def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["captures", "higher_order", "spent"])
 def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one(name: str) -> None:
-    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
-    (file,) = HERE.parent.rglob(f"test_{name}.py")
-    only = ["-k", "not thread and not inline", "-m", "not slow"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "losses_get_one", *only, str(file)]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
-    assert ended.returncode == 0, ended.stdout[-6000:]
+    passes_with(HERE / "losses_get_one.py", name)

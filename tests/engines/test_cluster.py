@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import itertools
 import os
 import random
@@ -26,7 +25,7 @@ import local_cluster
 import psutil
 import pytest
 import torch
-from conftest import alive, gone, linux_only
+from conftest import alive, gone, linux_only, passes_with
 
 import mpgrad
 from mpgrad.cluster import site
@@ -200,13 +199,7 @@ def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORE)
 def test_the_core_tests_pass_on_two_nodes(name: str) -> None:
-    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
-    (file,) = HERE.parent.rglob(f"test_{name}.py")
-    only = ["-k", "not thread and not inline", "-m", "not slow"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "local_cluster", *only, str(file)]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
-    assert ended.returncode == 0, ended.stdout[-6000:]
+    passes_with(HERE / "local_cluster.py", name)
 
 
 # --- what a node lacks

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import Any
 import byte_pipe
 import pytest
 import torch
+from conftest import passes_with
 
 import mpgrad
 from mpgrad.engines.kinds import ENGINES, Kind
@@ -103,25 +102,7 @@ def test_memory_of_the_other_side_is_given_back(byte_pool: mpgrad.Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORE)
 def test_the_core_tests_pass_without_shared_memory(name: str) -> None:
-    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
-    (file,) = HERE.parent.rglob(f"test_{name}.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "byte_pipe",
-        "-k",
-        "not thread and not inline",
-        "-m",
-        "not slow",
-        str(file),
-    ]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    # from here, so that an installed mpgrad is found, and not the sources
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "PYTHONPATH": path})
-    assert ended.returncode == 0, ended.stdout[-6000:]
+    passes_with(HERE / "byte_pipe.py", name)
 
 
 def test_what_is_carried_comes_after_its_slab() -> None:

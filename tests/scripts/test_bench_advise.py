@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import quick_figures
 
 pytestmark = pytest.mark.slow
 
@@ -15,13 +13,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_advise.py
 
 
 def test_the_quick_run(tmp_path: Path) -> None:
-    file = tmp_path / "advise.json"
-    command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--json", str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    figures = {each["name"]: each["value"] for each in json.loads(file.read_text())["figures"]}
+    found, shown = quick_figures(SCRIPT, tmp_path)
+    figures = {each["name"]: each["value"] for each in found}
     for way in ("loop", "pool of 1"):
         ratio = figures[f"{way}: forecast"] / figures[f"{way}: measured"]
         assert figures[f"{way}: forecast / measured"] == pytest.approx(ratio)
         assert figures[f"{way}: off by the factor"] == pytest.approx(max(ratio, 1 / ratio))
-    assert "forecast" in ended.stdout
+    assert "forecast" in shown

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import quick_figures
 
 pytestmark = pytest.mark.slow
 
@@ -15,10 +13,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_timeline.
 
 
 def test_it_measures_on_against_off(tmp_path: Path) -> None:
-    output = tmp_path / "timeline.json"
-    command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--json", str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    figures = json.loads(output.read_text())["figures"]
+    figures, shown = quick_figures(SCRIPT, tmp_path)
     assert [each["name"] for each in figures] == ["off", "on", "on beyond off"] * 4
-    assert all(each["name"] in ended.stdout and len(each["rounds"]) == 2 for each in figures)
+    assert all(each["name"] in shown and len(each["rounds"]) == 2 for each in figures)
