@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from mpgrad.memory.arena import Arena
-from mpgrad.wire.messages import Whereabouts
+from mpgrad.wire.asides import Whereabouts
 
 __all__ = ["Tracker"]
 

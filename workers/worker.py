@@ -25,7 +25,7 @@ from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.memory.addresses import OFFSET_MASK
-from mpgrad.wire.asides import Lacking, WhereaboutsHere
+from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
 from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
@@ -44,7 +44,6 @@ from mpgrad.wire.messages import (
     SlabsGone,
     SlabsMissing,
     Try,
-    Whereabouts,
 )
 from mpgrad.wire.records import Record
 from mpgrad.wire.tensor_packing import Payload

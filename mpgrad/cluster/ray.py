@@ -12,6 +12,7 @@ import importlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,6 +59,16 @@ def check_that_somebody_listens(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_PATIENCE).close()
 
 
+class OwnCluster:
+    """What was started for pools of this process (`address="local"`): it ends with the last of them. Ray allows one at once."""
+
+    lock = threading.Lock()
+    current: OwnCluster | None = None
+
+    def __init__(self) -> None:
+        self.pools = 0
+
+
 class RayCarrier:
     def __init__(self, options: Ray) -> None:
         """Joins the cluster, or starts one; uses the one that the program has joined already.
@@ -73,9 +84,15 @@ class RayCarrier:
         self._ray = ray_module()
         self._options = options
         self._fetching = ThreadPoolExecutor(FETCHING, "mpgrad-fetch")
-        self._joined = not self._ray.is_initialized()
-        if self._joined:
-            self._join()
+        with OwnCluster.lock:
+            if not self._ray.is_initialized():
+                OwnCluster.current = None
+                self._join()
+                if self._starts_own:
+                    OwnCluster.current = OwnCluster()
+            self._own = OwnCluster.current
+            if self._own is not None:
+                self._own.pools += 1
 
     def _join(self) -> None:
         options = self._options
@@ -163,8 +180,14 @@ class RayCarrier:
 
     def close(self) -> None:
         self._fetching.shutdown(wait=False)
-        if self._joined and self._starts_own and not sys.is_finalizing():
-            self._ray.shutdown()
+        with OwnCluster.lock:
+            own, self._own = self._own, None
+            if own is None:
+                return
+            own.pools -= 1
+            if own.pools == 0 and own is OwnCluster.current and not sys.is_finalizing():
+                OwnCluster.current = None
+                self._ray.shutdown()
 
 
 def in_pieces(content: bytes, put: Callable[[Any], Any]) -> list[Any]:

@@ -8,8 +8,10 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
+                   ("limit", worker, chunk, seconds for each of its calls)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
+                   ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
@@ -21,6 +23,7 @@ import asyncio
 import contextlib
 import errno
 import importlib.metadata
+import math
 import mmap
 import os
 import pickle
@@ -36,7 +39,7 @@ from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
-from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
+from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
 __all__ = ["Hello", "Site", "hello"]
@@ -123,6 +126,10 @@ class SiteWorker(Pipe):
         self._last_words: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
+        self.limits: dict[int, float] = {}  # seconds for each call of a chunk, by chunk, in the order in which they were sent
+        self.heard_at = 0.0  # or told of a limit last, on the clock of time.monotonic
+        self.overrun: tuple[int, int] | None = None  # chunk and position of a call that takes too long, once that was said
+        self.alarm: asyncio.TimerHandle | None = None
 
     def hear(self, frame: RawFrame) -> None:
         """What the worker says to us."""
@@ -137,6 +144,22 @@ class SiteWorker(Pipe):
                     memory = memoryview(mmap.mmap(descriptor, 0))
                     self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
                 os.close(descriptor)
+
+    def next_overrun(self) -> tuple[int, int, float]:
+        """The first chunk with a limit that is not answered, the call that it is at, and when that will have taken too long.
+
+        The position is -1 where it has not begun that chunk. Only who has sent it knows whether it has something else to do.
+        """
+        at, position, started = -1, -1, 0.0
+        if (numbers := self.whereabouts) is not None:
+            at, position = numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION]
+            started = numbers[Whereabouts.STARTED] / 1e9
+            if at != numbers[Whereabouts.CHUNK]:  # it goes on in this moment
+                at = Whereabouts.BETWEEN
+        for chunk in [chunk for chunk in self.limits if chunk < at]:
+            del self.limits[chunk]
+        chunk, seconds = next(iter(self.limits.items()), (-1, math.inf))
+        return (chunk, position, started + seconds) if chunk == at else (chunk, -1, self.heard_at + seconds)
 
     def take_last_words(self) -> str:
         """Of who is dead."""
@@ -213,6 +236,11 @@ class Site:
                 number, place, chunk = rest
                 if (whereabouts := self._workers[number].whereabouts) is not None:
                     whereabouts[place] = chunk
+            case "limit" if rest[0] in self._workers:
+                number, chunk, seconds = rest
+                self._workers[number].limits[chunk] = seconds
+                self._workers[number].heard_at = time.monotonic()
+                self._keep_time(number)
             case "kill" if rest[0] in self._workers:
                 self._launcher.kill(*rest)
             case "watch" if rest[0] in self._workers:
@@ -283,12 +311,34 @@ class Site:
         worker = self._workers[number]
         try:
             while (frame := worker.receive_raw()) is not None:
+                worker.heard_at, worker.overrun = time.monotonic(), None
                 if frame.header[2]:  # with descriptors, which end at this machine's border
                     worker.hear(frame)
                     continue
                 self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:
             self._bury(number)
+            return
+        if worker.limits:
+            self._keep_time(number)
+
+    def _keep_time(self, number: int) -> None:
+        """Say which call of the worker takes too long, by the clock of this machine, or look again when it will have."""
+        worker = self._workers[number]
+        if worker.alarm is not None:
+            worker.alarm.cancel()
+        chunk, position, moment = worker.next_overrun()
+        if moment == math.inf or worker.overrun == (chunk, position):
+            return
+        if (left := moment - time.monotonic()) > 0:
+            worker.alarm = self._loop.call_later(left, self._look_at_clock, number)
+        else:
+            worker.overrun = chunk, position
+            self._say("overrun", number, chunk, position)
+
+    def _look_at_clock(self, number: int) -> None:
+        if number in self._workers:
+            self._read(number)  # it may have answered in this moment
 
     def _write(self, number: int) -> None:
         worker = self._workers[number]

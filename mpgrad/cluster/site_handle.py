@@ -186,6 +186,9 @@ class SiteHandle:
         elif (link := self.links.get(rest[0])) is not None:
             if kind == "frame":
                 link.frames.append(rest[1:])
+                link.overrun = None  # it has gone on since
+            elif kind == "overrun":
+                link.overrun = rest[1:]
             elif kind == "gone":
                 link.last_words = rest[2]
                 link.end_with(rest[1])
@@ -263,6 +266,7 @@ class SiteLink:
     """The caller's end of the link to a worker at a site, a `WorkerLink`."""
 
     shares_memory = takes_descriptors = False
+    keeps_time = True
 
     def __init__(self, number: int, site: SiteHandle) -> None:
         self.number = number
@@ -273,6 +277,7 @@ class SiteLink:
         self.exit_code: int | None = None
         self.last_words = ""
         self.nbytes_resident = 0
+        self.overrun: tuple[int, int] | None = None
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         site.links[number] = self
@@ -339,6 +344,9 @@ class SiteLink:
 
     def skip(self, place: int, chunk: int) -> None:
         self.site.tell("skip", self.number, place, chunk)
+
+    def limit(self, chunk: int, seconds: float) -> None:
+        self.site.tell("limit", self.number, chunk, seconds)
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         self.site.tell("kill", self.number, by)

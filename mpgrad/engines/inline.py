@@ -30,7 +30,8 @@ class Loopback:
     node = ""
     lost = ""
     last_words = ""
-    could_start = False
+    could_start = keeps_time = False
+    overrun: tuple[int, int] | None = None
     shares_memory = takes_descriptors = True
 
     def __init__(self, number: int) -> None:
@@ -67,6 +68,9 @@ class Loopback:
 
     def skip(self, place: int, chunk: int) -> None:
         """Both ends look at the same memory."""
+
+    def limit(self, chunk: int, seconds: float) -> None:
+        """The worker's clock is ours."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         """There is no process to kill, and when this is asked no call runs."""

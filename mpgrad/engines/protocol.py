@@ -35,6 +35,8 @@ class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
     number: int  # of the worker
+    keeps_time: bool  # which calls take too long is seen on the worker's machine, by its clock; else by ours
+    overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
 
     @property
     def node(self) -> str:
@@ -66,6 +68,10 @@ class WorkerLink(Link, Protocol):
 
     def skip(self, place: int, chunk: int) -> None:
         """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where nobody can."""
+        ...
+
+    def limit(self, chunk: int, seconds: float) -> None:
+        """Each call of the chunk, which is sent next, may take so many seconds; where the link `keeps_time`."""
         ...
 
     def kill(self, by: int = signal.SIGKILL) -> None:

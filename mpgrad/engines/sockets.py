@@ -28,7 +28,8 @@ class SocketLink(Channel):
     node = ""
     lost = ""
     last_words = ""
-    could_start = False
+    could_start = keeps_time = False
+    overrun: tuple[int, int] | None = None
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)
@@ -49,6 +50,9 @@ class SocketLink(Channel):
 
     def skip(self, place: int, chunk: int) -> None:
         """Nothing but bytes passes, and these are read when the worker has done what it is at."""
+
+    def limit(self, chunk: int, seconds: float) -> None:
+        """The worker's clock is ours."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         if self._engine.launcher.can_kill:

@@ -53,4 +53,6 @@ def overdue_at(worker: WorkerHandle) -> float:
     chunk = worker.under_way.first
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf
+    if worker.link.keeps_time:
+        return -math.inf if worker.under_way.is_at_call(worker.link.overrun) else math.inf
     return worker.under_way.begun()[1] + chunk.timeout

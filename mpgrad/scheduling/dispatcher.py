@@ -8,6 +8,7 @@ half a message.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import threading
@@ -39,6 +40,7 @@ class Dispatcher(Scheduler):
     def __init__(self, settings: Settings, engine: Engine) -> None:
         super().__init__(settings, engine)
         self._waiters: list[Waiter] = []
+        self._is_over = False  # the thread does nothing more
         self._woken = False
         self._sleeping = False
         self._sleeping_soundly = False  # without the timer that sends the news
@@ -97,7 +99,10 @@ class Dispatcher(Scheduler):
             self.wake()
             if satisfied():
                 return True
-            waiter.lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            if not self._is_over:
+                waiter.lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            if self._is_over and not satisfied():  # nobody is left to bring that about
+                raise copy.copy(self.life.ended or InternalError("the dispatcher ended before the pool"))
             return satisfied()
         finally:
             with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
@@ -125,7 +130,13 @@ class Dispatcher(Scheduler):
             broken.__cause__ = error
             self.life.break_off(broken)
         finally:
-            self.end()
+            try:
+                self.end()
+            except BaseException:
+                report(logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True)
+            finally:
+                self._is_over = True
+                self.tell_waiters()
 
     def _turn(self) -> None:
         """Do what there is to do, then sleep until something happens."""
@@ -157,7 +168,7 @@ class Dispatcher(Scheduler):
 
     def tell_waiters(self) -> None:
         for waiter in list(self._waiters):
-            if waiter.satisfied():
+            if self._is_over or waiter.satisfied():
                 with contextlib.suppress(ValueError):  # it gave up at this moment
                     self._waiters.remove(waiter)
                     waiter.lock.release()

@@ -19,7 +19,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.asides import LastWords
+from mpgrad.wire.asides import LastWords, Whereabouts
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     Begun,
@@ -37,7 +37,6 @@ from mpgrad.wire.messages import (
     SlabsMissing,
     StartFailed,
     Tried,
-    Whereabouts,
 )
 from mpgrad.wire.records import Profiled, Record, Recorded
 

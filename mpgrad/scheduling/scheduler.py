@@ -366,12 +366,14 @@ class Scheduler(ABC):
         try:
             self.staff.dissolve(reason, gently=self.life.ends_gently and self.life.broken is None)
         finally:
-            for chunk in chunks:
-                chunk.fail_replies(reason)
-            for worker in gone:
-                self.staff.rescue(worker)
-            self.memory.close()
-            self._settle()
+            try:
+                for chunk in chunks:
+                    chunk.fail_replies(reason)
+                for worker in gone:
+                    self.staff.rescue(worker)
+                self.memory.close()
+            finally:
+                self._settle()
 
     def _settle(self) -> None:
         """After the end: answer what came too late. Runs in whichever thread finds it, perhaps in several."""

@@ -1,6 +1,6 @@
 """The chunks that a worker has been sent and has not answered, and how far it has come with them. Caller's side.
 
-A worker writes what it begins into memory that the caller reads (see `wire.messages.Whereabouts`), and looks there, before each
+A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and looks there, before each
 call, whether the caller has called the chunk off. Where no memory is shared the worker sends `Begun`, and a site writes for us
 what is to be skipped, some time later: so nothing can be taken back, but what was skipped in time comes back unrun.
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.chunks import Chunk
-from mpgrad.wire.messages import Whereabouts
+from mpgrad.wire.asides import Whereabouts
 
 __all__ = ["MERCY", "UnderWay"]
 
@@ -86,6 +86,10 @@ class UnderWay:
         if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
             return -1, self.since
         return whereabouts[Whereabouts.POSITION], max(self.since, whereabouts[Whereabouts.STARTED] / 1e9)
+
+    def is_at_call(self, call: tuple[int, int] | None) -> bool:
+        """Whether it is at this position of this chunk, -1: anywhere in it."""
+        return call is not None and call[0] == next(iter(self.chunks), None) and call[1] in (-1, self.begun()[0])
 
     @property
     def offset(self) -> int:

@@ -14,7 +14,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import ChunkWriter
-from mpgrad.scheduling.chunks import CaptureRequest, SentGradients
+from mpgrad.scheduling.chunks import CaptureRequest, Chunk, SentGradients
 from mpgrad.scheduling.graph_ledger import GraphLedger, SumLedger
 from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.under_way import UnderWay
@@ -144,14 +144,19 @@ class WorkerHandle:
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> tuple[list[Message], Payload]:
         """A chunk of an operation, which is under way from now on."""
         messages, payload, chunk = self.writer.forward(number, operation, calls)
-        self.under_way.add(number, chunk)
+        self._add(number, chunk)
         return messages, payload
 
     def backward(self, number: int) -> tuple[list[Message], Payload]:
         """A chunk of what waits in the backlog, likewise."""
         messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_spent)
-        self.under_way.add(number, chunk)
+        self._add(number, chunk)
         return messages, payload
+
+    def _add(self, number: int, chunk: Chunk) -> None:
+        self.under_way.add(number, chunk)
+        if chunk.timeout is not None:
+            self.link.limit(number, chunk.timeout)
 
     def transmit(self, messages: list[Message], payload: Payload) -> None:
         """Send `messages` and all news.

@@ -2,13 +2,15 @@
 
 A frame of a worker's that comes with descriptors is for the site, since descriptors end at the machine's border. Where there is
 no site it is for the caller.
+
+`Whereabouts` are numbers in shared memory: whoever is on the worker's machine reads them, a site or the caller.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Lacking", "LastWords", "WhereaboutsHere"]
+__all__ = ["Lacking", "LastWords", "Whereabouts", "WhereaboutsHere"]
 
 
 class Lacking(NamedTuple):
@@ -19,6 +21,18 @@ class Lacking(NamedTuple):
 
 class LastWords(NamedTuple):
     """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
+
+
+class Whereabouts:
+    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those that say otherwise."""
+
+    COUNT = 6
+    BETWEEN = -1  # in the place of the chunk: the position is that of another one now
+    CHUNK = 0
+    POSITION = 1  # of the call in the chunk
+    STARTED = 2  # when that call began, on the clock of time.monotonic_ns
+    OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
+    SKIPPED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
 
 
 class WhereaboutsHere(NamedTuple):

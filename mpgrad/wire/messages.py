@@ -60,7 +60,6 @@ __all__ = [
     "Tried",
     "Try",
     "Warned",
-    "Whereabouts",
 ]
 
 FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
@@ -72,20 +71,8 @@ Structure = int | bytes | None
 Parts = Sequence[tuple[Structure, int]]
 
 
-class Whereabouts:
-    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those that say otherwise."""
-
-    COUNT = 6
-    BETWEEN = -1  # in the place of the chunk: the position is that of another one now
-    CHUNK = 0
-    POSITION = 1  # of the call in the chunk
-    STARTED = 2  # when that call began, on the clock of time.monotonic_ns
-    OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
-    SKIPPED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
-
-
 class Begun(NamedTuple):
-    """What `Whereabouts` says of a call, from a worker that shares no memory with the caller."""
+    """What `asides.Whereabouts` say of a call, from a worker that shares no memory with the caller."""
 
     chunk: int
     position: int
@@ -311,7 +298,7 @@ class Stop(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The worker has started; at `whereabouts` in shared memory lie a few int64, see `Whereabouts`."""
+    """The worker has started; at `whereabouts` in shared memory lie a few int64, see `asides.Whereabouts`."""
 
     pid: int
     whereabouts: int

@@ -101,6 +101,7 @@ def test_log_records(caplog: pytest.LogCaptureFixture, nursery: mpgrad.Pool) -> 
     assert "ZeroDivisionError" in failed.getMessage()
 
 
+@pytest.mark.slow
 def test_a_program_without_streams() -> None:
     program = """
 import sys

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import first_are_quick
 from torch.utils._pytree import tree_leaves
 
 import mpgrad
@@ -33,10 +34,7 @@ def items(count: int = 12) -> list[Tensor]:
     return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
 
 
-ORDERED = pytest.param({"deterministic": True}, marks=pytest.mark.slow)
-
-
-@pytest.fixture(params=[{}, ORDERED, {"engine": "thread"}, {"engine": "inline"}], ids=str)
+@pytest.fixture(params=first_are_quick(2, [{}, {"engine": "inline"}, {"engine": "thread"}, {"deterministic": True}]), ids=str)
 def ahead(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, graphs="ahead", **request.param) as pool:
         yield pool
@@ -96,7 +94,7 @@ def hooked(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-@pytest.mark.parametrize("function", [loss, clipped, hooked])
+@pytest.mark.parametrize("function", first_are_quick(1, [loss, clipped, hooked]))
 def test_gradients_whatever_becomes_of_the_losses(ahead: mpgrad.Pool, name: str, function: Callable[[Tensor], Tensor]) -> None:
     if function is hooked and ahead._options.engine != "process" and name not in ("sum", "some", "one"):
         pytest.skip("docs/guarantees.md: with these engines hooks are not noticed")
@@ -118,7 +116,7 @@ def test_a_backward_that_clips(ahead2: mpgrad.Pool, clip: Callable[[Tensor], Ten
 
 
 @pytest.mark.parametrize("function", [loss, clipped, hooked])
-@pytest.mark.parametrize("name", ["map", "imap"])
+@pytest.mark.parametrize("name", first_are_quick(1, ["map", "imap"]))
 def test_what_may_do_more_than_multiply_is_run_ahead_for_gradients_of_one(
     ahead2: mpgrad.Pool, name: str, function: Callable[[Tensor], Tensor]
 ) -> None:
@@ -177,7 +175,7 @@ def test_nothing_is_kept_and_no_second_trip_is_made(ahead2: mpgrad.Pool) -> None
 
 
 @pytest.mark.parametrize("combination", ["sum", "weighted"])
-@pytest.mark.parametrize("how_many", [1, 2])
+@pytest.mark.parametrize("how_many", first_are_quick(1, [1, 2]))
 def test_deaths_after_the_forward(ahead2: mpgrad.Pool, combination: str, how_many: int) -> None:
     def lossy(function: Callable[[Any], Any], xs: Sequence[Any]) -> list[Any]:
         losses = ahead2.map(function, xs)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from conftest import passes_with
+from conftest import first_are_quick, passes_with
 
 import mpgrad
 from mpgrad.scheduling.gradient_sender import GradientSender
@@ -38,7 +38,7 @@ def mean(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-@pytest.fixture(params=[{}, {"deterministic": True}, {"graph_memory": "1 MiB"}], ids=str)
+@pytest.fixture(params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]), ids=str)
 def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, **request.param) as pool:
         yield pool

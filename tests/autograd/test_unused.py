@@ -33,7 +33,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=first_are_quick(3, OPTIONS), ids=str)
+@pytest.fixture(scope="module", params=first_are_quick(1, OPTIONS), ids=str)
 def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
         yield staffed(pool)  # before the first test, which looks for what it leaves
@@ -210,7 +210,7 @@ def test_captures_inside_of_a_checkpoint(loop: Loop) -> None:
     same(inside_of_a_checkpoint(loop, False), inside_of_a_checkpoint(serial, False))
 
 
-@pytest.mark.parametrize("graphs", ["keep", "recompute", "ahead"])
+@pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "ahead"]))
 def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, nursery: mpgrad.Pool) -> None:
     """No graph leads to them: all count as reached."""
     with pytest.raises(RuntimeError, match="second time"):  # PyTorch frees the history of `inner` with the first of two items

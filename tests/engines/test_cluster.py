@@ -25,7 +25,7 @@ import local_cluster
 import psutil
 import pytest
 import torch
-from conftest import alive, gone, linux_only, passes_with
+from conftest import alive, first_are_quick, gone, linux_only, passes_with
 
 import mpgrad
 from mpgrad.cluster import site
@@ -36,6 +36,7 @@ from mpgrad.cluster.records import packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
@@ -122,6 +123,7 @@ def test_what_a_call_prints(on_two_nodes: tuple[mpgrad.Pool, Any], capfd: Any) -
     assert "said there" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """All calls of a chunk ran, if it had been sent when one that stands before them failed."""
 
@@ -143,6 +145,7 @@ def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: 
         assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
 
 
+@pytest.mark.slow
 def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """They were killed, though the pool was closed and joined."""
 
@@ -167,6 +170,7 @@ def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None
         assert {int(each.name): each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(pids, "0")
 
 
+@pytest.mark.slow
 def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
     def crash(_: int) -> None:
         os.abort()
@@ -183,6 +187,52 @@ def test_a_worker_that_crashes_leaves_its_stack(nursery: mpgrad.Pool) -> None:
         assert "in linger" in late.value.stack
 
 
+class Stalling(LocalCarrier):
+    """What is said from a certain moment on comes a second late."""
+
+    stalls_at = float("inf")
+
+    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+        def stalled(said: tuple[int, bytes | None] | BaseException) -> None:
+            if time.monotonic() < self.stalls_at:
+                reply(said)
+            else:
+                threading.Timer(1.0, reply, (said,)).start()
+
+        super().exchange(site, number, content, stalled)
+
+
+def test_time_is_kept_on_the_node(nursery: mpgrad.Pool) -> None:
+    """An answer that was late on its way was an overrun."""
+    with cluster(Node("a", "alpha", 1), carrier=Stalling, retries=0) as (pool, carrier):
+        staffed(pool, 1)
+        carrier.stalls_at = time.monotonic() + 0.2
+        assert pool.map(lambda x: (time.sleep(0.4), x)[1], [3], timeout=0.8) == [3]
+        carrier.stalls_at = float("inf")
+        with pytest.raises(mpgrad.CallTimeoutError):
+            pool.map(time.sleep, [60], timeout=0.1)
+        assert pool.stats().deaths == 1
+
+
+@pytest.mark.quick
+def test_the_call_that_is_next_to_take_too_long() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(site.SiteWorker(ours)) as worker:
+        assert worker.next_overrun()[2] == float("inf")
+        worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
+        assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
+        worker.whereabouts = numbers = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+        numbers[Whereabouts.CHUNK] = 5  # which has no limit; perhaps it was answered, and perhaps not
+        assert worker.next_overrun() == (7, -1, 102.0)
+        numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION], numbers[Whereabouts.STARTED] = 7, 4, 101 * 10**9
+        assert worker.next_overrun() == (7, 4, 103.0)
+        numbers[Whereabouts.CHUNK] = 8  # the one before is answered
+        assert worker.next_overrun() == (9, -1, 103.0)
+        numbers[Whereabouts.CHUNK] = 10
+        assert worker.next_overrun()[2] == float("inf")
+
+
+@pytest.mark.slow
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):
@@ -223,6 +273,7 @@ def lacks(pool: mpgrad.Pool, xs: list[torch.Tensor], why: str) -> None:
     assert any("on node alpha" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.slow
 @linux_only("prlimit")
 def test_a_site_without_room_fails_the_calls_that_need_it(nursery: mpgrad.Pool) -> None:
     """It ended, and its workers with it, again and again."""
@@ -351,6 +402,7 @@ class Forgetful(LocalCarrier):
         super().exchange(site, number, content, perhaps)
 
 
+@pytest.mark.slow
 def test_a_lost_reply_loses_the_site(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1), carrier=Forgetful, patience=1.0) as (pool, carrier):
         pool.map(abs, [-1])
@@ -439,6 +491,7 @@ def test_what_is_missing() -> None:
     assert list(arriving.arrange(1, b"1")) == [b"1", b"2"] and arriving.missing_for == 0
 
 
+@pytest.mark.slow
 def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 2), patience=1.0) as (pool, carrier):
         staffed(pool, 2)
@@ -451,6 +504,7 @@ def test_a_site_that_hears_nothing_ends_with_its_workers(nursery: mpgrad.Pool) -
         assert pool.map(abs, [-1]) == [1]  # by other workers
 
 
+@pytest.mark.slow
 @linux_only("the nursery, and the death signal")
 def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
     code = (
@@ -475,6 +529,7 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
 # --- nodes
 
 
+@pytest.mark.slow
 def test_nodes_join_and_leave(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, carrier):
         assert pool.processes == 1
@@ -500,6 +555,7 @@ def eventually(satisfied: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_workers_of_a_node_have_one_site(nursery: mpgrad.Pool) -> None:
     """Each that came later had one of its own, to which captures travelled once more."""
     with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=2) as (pool, carrier):
@@ -512,6 +568,7 @@ def test_workers_of_a_node_have_one_site(nursery: mpgrad.Pool) -> None:
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
 
 
+@pytest.mark.slow
 def test_workers_that_were_lost_come_again_in_one_site(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 8), Node("b", "beta", 8), processes=6) as (pool, carrier):
         staffed(pool, 6)
@@ -521,6 +578,7 @@ def test_workers_that_were_lost_come_again_in_one_site(nursery: mpgrad.Pool) -> 
         assert len(carrier.sites) == 2
 
 
+@pytest.mark.slow
 def test_what_others_hold_is_left_to_them(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 3, free=1)) as (pool, carrier):
         assert pool.processes == 1
@@ -540,6 +598,7 @@ class Late(LocalCarrier):
         return site
 
 
+@pytest.mark.slow
 def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Nothing said what the pool waited for."""
     from mpgrad.cluster import engine
@@ -570,7 +629,7 @@ def test_no_room(nursery: mpgrad.Pool) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["Python", "torch", "mpgrad"])
+@pytest.mark.parametrize("name", first_are_quick(1, ["torch", "Python", "mpgrad"]))
 def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpgrad.cluster import engine
 
@@ -582,6 +641,7 @@ def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch:
         pool.map(abs, [-1])
 
 
+@pytest.mark.slow
 def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool goes on with the nodes that it has."""
     from mpgrad.cluster.site_handle import SiteHandle
@@ -606,6 +666,7 @@ def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: py
         assert {worker.node for worker in pool.stats().workers} == {"alpha"}
 
 
+@pytest.mark.slow
 def test_a_slow_callback_is_no_silence(nursery: mpgrad.Pool) -> None:
     """Callbacks run in the thread that speaks with the sites, which took the caller for dead."""
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):

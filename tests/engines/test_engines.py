@@ -74,6 +74,7 @@ def test_what_lies_with_one_worker_is_carried_to_another(byte_pool: mpgrad.Pool)
     assert [int(x[-1]) for x in third] == [1, 16, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_worker_dies_and_another_gets_what_it_had(nursery: mpgrad.Pool) -> None:
     weight = torch.linspace(0, 1, 20_000, requires_grad=True)
     xs = [torch.full((20_000,), k / 4, requires_grad=True) for k in range(4)]

@@ -66,11 +66,13 @@ def test_a_script_without_guard(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == (EXPECTED, "")
 
 
+@pytest.mark.slow
 def test_python_c(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", SCRIPT], cwd=tmp_path)
     assert (done.stdout, done.stderr) == (EXPECTED, "")
 
 
+@pytest.mark.slow
 def test_standard_input(tmp_path: Path) -> None:
     done = run([sys.executable], input=SCRIPT, cwd=tmp_path)
     assert (done.stdout, done.stderr) == (EXPECTED, "")
@@ -85,6 +87,7 @@ def test_start_methods_of_multiprocessing_need_no_guard(tmp_path: Path, method: 
     assert (done.stdout, done.stderr) == (EXPECTED, "")
 
 
+@pytest.mark.slow
 def test_a_context_object(nursery: mpgrad.Pool) -> None:
     import multiprocessing
 
@@ -110,6 +113,7 @@ def test_an_interrupt_while_the_workers_of_a_context_start(nursery: mpgrad.Pool,
         mpgrad.Pool(1, context="spawn")
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_script_is_importable(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("def twice(x):\n    return 2 * x\n")
     script = tmp_path / "script.py"
@@ -159,6 +163,7 @@ def test_the_parent_is_killed(work: str) -> None:
         assert gone(pids, within=1)
 
 
+@pytest.mark.slow
 def test_busy_workers_end_with_their_calls_if_not_before(tmp_path: Path) -> None:
     code = UNCLOSED + (
         "def waits(name):\n"
@@ -309,6 +314,7 @@ def test_a_pool_inside_a_task(fresh_pool: mpgrad.Pool) -> None:
     assert fresh_pool.map(slope, [1.0, 2.0]) == [6.0, 24.0]
 
 
+@pytest.mark.slow
 def test_a_pool_of_processes_inside_a_task(fresh_pool: mpgrad.Pool) -> None:
     def fn(k: float) -> tuple[bool, float]:
         x = torch.tensor(k, requires_grad=True)

@@ -157,6 +157,7 @@ mpgrad.Pool
 """
 
 
+@pytest.mark.slow
 def test_a_system_without_sockets_that_carry_descriptors() -> None:
     done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True, timeout=58)
     assert done.stdout == "imported\n"

@@ -152,6 +152,7 @@ def test_shutdown(kind: Any, tmp_path: Path) -> None:
     executor.shutdown()
 
 
+@pytest.mark.slow
 @both
 def test_shutdown_without_waiting(kind: Any) -> None:
     executor = kind(1)

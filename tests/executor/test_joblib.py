@@ -13,7 +13,7 @@ from typing import Any
 import joblib
 import pytest
 import torch
-from conftest import gone
+from conftest import first_are_quick, gone
 
 import mpgrad
 import mpgrad.joblib
@@ -74,14 +74,17 @@ class Method:
 @pytest.mark.parametrize("calls_of", [from_leaves, from_others])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"batch_size": 5},
-        {"batch_size": 1, "pre_dispatch": 2},
-        {"pre_dispatch": "all", "batch_size": 4},
-        {"return_as": "generator"},
-        {"return_as": "generator_unordered", "batch_size": 3},
-    ],
+    first_are_quick(
+        1,
+        [
+            {},
+            {"batch_size": 5},
+            {"batch_size": 1, "pre_dispatch": 2},
+            {"pre_dispatch": "all", "batch_size": 4},
+            {"return_as": "generator"},
+            {"return_as": "generator_unordered", "batch_size": 3},
+        ],
+    ),
     ids=str,
 )
 def test_values_and_gradients_are_those_of_the_loop(calls_of: Any, options: dict[str, Any], one_by_one: bool) -> None:
@@ -257,6 +260,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "told"),
     [(SCRIPT, "[4.0, 4.0]\n"), (WITHOUT, "mpgrad.joblib needs joblib, which is not installed; install mpgrad[joblib]\n")],

@@ -19,6 +19,10 @@ import torch
 
 import mpgrad
 from mpgrad.memory import arena
+from mpgrad.scheduling.answers import Answers
+from mpgrad.scheduling.chunk_writer import ChunkWriter
+from mpgrad.scheduling.recovery import Recovery
+from mpgrad.scheduling.staffing import Staff
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
@@ -431,6 +435,41 @@ def test_close_and_join_of_each_engine(nursery: mpgrad.Pool, engine: str) -> Non
     assert result.get() == list(range(10))
     with pytest.raises(mpgrad.PoolClosedError):
         pool.apply(abs, (1,))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (Answers, "results"),
+        (Answers, "gradients"),
+        (Answers, "collected"),
+        (ChunkWriter, "forward"),
+        (ChunkWriter, "backward"),
+        (Recovery, "take_apart"),
+        (Staff, "rescue"),
+    ],
+    ids=lambda place: ".".join([place[0].__name__, place[1]]),
+)
+def test_a_fault_of_our_own_breaks_the_pool(
+    nursery: mpgrad.Pool, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Whoever waited for gradients waited for ever."""
+
+    def faulty(*_: object) -> None:
+        raise NameError("a misspelt name")
+
+    weight = torch.ones(3, requires_grad=True)
+    with mpgrad.Pool(2, send="always") as pool:
+        total = sum(pool.map(lambda k: (weight * k).sum(), range(4)))
+        monkeypatch.setattr(*place, faulty)
+        if place[0] in (Recovery, Staff):
+            os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        with pytest.raises(mpgrad.InternalError, match="NameError: a misspelt name"):
+            pool.map(abs, [-1])
+            total.backward()  # type: ignore[union-attr]
+        with pytest.raises(mpgrad.InternalError, match="please report"):
+            pool.map(abs, [-1])
+    assert "the dispatcher failed" in caplog.text
 
 
 def test_from_a_forked_child(fresh_pool: mpgrad.Pool) -> None:

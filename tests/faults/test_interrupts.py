@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, staffed
+from conftest import PATIENCE, first_are_quick, staffed
 
 import mpgrad
 from mpgrad.collector import collector_held
@@ -175,7 +175,7 @@ def serial_gradients(fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> list[T
 # --- in forward
 
 
-@pytest.mark.parametrize("busy", BUSY)
+@pytest.mark.parametrize("busy", first_are_quick(1, BUSY))
 def test_a_map(fresh_pool: mpgrad.Pool, tmp_path: Path, busy: Callable[[], None]) -> None:
     staffed(fresh_pool)
     for round in range(2):  # twice in a row
@@ -270,6 +270,7 @@ def in_the_first(futures: list[concurrent.futures.Future[Any]]) -> None:
     futures[0].result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["process", "thread"])
 @pytest.mark.parametrize("ask", [in_as_completed, concurrent.futures.wait, in_the_first])
 def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, engine: str, ask: Callable[[Any], Any]) -> None:
@@ -328,6 +329,7 @@ def test_an_executor(nursery: mpgrad.Pool, tmp_path: Path, moment: str) -> None:
     assert time.monotonic() - started < 2 * SOON
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_there_is_an_iterator(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     def items() -> Iterator[int]:
         yield from range(20)  # more than are packed before the first are sent
@@ -392,7 +394,7 @@ def test_somebody_is_still_to_be_told(fresh_pool: mpgrad.Pool, tmp_path: Path) -
 # --- in backward
 
 
-@pytest.mark.parametrize("busy", [sleeps, computes])
+@pytest.mark.parametrize("busy", first_are_quick(1, [computes, sleeps]))
 def test_a_backward(fresh_pool: mpgrad.Pool, tmp_path: Path, busy: Callable[[], None]) -> None:
     """Later it comes to its end, and gives what it would have given."""
     staffed(fresh_pool)
@@ -418,6 +420,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
         assert one is not None and other is not None and torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     results = fresh_pool.map(lambda x: stuck_in_backward(tmp_path, sleeps, weight * x), [1.0, 2.0, 3.0, 4.0], 1)
@@ -469,6 +472,7 @@ def test_an_interrupt_in_a_hook_of_the_caller(nursery: mpgrad.Pool, fresh_pool: 
 # --- what others want goes on
 
 
+@pytest.mark.slow
 def test_calls_of_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """They are queued behind calls that are interrupted, more often than a call may lose its worker."""
     with mpgrad.Pool(1, send="always", retries=1) as pool:
@@ -510,6 +514,7 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
     assert fresh_pool.stats().deaths == 1
 
 
+@pytest.mark.slow
 def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """The worker is not killed then, but takes no further call; another one takes its place."""
     xs = leaves(4)
@@ -529,6 +534,7 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
     assert_same(gradients(xs), serial_gradients(wave, xs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 2])
 def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Path, retries: int) -> None:
     """Neither what was queued there before the interrupt, nor what comes right after it: the pool seemed to hang."""
@@ -648,6 +654,7 @@ with mpgrad.Pool(2, send="always") as pool:
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_interrupts_the_whole_group() -> None:
     command = [sys.executable, "-u", "-W", "ignore", "-c", SCRIPT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as script:
@@ -665,6 +672,7 @@ def test_a_terminal_interrupts_the_whole_group() -> None:
     assert script.returncode == -signal.SIGINT and errors.count("KeyboardInterrupt") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import linux_only, staffed
+from conftest import first_are_quick, linux_only, staffed
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
@@ -90,7 +90,7 @@ class Around(torch.autograd.Function):
         return grad * 1, None
 
 
-@pytest.mark.parametrize("death", [killed, segfault, exits])
+@pytest.mark.parametrize("death", first_are_quick(1, [killed, segfault, exits]))
 @pytest.mark.parametrize("phase", ["forward", "backward", "double backward"])
 def test_a_death_in_a_phase(fresh_pool: mpgrad.Pool, tmp_path: Path, death: Callable[[], None], phase: str) -> None:
     xs, weight = items(), torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
@@ -238,6 +238,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has answered every call, and hangs when it is to hand over what it added up: that may time out too."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
@@ -290,7 +291,7 @@ def test_results_of_dead_workers_as_inputs(fresh_pool: mpgrad.Pool) -> None:
     torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("operation", ["starmap", "imap", "submit", "reduce", "map_reduce", "map_async"])
+@pytest.mark.parametrize("operation", first_are_quick(2, ["submit", "map_reduce", "starmap", "imap", "reduce", "map_async"]))
 def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str) -> None:
     weight = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
     xs = items(4)
@@ -330,6 +331,7 @@ def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool) -> 
     assert isinstance(found.pop(7), mpgrad.WorkerDiedError) and found == [*range(7), *range(8, 20)]
 
 
+@pytest.mark.slow
 def test_the_likely_cause_is_named(fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpgrad.scheduling.recovery.kills_for_memory", lambda: 10**9)
     with pytest.raises(mpgrad.WorkerDiedError, match="the kernel has killed for want of memory meanwhile; use fewer workers"):
@@ -406,6 +408,7 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str) -> None:
         assert pool.map(abs, [-1], timeout=5) == [1]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, timeout=1) as pool:
         assert pool.map(abs, range(4)) == list(range(4))
@@ -415,6 +418,7 @@ def test_a_stopped_worker(nursery: mpgrad.Pool) -> None:
         assert victim not in workers_of(pool)
 
 
+@pytest.mark.slow
 def test_a_timeout_is_that_of_a_call_and_not_of_a_chunk(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, timeout=1.5) as pool:
         assert pool.map(time.sleep, [0.2] * 12, 12) == [None] * 12

@@ -1068,6 +1068,7 @@ def test_attributes_set_in_a_backward_stay() -> None:
     assert grads == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_package_imports_the_module_when_asked() -> None:
     program = "import sys, mpgrad; print('mpgrad.workers' in sys.modules, mpgrad.EmulatedAutogradContext.__module__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

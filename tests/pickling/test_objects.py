@@ -42,6 +42,7 @@ def run_script(name: str, *arguments: str) -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_what_a_script_holds() -> None:
     lines = run_script("held_by_a_script.py")
     assert len(lines) > 10 and all(line.endswith(" ok") for line in lines), "\n".join(lines)

@@ -115,6 +115,7 @@ def test_items_that_are_too_small(nursery: mpgrad.Pool, capsys: pytest.CaptureFi
     assert advice.use == "loop" or "items too small" in names(advice)
 
 
+@pytest.mark.slow
 def test_an_item_that_dominates(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str]) -> None:
     advice = advice_on(lambda seconds: time.sleep(seconds), [0.3, 0.01, 0.01], capsys)
     assert "one item dominates" in names(advice)

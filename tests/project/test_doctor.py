@@ -54,6 +54,7 @@ sys.exit(main(["doctor", "--json"]))
 """
 
 
+@pytest.mark.slow
 def test_few_descriptors_and_one_cpu() -> None:
     ended = doctor(code=RESTRICTED)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -76,6 +77,7 @@ if "-c" in sys.orig_argv:  # the trial, not the doctor
 """
 
 
+@pytest.mark.slow
 def test_an_unsupported_torch(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_A_NAME)
     ended = doctor(PYTHONPATH=str(tmp_path))
@@ -87,6 +89,7 @@ def test_an_unsupported_torch(tmp_path: Path) -> None:
     assert "not tried" in ended.stdout and "Traceback" not in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
@@ -118,6 +121,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_pool_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     (finding,) = trial.tried(1.0, [sys.executable, "-S", "-c", HANGS, str(file)])

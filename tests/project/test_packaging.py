@@ -29,6 +29,7 @@ def can_build() -> bool:
     return version >= (70, 1) or (version >= (68, 0) and importlib.util.find_spec("wheel") is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_build(), reason="build and a setuptools that it can use are not installed")
 def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> None:
     source = tmp_path / "source"

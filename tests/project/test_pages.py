@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pages.py"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PROGRAMS = [page for page in PAGES if "\n```python\n" in page.read_text()]
-FIRST = {"index.md", "first_loop.md"}  # what most people read first; the others are slow, because each starts a pool of its own
+FIRST = {"index.md"}  # what most people read first; the others are slow, because each starts a pool of its own
 
 
 def name_of(page: Path) -> str:

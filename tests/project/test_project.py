@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("calls_are_sent")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -299,6 +300,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_any_module_may_be_imported_first() -> None:
     """And a worker's import little of the parent's side: each that they do is a part of what a start costs."""
     names = [name for name in sources(ROOT) if not name.endswith("__main__")]
@@ -611,6 +613,7 @@ mpgrad.testing.assert_same_as_serial(abs, [-1])
 """
 
 
+@pytest.mark.slow
 def test_the_oracle_need_not_be_imported_by_name() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=58)
     assert (ended.returncode, ended.stderr) == (0, "")

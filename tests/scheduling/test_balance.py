@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import staffed
+from conftest import first_are_quick, staffed
 
 import mpgrad
 from mpgrad.calls.packing import pickled_function
@@ -38,6 +38,7 @@ def runs(folder: Path) -> list[int]:
     return [len((folder / name).read_text().split()) for name in sorted(os.listdir(folder), key=int)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "most"), [(iter, 1), (list, 2 * MOST_BUNDLED)], ids=["one by one", "in bundles"])
 def test_what_stands_behind_a_long_call_goes_to_others(
     source: Callable[[list[Any]], Iterable[Any]], most: int, pool: mpgrad.Pool, tmp_path: Path
@@ -81,6 +82,7 @@ def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -
     torch.testing.assert_close(first[1], third[1])
 
 
+@pytest.mark.slow
 def test_random_costs_run_each_call_once(pool: mpgrad.Pool, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for round_number in range(6):
@@ -158,7 +160,7 @@ def noted(pool: mpgrad.Pool, tmp_path: Path) -> Noted:
     return fn
 
 
-@pytest.mark.parametrize("way", ["map", "starmap", "map_async", "map_reduce"])
+@pytest.mark.parametrize("way", first_are_quick(1, ["map", "starmap", "map_async", "map_reduce"]))
 def test_the_largest_calls_are_begun_first(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
     items = numbered(range(100, 1600, 100))
     for _ in range(2):  # a reduction is another function, of which nothing is known at first

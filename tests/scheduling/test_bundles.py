@@ -53,7 +53,7 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
 OPTIONS = [{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "ahead")]
 
 
-@pytest.fixture(params=first_are_quick(2, OPTIONS), ids=str)
+@pytest.fixture(params=first_are_quick(1, OPTIONS), ids=str)
 def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[mpgrad.Pool]:
     """Workers of the session where graphs are kept; those ahead are the test's own, as they learn from gradients."""
     if request.param == {"graphs": "keep"}:
@@ -63,7 +63,7 @@ def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgr
             yield own
 
 
-@pytest.fixture(params=first_are_quick(2, OPTIONS), ids=str)
+@pytest.fixture(params=first_are_quick(1, OPTIONS), ids=str)
 def own_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, **request.param) as own:
         yield own

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import first_are_quick
 from torch import Tensor
 
 import mpgrad
@@ -106,7 +107,7 @@ def test_a_graph_of_calls_is_the_serial_one(pool: mpgrad.Pool, graph: Callable[.
     assert torch.equal(again, torch.autograd.grad(expected, x, v)[0]) or graph in (fan_out, nested)
 
 
-@pytest.mark.parametrize("graph", SHAPES, ids=lambda graph: graph.__name__)
+@pytest.mark.parametrize("graph", first_are_quick(2, SHAPES), ids=lambda graph: graph.__name__)
 def test_second_derivatives_and_batches(pool2: mpgrad.Pool, graph: Callable[..., Any]) -> None:
     x = torch.rand(3, dtype=torch.float64, requires_grad=True)
     w = torch.rand(3, dtype=torch.float64, requires_grad=True)
@@ -583,6 +584,7 @@ def test_as_completed_wait_and_callbacks(fresh_pool: mpgrad.Pool, tmp_path: Path
 # --- long, many, and gone
 
 
+@pytest.mark.slow
 def test_a_long_chain_and_its_end(pool2: mpgrad.Pool) -> None:
     x = torch.ones(3, requires_grad=True)
     last: Any = x

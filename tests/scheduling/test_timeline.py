@@ -244,6 +244,7 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
     assert not slices(one.events, "call") and len(slices(other.events, "forward")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["process", "inline"])
 def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tmp_path: Path) -> None:
@@ -301,6 +302,7 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
     assert packers == {tracks["mine 0"], tracks["mine 1"]}
 
 
+@pytest.mark.slow
 def test_operations_stand_within_the_calls(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, send="always") as pool, pool.timeline(profile=True) as timeline:
         differentiated(pool, leaves(), chunksize=1)

@@ -13,6 +13,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("reduce", "graph
 MOST_LINES = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("map", marks=pytest.mark.quick), *SLOW])
 def test_an_example_agrees_with_the_serial_loop(name: str) -> None:
     """It compares by itself, and raises where it does not."""

@@ -277,6 +277,7 @@ class TestCommandLine:
         assert "fit:" in printed.err and "serial and pool: 100%" in printed.err  # the progress bars
         assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 50_000
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("quick")
     def test_other_data_are_not_compared_with_nonmem(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         data = written(tmp_path, *DATA.read_text().splitlines()[:120])
@@ -309,6 +310,7 @@ class TestCommandLine:
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_mistake_in_the_data_is_one_line(self, tmp_path: Path) -> None:
         path = written(tmp_path, HEADER, DOSE, "1,2,,1.4,7,17,3")
         command = [sys.executable, phenobarbital.__file__, "--data", str(path)]

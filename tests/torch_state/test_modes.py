@@ -109,6 +109,7 @@ def test_random_numbers_follow_the_parents_seed(shared_pools: Callable[[str, int
     assert len({float(numbers[0][0]) for numbers in drawn[0]}) == 20
 
 
+@pytest.mark.slow
 def test_numpys_generator_is_there_before_it_is_needed(nursery: mpgrad.Pool) -> None:
     """Else the first call that the caller runs itself would read files, and need a descriptor."""
     code = "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); pool.terminate()"

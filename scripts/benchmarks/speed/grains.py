@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from common import (
@@ -28,9 +28,10 @@ from torch import Tensor
 import mpgrad
 from speed.plan import Plan, Pools
 
-# of a grain in ms: keep over one backward, ahead over the best order
-PYTHON_AIMS = {10: (2.3, 1.92), 1: (2.1, 1.8), 0.3: (1.7, 1.5), 0.1: (1.4, 1.2)}
-OP_AIMS = {10: 1.9, 1: 1.75, 0.1: 1.15}
+# by grain in ms: "keep" over one backward; "ahead", and a pool without options ("auto"), over the best order
+PYTHON_KEEP_AIMS = {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4}
+PYTHON_AIMS = {"ahead": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2}, "auto": {10: 1.9, 1: 1.6}}
+OP_AIMS = {"ahead": {10: 1.9, 1: 1.75, 0.1: 1.15}, "auto": {10: 1.7, 1: 1.45}}
 ADAPTIVE_AIM = (">=", 0.95)
 LIMIT = "loops at once"  # in as many processes, between which nothing travels
 BARE = "bare pool"  # see `speed.bare`
@@ -79,20 +80,25 @@ def microseconds(result: Measured) -> list[float]:
 
 def bench_python(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for ms in plan.grains_ms:
-        keep, ahead = PYTHON_AIMS.get(ms, (None, None))
-        yield from grain_figures("python", pools, plan, PYTHON, ms, keep, ahead)
+        yield from grain_figures("python", pools, plan, PYTHON, ms, PYTHON_KEEP_AIMS, PYTHON_AIMS)
 
 
 def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for ms in plan.grains_ms:
-        yield from grain_figures("op", pools, plan, OP, ms, None, OP_AIMS.get(ms))
+        yield from grain_figures("op", pools, plan, OP, ms, {}, OP_AIMS)
 
 
 def grain_figures(
-    name: str, pools: Pools, plan: Plan, work: Work, ms: float, keep_aim: float | None, ahead_aim: float | None
+    name: str,
+    pools: Pools,
+    plan: Plan,
+    work: Work,
+    ms: float,
+    keep_aims: Mapping[float, float],
+    aims: Mapping[str, Mapping[float, float]],
 ) -> Iterator[Figure]:
     function, items = items_of(work, ms / 1e3, plan.work_seconds)
-    loops = {"keep": pools.keep, "ahead": pools.ahead}
+    loops = {"keep": pools.keep, "ahead": pools.ahead, "auto": pools.default}
     limits = [Contender(LIMIT, partial(pools.loops.run, function))]
     if ms <= LONGEST_BARE:
         bare = {"keep": pools.bare, "ahead": pools.bare_ahead}
@@ -101,14 +107,18 @@ def grain_figures(
     row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
     yield from absolute(row, results.values())
     yield median_figure(row, f"{LIMIT} over the best order", ratios(best_order(results), results[LIMIT].seconds), "x")
-    aims = {"keep": (keep_aim, None), "ahead": (None, ahead_aim)}
     for graphs in loops:
-        over_one, over_best = (None if aim is None else (">=", aim) for aim in aims[graphs])
+        over_one = at_least(keep_aims.get(ms) if graphs == "keep" else None)
+        over_best = at_least(aims.get(graphs, {}).get(ms))
         mine = results[graphs].seconds
         yield median_figure(row, f"{graphs} over one backward", ratios(results["serial"].seconds, mine), "x", over_one)
         yield median_figure(row, f"{graphs} over the best order", ratios(best_order(results), mine), "x", over_best)
         if (theirs := results.get(f"{BARE}, {graphs}")) is not None:
             yield median_figure(row, f"{graphs} over the bare pool", ratios(theirs.seconds, mine), "x")
+
+
+def at_least(aim: float | None) -> tuple[str, float] | None:
+    return None if aim is None else (">=", aim)
 
 
 def side_by_side(

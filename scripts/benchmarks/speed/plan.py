@@ -97,3 +97,8 @@ class Pools:
     @cached_property
     def adaptive_ahead(self) -> mpgrad.Pool:
         return self._started(graphs="ahead")
+
+    @cached_property
+    def default(self) -> mpgrad.Pool:
+        """As it is for whoever gives no options: it learns which graphs to keep, and which calls to send."""
+        return self._started()

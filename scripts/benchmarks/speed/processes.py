@@ -147,7 +147,8 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
     infants = read_infants(script.DATA)
     parameters = scaled(torch.tensor(script.START, dtype=torch.float64))
-    loops: dict[str, script.Loop] = {"serial": script.serial, "keep": pools.keep.map, "ahead": pools.ahead.map}
+    pooled: dict[str, script.Loop] = {"keep": pools.keep.map, "ahead": pools.ahead.map, "auto": pools.default.map}
+    loops: dict[str, script.Loop] = {"serial": script.serial, **pooled}
     right = script.evaluate(script.serial, infants, parameters)
     for name, loop in loops.items():
         difference = float((script.evaluate(loop, infants, parameters).gradient - right.gradient).abs().max())
@@ -170,6 +171,6 @@ def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
     row = f"phenobarbital: {len(infants)} infants, objective and gradient"
     yield Figure(row, "serial", 1e3 * statistics.median(results["serial"]), "ms")
     yield median_figure(row, f"{LIMIT} over serial", ratios(results["serial"], results[LIMIT]), "x")
-    for name in ("keep", "ahead"):
+    for name in pooled:
         yield median_figure(row, name, [1e3 * value for value in results[name]], "ms")
         yield median_figure(row, f"{name} over serial", ratios(results["serial"], results[name]), "x", PHENOBARBITAL_AIM)
