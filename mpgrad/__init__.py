@@ -12,7 +12,8 @@ if _typing.TYPE_CHECKING:
 
     from mpgrad import nn, testing
     from mpgrad.advice.advising import advise
-    from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
+    from mpgrad.calls.result_iterator import ResultIterator
+    from mpgrad.calls.results import AsyncResult, DifferentiableFuture
     from mpgrad.cluster.options import Ray
     from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
     from mpgrad.derivatives.per_item import per_item_grad
@@ -47,7 +48,7 @@ _HOMES = {
     "Ray": "mpgrad.cluster.options",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
-    "ResultIterator": "mpgrad.calls.results",
+    "ResultIterator": "mpgrad.calls.result_iterator",
     "SharedMemoryError": "mpgrad.errors",
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",

@@ -7,44 +7,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
-from mpgrad.system import CGROUPS, PORTABLE, PROC
+from mpgrad.cgroups import own_cgroups, read_words
+from mpgrad.system import PORTABLE
 
-__all__ = ["CGROUPS", "MEMBERSHIP", "cgroup_folders", "cgroup_quota", "read_words", "usable_cpus"]
-
-MEMBERSHIP = PROC / "self/cgroup"
+__all__ = ["cgroup_quota", "usable_cpus"]
 
 
 def usable_cpus() -> int:
     """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
     if PORTABLE:
         return os.cpu_count() or 1
-    quota = cgroup_quota(CGROUPS, MEMBERSHIP) if MEMBERSHIP.exists() else math.inf
-    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota)))
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cgroup_quota(own_cgroups("cpu")))))
 
 
-def cgroup_quota(root: Path, membership: Path) -> float:
-    """CPU seconds per second that this process's cgroup and all above it allow; infinity where nothing limits them."""
-    return min((quota_of(folder) for folder in cgroup_folders(root, membership, "cpu")), default=math.inf)
-
-
-def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """Where the limits of `controller` for this process are: of its cgroup and of all above it, in versions 1 and 2."""
-    for line in membership.read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            base = root
-        elif controller in controllers.split(","):
-            base = root / controller
-        else:
-            continue
-        folder = base / group.lstrip("/")
-        for each in (folder, *folder.parents):
-            yield each
-            if each == base:
-                break
+def cgroup_quota(folders: Sequence[Path]) -> float:
+    """CPU seconds per second that all these cgroups allow; infinity where nothing limits them."""
+    return min(map(quota_of, folders), default=math.inf)
 
 
 def quota_of(folder: Path) -> float:
@@ -56,10 +37,3 @@ def quota_of(folder: Path) -> float:
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0])
     return math.inf
-
-
-def read_words(file: Path) -> list[str]:
-    try:
-        return file.read_text().split()
-    except OSError:  # this cgroup does not set it, or a container does not show it
-        return []

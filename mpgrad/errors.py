@@ -36,6 +36,16 @@ class PoolClosedError(ValueError):
     """The caller used a pool, or a graph that lives on its workers, after `close` or `terminate`.
 
     A `ValueError`, because `multiprocessing.Pool` raises that for the same mistake.
+
+    Example:
+        >>> import mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     pass
+        >>> try:
+        ...     pool.map(abs, [-1])
+        ... except mpgrad.PoolClosedError as error:
+        ...     print(error)
+        the pool is closed; make a new one, or call it inside the with block (with mpgrad.Pool() as pool: ...)
     """
 
 
@@ -49,6 +59,15 @@ class WorkerDiedError(BrokenProcessPool):
         phase: what the worker was doing: "forward", "backward" or "start".
         exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
         stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), else "".
+
+    Example:
+        >>> import os, mpgrad
+        >>> with mpgrad.Pool(processes=1, retries=0, send="always") as pool:
+        ...     try:
+        ...         pool.map(os._exit, [3])
+        ...     except mpgrad.WorkerDiedError as error:
+        ...         print(error.item, error.phase, error.exit_code)
+        0 forward 3
     """
 
     def __init__(
@@ -77,6 +96,15 @@ class CallTimeoutError(TimeoutError):
         phase: "forward" or "backward".
         seconds: the timeout.
         stack: the worker's Python stack, or "" where it could not write it (it was stopped, say).
+
+    Example:
+        >>> import time, mpgrad
+        >>> with mpgrad.Pool(processes=1, retries=0) as pool:
+        ...     try:
+        ...         pool.map(time.sleep, [60], timeout=0.1)
+        ...     except mpgrad.CallTimeoutError as error:
+        ...         print(error.item, error.phase, error.seconds)
+        0 forward 0.1
     """
 
     def __init__(self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "") -> None:
@@ -96,7 +124,18 @@ class CallTimeoutError(TimeoutError):
 
 
 class AncestorFailedError(RuntimeError):
-    """A call did not run, because one that was to give it an argument failed or was cancelled: see the `__cause__`."""
+    """A call did not run, because one that was to give it an argument failed or was cancelled: see the `__cause__`.
+
+    Example:
+        >>> import mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     failing = pool.submit(int, "x")
+        ...     try:
+        ...         pool.submit(abs, failing).result()
+        ...     except mpgrad.AncestorFailedError as error:
+        ...         print(error.__cause__)
+        invalid literal for int() with base 10: 'x'
+    """
 
 
 class SharedMemoryError(MemoryError):

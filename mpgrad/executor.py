@@ -24,7 +24,8 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import DifferentiableFuture, ResultIterator
+from mpgrad.calls.result_iterator import ResultIterator
+from mpgrad.calls.results import DifferentiableFuture
 from mpgrad.errors import RemoteTraceback
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress

@@ -35,6 +35,11 @@ class ReduceAdd:
     """Adds up the gradients of replicas: the backward of `replicate`.
 
     Source: libtorch's `torch/nn/parallel/data_parallel.h`.
+
+    Example:
+        >>> import torch, mpgrad.nn
+        >>> mpgrad.nn.ReduceAdd.apply([torch.ones(2), torch.ones(2)])
+        tensor([2., 2.])
     """
 
     @staticmethod
@@ -215,6 +220,13 @@ def parallel_apply(
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.parallel_apply`.
+
+    Example:
+        >>> import torch, mpgrad, mpgrad.nn
+        >>> with mpgrad.Pool(processes=2) as pool:
+        ...     modules = [torch.nn.Softmax(dim=0), torch.nn.ReLU()]
+        ...     mpgrad.nn.parallel_apply(modules, [torch.zeros(2), torch.tensor([-1.0, 1.0])], pool.workers)
+        [tensor([0.5000, 0.5000]), tensor([0., 1.])]
     """
     if devices is None:
         devices = [next(module.parameters()).device for module in modules]

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 from torch.autograd import Function
 
 from mpgrad.calls.device_choice import Device
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
+from mpgrad.calls.result_iterator import ResultIterator
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture
 from mpgrad.cluster.options import Ray
 from mpgrad.engines.kinds import EngineName, Wanted
 from mpgrad.place import PLACE
@@ -102,6 +103,7 @@ class Pool:
             one comes, or only a part of the backward is wanted, it is run again. Values and gradients are those of "keep";
             see docs/guarantees.md for the little that can be told. Not for functions that call a `torch.autograd.Function`
             or register hooks, nor under autocast or anomaly mode, with `retries=0`, or engines "thread" and "inline".
+            Near the memory limit of a container, workers drop graphs, and run these calls again when their backwards come.
             "keep": keep them, and run nothing ahead.
             "ahead": the backward of every loss runs ahead, with a gradient of one, and the graph goes; the caller's backward
             multiplies by the gradient that comes. Faster than "auto" where gradients change from map to map, and it takes
@@ -302,7 +304,14 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> list[Any]:
-        """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`."""
+        """``[func(*arguments) for arguments in iterable]`` on the workers; otherwise as `map`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     pool.starmap(torch.mul, [(torch.tensor(2.0), 3), (torch.tensor(4.0), 5)])
+            [tensor(6.), tensor(20.)]
+        """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run(func, Source.of_arguments(iterable), options)
 
@@ -328,7 +337,14 @@ class Pool:
         *,
         device: Device | None = None,
     ) -> Any:
-        """``func(*args, **kwds)`` on a worker."""
+        """``func(*args, **kwds)`` on a worker.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     pool.apply(torch.sum, (torch.ones(2, 3),), {"dim": 0})
+            tensor([2., 2., 2.])
+        """
         return self._submitter.run(func, Source.of_one(args, kwds), CallOptions(device=device))[0]
 
     @overload
@@ -375,7 +391,15 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool."""
+        """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     result = pool.map_async(torch.exp, [torch.zeros(1)])
+            ...     result.get()
+            [tensor([1.])]
+        """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(func, Source.of_items(iterable), options, callback, error_callback)
 
@@ -495,7 +519,17 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> ResultIterator[Any]:
-        """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs."""
+        """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> x = torch.ones(2, requires_grad=True)
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     for loss in pool.imap(lambda k: (k * x).sum(), range(3)):
+            ...         loss.backward()
+            >>> x.grad
+            tensor([3., 3.])
+        """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=True)
 
@@ -579,6 +613,13 @@ class Pool:
         Raises:
             ValueError: less than one; the engine is "inline"; or the pool has devices, which say how many workers there are.
             PoolClosedError: after `close` or `terminate`.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     pool.resize(2)
+            ...     pool.processes
+            2
         """
         if not self._options.traits.may_resize:
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
@@ -726,6 +767,14 @@ class Pool:
 
         Raises:
             Exception: the first failure of a call whose future or result nobody has asked for; it is then forgotten.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     futures = [pool.submit(abs, -k) for k in range(3)]
+            ...     pool.synchronize()
+            ...     [future.done() for future in futures]
+            [True, True, True]
         """
         self._scheduler.await_all()
         self._submitter.uncollected.surface()

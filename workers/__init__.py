@@ -12,6 +12,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     whereabouts, task_warnings, streams, failures, last_words    what the caller hears beside results
     stage, recorder                     how far a call has come; what a timeline hears
     surroundings, allocated             what tensors left behind; memory in use
+    memory_watch                        whether a limit of memory is near
 """
 
 if __name__ != "mpgrad.workers":

@@ -30,6 +30,7 @@ import torch
 from mpgrad.workers.allocated import memory_in_use
 from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import Edge, gradients_at, still_there
+from mpgrad.workers.memory_watch import MemoryWatch
 from mpgrad.workers.station import NO_DEVICES, DeviceMap
 
 from mpgrad.torch_state.vmap_levels import Level
@@ -70,14 +71,16 @@ class GraphEdges(NamedTuple):
 
 
 class GraphTable:
-    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted.
+    """The graphs that are here, by call. `trim` drops the largest beyond `limit` bytes, to be made again when they are wanted;
+    and, while the `watch` finds memory short, the older half.
 
     A call is in one of `_kept`, `_spent` and `_dropped`, or in none. With a limit of 0 none is kept, and nothing is measured.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, watch: MemoryWatch | None = None) -> None:
         self.nbytes = 0  # of those kept, where there is a limit
         self._limit = limit
+        self._watch = watch
         self._kept: dict[int, GraphEdges] = {}
         self._spent: dict[int, GraphEdges] = {}
         self._dropped: set[int] = set()  # the caller believes that they are here
@@ -123,8 +126,14 @@ class GraphTable:
         while self._limit and self.nbytes > self._limit:
             size, call = heapq.heappop(self._largest)
             if self._sizes.get(call) == -size:
-                self.release(call)
-                self._dropped.add(call)
+                self._drop(call)
+        if self._watch is not None and self._kept and self._watch.is_short():
+            for call in list(self._kept)[: (len(self._kept) + 1) // 2]:
+                self._drop(call)
+
+    def _drop(self, call: int) -> None:
+        self.release(call)
+        self._dropped.add(call)
 
     def miss(self, call: int) -> None:
         """It was never kept, and the caller believes that it was."""

@@ -20,7 +20,9 @@ from typing import NoReturn
 import torch
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import APPLIED, CHECKPOINTS, HOOKS
+from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.last_words import promise_last_words
+from mpgrad.workers.memory_watch import MemoryWatch
 from mpgrad.workers.station import NO_STATION, station
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.surroundings import SURROUNDINGS
@@ -90,7 +92,8 @@ def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack |
     except BaseException as error:
         link.send([StartFailed(failure(error, "initializer"))])
         return None
-    worker = Worker(number, link, start.graph_bytes, device)
+    graphs = GraphTable(start.graph_bytes, MemoryWatch() if start.spares_memory else None)
+    worker = Worker(number, link, graphs, device)
     worker.announce(os.getpid())
     return worker
 

@@ -54,14 +54,14 @@ __all__ = ["Worker"]
 class Worker:
     """The loop: takes each message to the part whose matter it is, and sends what that answers."""
 
-    def __init__(self, number: int, link: Link, graph_bytes: int | None, station: Station = NO_STATION) -> None:
+    def __init__(self, number: int, link: Link, graphs: GraphTable, station: Station = NO_STATION) -> None:
         self._link = link
         self._station = station
         self.before_answer: Callable[[], None] = lambda: None
         self._loans = loans = Loans(number, link, station)
         self._tracker = tracker = Tracker(loans.arena, None if link.shares_memory else self._tell_begun)
         self._warnings = task_warnings = TaskWarnings()
-        functions, graphs = FunctionTable(loans, station), GraphTable(graph_bytes)
+        functions = FunctionTable(loans, station)
         runner = CallRunner(loans, tracker, station)
         self._forward = forward = ForwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
         self._backward = backward = BackwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)

@@ -9,6 +9,6 @@ Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker a
     claims          results among the arguments of a call that other calls still have to give
     delivered_gradients   those of losses, which came with the results
     homes           where its autograd nodes find their graphs, and the replies that gates wait for
-    results         what the caller holds: AsyncResult, DifferentiableFuture, ResultIterator
+    results         what the caller holds: AsyncResult, DifferentiableFuture; result_iterator: what imap returns
     output          what tasks printed, logged and warned of
 """

@@ -9,27 +9,24 @@ import concurrent.futures
 import functools
 import itertools
 import logging
-import math
 import multiprocessing
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Failed
 from mpgrad.calls.output import report
-from mpgrad.calls.packing import PackedCall
 from mpgrad.calls.submitted import Submitted
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
 from mpgrad.torch_state.private import not_compiled
 from mpgrad.tracebacks import without_own_frames
 
-__all__ = ["AsyncResult", "DifferentiableFuture", "ResultIterator", "Uncollected"]
+__all__ = ["AsyncResult", "Desk", "DifferentiableFuture", "Uncollected"]
 
 R = TypeVar("R")
 
@@ -88,7 +85,15 @@ class Uncollected:
 
 
 class AsyncResult(Generic[R]):
-    """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`."""
+    """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     result = pool.apply_async(torch.add, (torch.ones(1), 2))
+        ...     result.get(timeout=60), result.successful()
+        (tensor([3.]), True)
+    """
 
     def __init__(
         self,
@@ -202,6 +207,15 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
     """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks for it.
 
     It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is there.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     future = pool.submit(torch.mul, x, 3)
+        ...     pool.submit(torch.sum, future).result().backward()
+        ...     future.done(), future.result(), x.grad
+        (True, tensor([3., 3.], grad_fn=<CallBackward>), tensor([3., 3.]))
     """
 
     def __init__(self, desk: Desk, operation: Submitted, uncollected: Uncollected) -> None:
@@ -332,117 +346,3 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
                 self.set_exception(ExceptionOfTask())  # and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
-
-
-class ResultIterator(Generic[R]):
-    """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them."""
-
-    def __init__(
-        self,
-        desk: Desk,
-        operation: Operation,
-        calls: Iterator[Callable[[], PackedCall]],
-        window: float,
-        ordered: bool,
-        on_awaited: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._desk = desk
-        self._operation = operation
-        self._calls = calls  # each packs one call
-        self._window = window
-        self._ordered = ordered
-        self._arrived: deque[int] = deque()
-        self._next = 0
-        self._source_error: BaseException | None = None
-        self._on_awaited = on_awaited
-        self._turn = threading.Lock()
-        arrived = self._arrived  # not self: the operation would keep the iterator alive
-        operation.on_outcome = arrived.append
-        operation.holder = weakref.ref(self)
-        self._is_abandoned = False
-        self._fill()
-
-    def __iter__(self) -> ResultIterator[R]:
-        return self
-
-    @not_compiled
-    def next(self, timeout: float | None = None) -> R:
-        """The next result.
-
-        Raises:
-            StopIteration: all results have been given.
-            multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked for again.
-            Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
-        """
-        with self._turn:  # several threads may share the iterator
-            if self._next == self._operation.added:
-                self._end()
-            there = self._is_there if self._ordered else lambda: bool(self._arrived)
-            try:
-                is_there = self._desk.wait_until(there, timeout)
-            except BaseException:  # KeyboardInterrupt, above all
-                self._abandon()
-                raise
-            if not is_there:
-                raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
-            index = self._next if self._ordered else self._arrived.popleft()
-            self._next += 1
-            self._fill()
-        value: R = self._operation.value(index)
-        return value
-
-    __next__ = next
-
-    def _is_there(self) -> bool:
-        return self._next in self._operation.outcomes
-
-    def _end(self) -> None:
-        self._on_awaited()
-        error, self._source_error = self._source_error, None
-        raise StopIteration if error is None else error
-
-    def _fill(self) -> None:
-        """Add calls until the window is full or the source is empty."""
-        try:
-            self._add_some()
-        except BaseException:  # as in `next`; the source's own exceptions do not come here
-            self._abandon()
-            raise
-
-    def _add_some(self) -> None:
-        """Have as many calls under way as the window allows; an error of their source is kept until its turn."""
-        before = self._operation.added, self._operation.sealed
-        wave = 1  # the workers begin with the first; the source may be slow
-        while not self._operation.sealed and self._operation.added - self._next < self._window:
-            try:
-                self._operation.add(next(self._calls)())
-            except StopIteration:
-                self._operation.sealed = True
-            except Exception as error:
-                self._source_error = error
-                self._operation.sealed = True
-            if self._operation.added - before[0] == wave:
-                wave *= 4
-                self._desk.admit(self._operation)
-        if (self._operation.added, self._operation.sealed) != before:
-            self._desk.admit(self._operation)
-
-    def _abandon(self) -> None:
-        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
-        self._is_abandoned = True
-
-    def _cancel_rest(self) -> None:
-        """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
-        if self._is_abandoned:
-            self._desk.call_off(self._operation)
-            return
-        self._operation.sealed = True
-        if not self._operation.has_ended:
-            self._desk.cancel_queued(self._operation)
-
-    def __del__(self) -> None:
-        if self._is_abandoned:
-            self._desk.call_off(self._operation)
-        # with a window without end, all is asked for, whether anybody looks at it or not
-        elif not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
-            self._desk.cancel(self._operation)

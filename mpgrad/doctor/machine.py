@@ -14,7 +14,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import mpgrad
 from mpgrad.doctor.findings import GIB, MIB, Finding, size_of
 
 try:
-    from mpgrad import cpus
+    from mpgrad import cgroups, cpus
 except Exception as error:  # whatever mpgrad finds amiss with the system, the page says it
     FAULT: Exception | None = error
 else:
@@ -119,7 +119,7 @@ def package(name: str, needed: bool) -> Finding:
 
 
 def usable() -> Finding:
-    quota = cpus.cgroup_quota(cpus.CGROUPS, cpus.MEMBERSHIP) if cpus.MEMBERSHIP.exists() else float("inf")
+    quota = cpus.cgroup_quota(cgroups.own_cgroups("cpu"))
     quota_told = "none" if quota == float("inf") else f"{quota:g}"
     detail = f"of the machine's {os.cpu_count()} (affinity: {len(own_cpus())}, cgroup quota: {quota_told})"
     count = cpus.usable_cpus()
@@ -217,42 +217,21 @@ def cgroup_limit() -> Finding:
     import psutil
 
     total = psutil.virtual_memory().total
-    folders = list(cpus.cgroup_folders(cpus.CGROUPS, cpus.MEMBERSHIP, "memory")) if cpus.MEMBERSHIP.exists() else []
-    return judged_limit([folder for folder in folders if memory_limit(folder) < total])
+    return judged_limit([folder for folder in cgroups.own_cgroups("memory") if cgroups.memory_limit(folder) < total])
 
 
 def judged_limit(folders: list[Path]) -> Finding:
     """`folders` are those that set a limit."""
     if not folders:
         return Finding("memory", "cgroup limit", "none")
-    limit, used = min(((memory_limit(each), memory_used(each)) for each in folders), key=lambda pair: pair[0] - pair[1])
+    pairs = [(cgroups.memory_limit(folder), cgroups.memory_used(folder)) for folder in folders]
+    limit, used = min(pairs, key=lambda pair: pair[0] - pair[1])
     told = f"{size_of(used)} in use; beyond the limit the kernel kills workers (SIGKILL)"
     finding = Finding("memory", "cgroup limit", round(limit / GIB, 1), "GiB", told)
     if limit - used >= LEAST_MEMORY:
         return finding
     remedy = "raise it (docker run --memory, --mem in a batch system), or use fewer workers"
     return amiss(finding, f"only {size_of(max(0, limit - used))} of it are left", remedy)
-
-
-def memory_limit(folder: Path) -> float:
-    """In bytes: `memory.max` in version 2, `memory.limit_in_bytes` in version 1."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        words = cpus.read_words(folder / name)
-        if words and words[0] != "max":
-            return int(words[0])
-    return float("inf")
-
-
-def memory_used(folder: Path) -> int:
-    """In bytes, without the file cache that the kernel gives up when memory is wanted."""
-    used = next((int(words[0]) for words in both(folder, "memory.current", "memory.usage_in_bytes") if words), 0)
-    words = cpus.read_words(folder / "memory.stat")
-    counts = dict(zip(words[::2], words[1::2], strict=False))
-    return max(0, used - int(counts.get("total_inactive_file", counts.get("inactive_file", "0"))))
-
-
-def both(folder: Path, *names: str) -> Iterator[list[str]]:
-    return (cpus.read_words(folder / name) for name in names)
 
 
 def shared_folder() -> Finding | None:
@@ -282,7 +261,7 @@ def judged_folder(folder: Path, portable: bool) -> Finding:
 
 def overcommit() -> Finding | None:
     """Worth a line where the system counts what is promised, and not only what is used."""
-    if cpus.read_words(KERNEL_SETTINGS / "overcommit_memory") != ["2"]:
+    if cgroups.read_words(KERNEL_SETTINGS / "overcommit_memory") != ["2"]:
         return None
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
@@ -331,8 +310,8 @@ def processes() -> Finding | None:
         used = threads_of_user()
         left = soft - used
         told.append(f"{soft} for this user, {used} in use")
-    for folder in cpus.cgroup_folders(cpus.CGROUPS, cpus.MEMBERSHIP, "pids") if cpus.MEMBERSHIP.exists() else ():
-        most, now = cpus.read_words(folder / "pids.max"), cpus.read_words(folder / "pids.current")
+    for folder in cgroups.own_cgroups("pids"):
+        most, now = cgroups.read_words(folder / "pids.max"), cgroups.read_words(folder / "pids.current")
         if most and most != ["max"] and now:
             left = min(left, int(most[0]) - int(now[0]))
             told.append(f"{most[0]} in this cgroup, {now[0]} in use")

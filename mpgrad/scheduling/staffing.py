@@ -70,7 +70,9 @@ class Staff:
         self._understaffed_since: float | None = None
 
     def fill(self) -> None:
-        """Have as many workers as there should be, apart from those that only keep graphs."""
+        """Have as many workers as there should be, apart from those that only keep graphs; after the end, none."""
+        if self._life.has_ended:
+            return
         self.again_at = math.inf
         active = [worker for worker in self._workers.values() if not worker.retiring]
         try:
@@ -109,6 +111,7 @@ class Staff:
             settings.initializer,
             settings.threads,
             settings.graph_bytes,
+            settings.spares_memory,
             lowest_log_level(),
             list(sys.path),
             list(sys.argv),

@@ -116,7 +116,10 @@ class PoolOptions:
 
     @property
     def guesses(self) -> bool:
-        """Whether backwards that can be guessed are run ahead: where hooks are noticed, and a graph can be made again."""
+        """Whether backwards that can be guessed are run ahead: where hooks are noticed, and a graph can be made again.
+
+        There graphs are dropped, too, when memory is about to end.
+        """
         return self.graphs == "auto" and self.traits.is_process and self.retries > 0
 
     @property
@@ -159,6 +162,7 @@ class PoolOptions:
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
             graph_bytes=0 if self.graphs == "recompute" else graph_bytes,
+            spares_memory=self.guesses,
             devices=codes,
             in_process=not is_process,
             ahead=self.runs_ahead,

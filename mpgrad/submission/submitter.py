@@ -17,7 +17,8 @@ import torch
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, Shared, pickled_function
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
+from mpgrad.calls.result_iterator import ResultIterator
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, Uncollected
 from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held
 from mpgrad.progress import Progress, Reporter, Standing, reported

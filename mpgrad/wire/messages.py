@@ -139,12 +139,14 @@ class Direct(NamedTuple):
 class Start(NamedTuple):
     """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent.
 
-    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no limit.
+    Graphs that take more than `graph_bytes` together are dropped, the largest first; None for no limit. `spares_memory`: others
+    are dropped, too, when memory is about to end.
     """
 
     initializer: bytes
     threads: int
     graph_bytes: int | None
+    spares_memory: bool
     log_level: int
     path: list[str]
     argv: list[str]

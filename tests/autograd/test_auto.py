@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import first_are_quick, passes_with
+from mpgrad.workers import memory_watch
 
 import mpgrad
 from mpgrad.scheduling.gradient_sender import GradientSender
@@ -239,3 +240,63 @@ def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
 @pytest.mark.parametrize("name", ["captures", "higher_order", "spent"])
 def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one(name: str) -> None:
     passes_with(HERE / "losses_get_one.py", name)
+
+
+# --- memory that is about to end
+
+
+def limited(folder: Path, used: int) -> None:
+    """As a control group of 1000 bytes shows itself, of which so many are used."""
+    (folder / "memory.max").write_text("1000\n")
+    (folder / "memory.current").write_text(f"{used + 50}\n")
+    (folder / "memory.stat").write_text("anon 7\ninactive_file 50\n")
+
+
+@pytest.mark.quick
+def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_watch, "EVERY", 0.0)
+    assert not memory_watch.MemoryWatch([]).is_short()
+    assert not memory_watch.MemoryWatch([tmp_path / "without a limit"]).is_short()
+    limited(tmp_path, 900)
+    watch = memory_watch.MemoryWatch([tmp_path])
+    assert not watch.is_short()
+    limited(tmp_path, 901)
+    assert watch.is_short()
+    monkeypatch.setattr(memory_watch, "EVERY", 100.0)
+    assert watch.is_short() and not watch.is_short()  # it has just looked
+
+
+@pytest.mark.parametrize(("options", "runs"), [({}, 24), ({"graphs": "keep"}, 12), ({"retries": 0}, 12)], ids=str)
+def test_graphs_are_dropped_when_memory_is_short(
+    nursery: mpgrad.Pool, tmp_path: Path, options: dict[str, Any], runs: int
+) -> None:
+    """Half of those that are there, after each call: in the end all were dropped once."""
+    folder, begun = tmp_path / "cgroup", tmp_path / "begun"
+    folder.mkdir()
+
+    def initializer() -> None:
+        memory_watch.own_cgroups = lambda _: [folder]  # type: ignore[attr-defined]
+        memory_watch.EVERY = 0.0
+
+    def function(x: Tensor) -> Tensor:
+        with begun.open("a") as file:
+            file.write(".")
+        return loss(x)
+
+    def step(pool: mpgrad.Pool) -> list[Tensor | None]:
+        xs = items()
+        begun.write_text("")
+        return gradients(pool.map(function, xs, chunksize=1), xs, mean)
+
+    limited(folder, 500)
+    xs = items()
+    expected = gradients([loss(x) for x in xs], xs, mean)
+    with mpgrad.Pool(1, initializer=initializer, deterministic=True, **options) as pool:
+        assert all(map(same, step(pool), expected)) and len(begun.read_text()) == 12
+        limited(folder, 950)
+        assert all(map(same, step(pool), expected))
+        assert len(begun.read_text()) == runs
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)

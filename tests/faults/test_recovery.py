@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import signal
 import sys
@@ -555,6 +556,14 @@ def test_a_released_graph_takes_its_input_with_it(nursery: mpgrad.Pool) -> None:
 
 
 # --- workers that come and go
+
+
+def test_resize_just_before_the_end(nursery: mpgrad.Pool) -> None:
+    """A worker was started after the end, whose pipe nobody closed."""
+    for _ in range(10):
+        with mpgrad.Pool(1) as pool:
+            pool.resize(2)
+    gc.collect()  # an unclosed socket warns then
 
 
 def test_resize_while_graphs_are_held(nursery: mpgrad.Pool) -> None:

@@ -572,7 +572,7 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
     from mpgrad.scheduling.chunks import Chunk
     from mpgrad.scheduling.under_way import UnderWay
-    from mpgrad.wire.messages import Whereabouts
+    from mpgrad.wire.asides import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
@@ -597,7 +597,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery
     from mpgrad.scheduling.worker_handle import WorkerHandle
-    from mpgrad.wire.messages import Whereabouts
+    from mpgrad.wire.asides import Whereabouts
 
     operation: Any = types.SimpleNamespace(limit=9)
     worker = WorkerHandle(1, None)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import pytest
 from conftest import gone
 
 import mpgrad
-from mpgrad import cpus
+from mpgrad import cgroups
 from mpgrad.__main__ import main
 from mpgrad.doctor import machine, steps, trial
 from mpgrad.doctor.findings import GIB, MIB, Finding, as_json, found_by, page, works
@@ -370,12 +370,12 @@ def test_memory_of_cgroups(version: int, tmp_path: Path) -> None:
     (tmp_path / limit).write_text(str(4 * GIB))
     (tmp_path / used).write_text(str(3 * GIB + 512 * MIB))
     (tmp_path / "memory.stat").write_text(f"anon 5\n{cache} {GIB}\n")
-    assert machine.memory_limit(tmp_path) == 4 * GIB
+    assert cgroups.memory_limit(tmp_path) == 4 * GIB
     finding = machine.judged_limit([tmp_path])
     assert finding.value == 4.0 and finding.detail.startswith("2.5 GiB in use") and not finding.problem
     (tmp_path / limit).write_text(str(3 * GIB))
     assert machine.judged_limit([tmp_path]).problem == "only 512 MiB of it are left"
-    assert machine.memory_limit(tmp_path / "none") == float("inf")
+    assert cgroups.memory_limit(tmp_path / "none") == float("inf")
     assert machine.judged_limit([]).value == "none"
 
 
@@ -384,7 +384,7 @@ def test_cgroups_above_count(tmp_path: Path) -> None:
     membership.write_text("4:cpu,memory:/a/b\n3:pids:/c\n0::/d\n")
     version_1, version_2 = tmp_path / "memory", tmp_path
     expected = [version_1 / "a" / "b", version_1 / "a", version_1, version_2 / "d", version_2]
-    assert list(cpus.cgroup_folders(tmp_path, membership, "memory")) == expected
+    assert list(cgroups.cgroup_folders(tmp_path, membership, "memory")) == expected
 
 
 def test_the_folder_of_named_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,38 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pages.py"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PROGRAMS = [page for page in PAGES if "\n```python\n" in page.read_text()]
-FIRST = {"index.md"}  # what most people read first; the others are slow, because each starts a pool of its own
+FIRST = ROOT / "docs" / "index.md"
+AT_ONCE = 2  # programs, of which each imports torch and starts a pool
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT / "docs"))
 
 
-def marked(page: Path) -> Any:
-    return pytest.param(page, id=name_of(page), marks=() if page.name in FIRST else pytest.mark.slow)
+def test_the_program_of_the_first_page(script: Any, tmp_path: Path) -> None:
+    script.run(FIRST, tmp_path)
 
 
-@pytest.mark.parametrize("page", [marked(page) for page in PROGRAMS])
-def test_the_program_of_a_page(script: Any, page: Path, tmp_path: Path) -> None:
-    if absent := script.missing(page):
-        pytest.skip(f"needs {', '.join(absent)}: pip install 'mpgrad[docs]'")
-    script.run(page, tmp_path)
+@pytest.mark.slow
+def test_the_programs_of_all_other_pages(script: Any, tmp_path: Path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # each program has a limit of its own
+    absent = {page: packages for page in PROGRAMS if (packages := script.missing(page))}
+    mistakes: list[str] = []
+
+    def run(page: Path) -> None:
+        folder = tmp_path / name_of(page).replace("/", "-")
+        folder.mkdir()
+        try:
+            script.run(page, folder)
+        except script.MistakeError as error:
+            mistakes.append(str(error))
+
+    with ThreadPoolExecutor(AT_ONCE) as executor:
+        list(executor.map(run, [page for page in PROGRAMS if page != FIRST and page not in absent]))
+    assert not mistakes, "\n\n".join(mistakes)
+    if absent:
+        told = [f"{name_of(page)} needs {', '.join(packages)}" for page, packages in absent.items()]
+        pytest.skip(f"not run: {'; '.join(told)} (pip install 'mpgrad[docs]')")
 
 
 @pytest.mark.quick

@@ -261,6 +261,9 @@ def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
 
 DOCUMENTED = [
     mpgrad.advice.advising,
+    mpgrad.calls.result_iterator,
+    mpgrad.calls.results,
+    mpgrad.errors,
     mpgrad.pool,
     mpgrad.derivatives.jacobians,
     mpgrad.executor,

@@ -1,0 +1,38 @@
+"""Whether memory is about to end where its limit kills: that of the control groups that this worker is in.
+
+Graphs that are kept are what a worker can do without: the calls are run again when their backwards come.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpgrad.cgroups import memory_limit, memory_used, own_cgroups
+
+__all__ = ["MemoryWatch"]
+
+NEAR = 0.85  # of a limit, which caller and workers share; the file cache has been left out. A call takes more while it runs
+FAR = 0.6  # up to here
+SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms, far from a limit and behind that
+
+
+class MemoryWatch:
+    def __init__(self, folders: Sequence[Path] | None = None) -> None:
+        """`folders`: of the control groups; None for this process's own. Those that limit nothing now are left out."""
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found = own_cgroups("memory") if folders is None else folders
+        self._folders = [folder for folder in found if memory_limit(folder) < there]
+        self._next = 0.0 if self._folders else math.inf  # when to look again, on the clock of time.monotonic
+
+    def is_short(self) -> bool:
+        """Looks, unless it has looked a moment ago: then nothing is said to be short."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        used = max(memory_used(folder) / memory_limit(folder) for folder in self._folders)
+        self._next = now + (SELDOM if used < FAR else OFTEN)
+        return used > NEAR
