@@ -14,8 +14,11 @@ MEMBERSHIP = PROC / "self/cgroup"
 
 
 def own_cgroups(controller: str) -> list[Path]:
-    """Where limits of `controller` for this process may be; nowhere on other systems."""
-    return [] if PORTABLE or not MEMBERSHIP.exists() else list(cgroup_folders(CGROUPS, MEMBERSHIP, controller))
+    """Where limits of `controller` for this process may be; nowhere on other systems, and where that cannot be read."""
+    try:
+        return [] if PORTABLE else list(cgroup_folders(CGROUPS, MEMBERSHIP, controller))
+    except (OSError, ValueError):
+        return []
 
 
 def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
@@ -48,8 +51,9 @@ def memory_used(folder: Path) -> int:
     """In bytes, without the file cache that the kernel gives up when memory is wanted."""
     words = read_words(folder / "memory.current") or read_words(folder / "memory.usage_in_bytes") or ["0"]
     stat = read_words(folder / "memory.stat")
-    counts = dict(zip(stat[::2], stat[1::2], strict=False))
-    return max(0, int(words[0]) - int(counts.get("total_inactive_file", counts.get("inactive_file", "0"))))
+    counts = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
+    cache = [counts.get(f"total_{kind}", counts.get(kind, 0)) for kind in ("active_file", "inactive_file")]
+    return max(0, int(words[0]) - sum(cache))
 
 
 def read_words(file: Path) -> list[str]:

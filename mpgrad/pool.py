@@ -82,7 +82,8 @@ class Pool:
             threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`. "ray":
             processes on the machines of a Ray cluster; `processes` None is then as many as these have CPUs, and changes with
             the machines.
-        threads_per_worker: intra-op threads of each worker process.
+        threads_per_worker: PyTorch's intra-op threads of each worker process. Other libraries (OpenBLAS, OpenMP) take one
+            there, or as many as their variables say, such as OPENBLAS_NUM_THREADS.
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
             ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
             dies is replaced by one on the same device. Engines "process" and "stream" only.
@@ -519,7 +520,9 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> ResultIterator[Any]:
-        """`map` as an iterator: results in order, each as soon as it is there; takes only as many items as it needs.
+        """`map` as an iterator: results in order, each as soon as it is there.
+
+        It takes up to 16 chunks for each worker from `iterable` at once, and then one with each result, in your thread.
 
         Example:
             >>> import torch, mpgrad

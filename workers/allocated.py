@@ -8,7 +8,7 @@ from typing import Any
 
 from mpgrad.system import PORTABLE, resident_bytes
 
-__all__ = ["memory_in_use"]
+__all__ = ["give_back", "memory_in_use"]
 
 
 class Mallinfo(ctypes.Structure):
@@ -30,9 +30,16 @@ LIBC = ctypes.CDLL(None)
 MALLINFO: Any = None if PORTABLE else getattr(LIBC, "mallinfo2", None)  # glibc from 2.33 on
 if MALLINFO is not None:
     MALLINFO.restype = Mallinfo
+MALLOC_TRIM: Any = None if PORTABLE else getattr(LIBC, "malloc_trim", None)  # glibc's
 MSTATS: Any = getattr(LIBC, "mstats", None) if PORTABLE else None  # macOS
 if MSTATS is not None:
     MSTATS.restype = Mstats
+
+
+def give_back() -> None:
+    """To the system, what was freed and the allocator keeps; where it can be told to."""
+    if MALLOC_TRIM is not None:
+        MALLOC_TRIM(0)
 
 
 def memory_in_use() -> int:

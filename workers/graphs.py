@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from mpgrad.workers.allocated import memory_in_use
+from mpgrad.workers.allocated import give_back, memory_in_use
 from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import Edge, gradients_at, still_there
 from mpgrad.workers.memory_watch import MemoryWatch
@@ -130,6 +130,7 @@ class GraphTable:
         if self._watch is not None and self._kept and self._watch.is_short():
             for call in list(self._kept)[: (len(self._kept) + 1) // 2]:
                 self._drop(call)
+            give_back()
 
     def _drop(self, call: int) -> None:
         self.release(call)

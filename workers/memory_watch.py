@@ -17,7 +17,7 @@ __all__ = ["MemoryWatch"]
 
 NEAR = 0.85  # of a limit, which caller and workers share; the file cache has been left out. A call takes more while it runs
 FAR = 0.6  # up to here
-SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms, far from a limit and behind that
+SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, and from there on
 
 
 class MemoryWatch:

@@ -30,7 +30,7 @@ class Way:
 
     def __str__(self) -> str:
         workers = f"pool of {self.processes}" if self.name == "pool" else self.name
-        return f"{workers:<14}{length_of(self.seconds):>12}{self.speed_up:>8.2f}   {'measured' if self.measured else 'model'}"
+        return f"{workers:<14}{length_of(self.seconds):>12}{self.speed_up:>10.2f}   {'measured' if self.measured else 'model'}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Advice:
             f"{size_of(self.capture_bytes)} captures a map",
             f"start      {length_of(self.start_seconds)}, once",
             "",
-            f"{'all items':<14}{'time':>12}{'speed-up':>8}",
+            f"{'all items':<14}{'time':>12}{'speed-up':>10}",
             *map(str, self.ways),
         ]
         for each in self.obstacles:

@@ -8,7 +8,7 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
-                   ("limit", worker, chunk, seconds for each of its calls)
+                   ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
                    ("overrun", worker, chunk, position)
@@ -49,6 +49,7 @@ MOST_WAITING = 2  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
+AMID_FRAME = 0.01  # seconds until it is looked again whether a call takes too long of which a frame is on its way
 
 
 class Hello(NamedTuple):
@@ -126,8 +127,8 @@ class SiteWorker(Pipe):
         self._last_words: int | None = None  # a pipe
         self.has_started = False  # the first frame, which is its `Start`, was sent
         self.lacking: Pieces = []  # as it was told
-        self.limits: dict[int, float] = {}  # seconds for each call of a chunk, by chunk, in the order in which they were sent
-        self.heard_at = 0.0  # or told of a limit last, on the clock of time.monotonic
+        self.limits: dict[int, float] = {}  # seconds for each call of a chunk that is not answered, by chunk, in that order
+        self.heard_at = 0.0  # on the clock of time.monotonic; or when the limits last changed
         self.overrun: tuple[int, int] | None = None  # chunk and position of a call that takes too long, once that was said
         self.alarm: asyncio.TimerHandle | None = None
 
@@ -146,7 +147,7 @@ class SiteWorker(Pipe):
                 os.close(descriptor)
 
     def next_overrun(self) -> tuple[int, int, float]:
-        """The first chunk with a limit that is not answered, the call that it is at, and when that will have taken too long.
+        """The first chunk with a limit, the call that it is at, and when that will have taken too long.
 
         The position is -1 where it has not begun that chunk. Only who has sent it knows whether it has something else to do.
         """
@@ -237,10 +238,7 @@ class Site:
                 if (whereabouts := self._workers[number].whereabouts) is not None:
                     whereabouts[place] = chunk
             case "limit" if rest[0] in self._workers:
-                number, chunk, seconds = rest
-                self._workers[number].limits[chunk] = seconds
-                self._workers[number].heard_at = time.monotonic()
-                self._keep_time(number)
+                self._set_limit(*rest)
             case "kill" if rest[0] in self._workers:
                 self._launcher.kill(*rest)
             case "watch" if rest[0] in self._workers:
@@ -322,16 +320,26 @@ class Site:
         if worker.limits:
             self._keep_time(number)
 
+    def _set_limit(self, number: int, chunk: int, seconds: float | None) -> None:
+        worker = self._workers[number]
+        worker.heard_at = time.monotonic()
+        if seconds is None:
+            worker.limits.pop(chunk, None)
+        else:
+            worker.limits[chunk] = seconds
+        self._look_at_clock(number)
+
     def _keep_time(self, number: int) -> None:
         """Say which call of the worker takes too long, by the clock of this machine, or look again when it will have."""
         worker = self._workers[number]
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
-        if moment == math.inf or worker.overrun == (chunk, position):
+        if moment == math.inf or worker.overrun == (chunk, position):  # there is nothing to watch, or it has been said
             return
-        if (left := moment - time.monotonic()) > 0:
-            worker.alarm = self._loop.call_later(left, self._look_at_clock, number)
+        left = moment - time.monotonic()
+        if left > 0 or worker.is_receiving:  # what comes may be its answer
+            worker.alarm = self._loop.call_later(max(left, AMID_FRAME), self._look_at_clock, number)
         else:
             worker.overrun = chunk, position
             self._say("overrun", number, chunk, position)

@@ -345,7 +345,7 @@ class SiteLink:
     def skip(self, place: int, chunk: int) -> None:
         self.site.tell("skip", self.number, place, chunk)
 
-    def limit(self, chunk: int, seconds: float) -> None:
+    def limit(self, chunk: int, seconds: float | None) -> None:
         self.site.tell("limit", self.number, chunk, seconds)
 
     def kill(self, by: int = signal.SIGKILL) -> None:

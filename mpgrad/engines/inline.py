@@ -69,7 +69,7 @@ class Loopback:
     def skip(self, place: int, chunk: int) -> None:
         """Both ends look at the same memory."""
 
-    def limit(self, chunk: int, seconds: float) -> None:
+    def limit(self, chunk: int, seconds: float | None) -> None:
         """The worker's clock is ours."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:

@@ -75,14 +75,26 @@ def enter_process(module: str, function: str, *arguments: Any) -> None:
     enter(module, function, *arguments)
 
 
+THREAD_VARIABLES = (  # else each worker's NumPy takes all CPUs; they are read when the libraries are loaded
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
 def program(module: str, function: str, end: socket.socket, *numbers: int) -> subprocess.Popen[bytes]:
     """A fresh interpreter that calls an entry point of the workers' side with its end of a pipe, and `numbers`."""
     arguments = ", ".join(map(str, (end.fileno(), *numbers)))
     boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
+    environment = {**dict.fromkeys(THREAD_VARIABLES, "1"), **os.environ}  # for PyTorch, workers are told how many
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return subprocess.Popen(
         [sys.executable, *flags, "-c", boot, *sys.path],
         pass_fds=[end.fileno()],
+        env=environment,
         cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers

@@ -70,8 +70,8 @@ class WorkerLink(Link, Protocol):
         """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where nobody can."""
         ...
 
-    def limit(self, chunk: int, seconds: float) -> None:
-        """Each call of the chunk, which is sent next, may take so many seconds; where the link `keeps_time`."""
+    def limit(self, chunk: int, seconds: float | None) -> None:
+        """Each call of the chunk, which is sent next, may take so many seconds; None: it is answered. Where it `keeps_time`."""
         ...
 
     def kill(self, by: int = signal.SIGKILL) -> None:

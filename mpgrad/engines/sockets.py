@@ -51,7 +51,7 @@ class SocketLink(Channel):
     def skip(self, place: int, chunk: int) -> None:
         """Nothing but bytes passes, and these are read when the worker has done what it is at."""
 
-    def limit(self, chunk: int, seconds: float) -> None:
+    def limit(self, chunk: int, seconds: float | None) -> None:
         """The worker's clock is ours."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:

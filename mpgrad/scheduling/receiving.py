@@ -88,12 +88,12 @@ class Receiver:
                 case Results():
                     self._results(worker, message, frame.payload)
                 case Gradients():
-                    chunk = worker.under_way.take(message.chunk)
+                    chunk = worker.take(message.chunk)
                     self.backwards_done += sum(not isinstance(each, Missing) for each in message.outcomes)
                     self._codes.note_backwards(chunk.gradients, message.seconds)
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():
-                    self._answers.collected(worker, worker.under_way.take(message.chunk), message, frame.payload)
+                    self._answers.collected(worker, worker.take(message.chunk), message, frame.payload)
                 case NewSlab() if message.handle is not None and self._memory.crossing is not None:
                     self._memory.crossing.attach(worker, message, self._memory.lenders)
                 case NewSlab():
@@ -155,7 +155,7 @@ class Receiver:
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
         """Measured, delivered; calls that were called off go back to the queue."""
-        chunk = worker.under_way.take(message.chunk)
+        chunk = worker.take(message.chunk)
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)

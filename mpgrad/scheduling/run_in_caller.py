@@ -35,8 +35,9 @@ from mpgrad.pickling.uses import LIBRARIES, is_own
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.notes import Laps
 from mpgrad.torch_state.modes import TURNS, RandomState
-from mpgrad.torch_state.private import SharedHooks, saved_tensor_hooks
+from mpgrad.torch_state.private import SharedHooks, dual_level_is_active, have_plain_memory, saved_tensor_hooks
 from mpgrad.transforms import may_be_followed
+from mpgrad.wire.tensor_packing import are_alike
 from mpgrad.wire.tensor_refs import are_distinct_tensors, check_carriable
 
 __all__ = ["AdaptiveMap", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
@@ -44,6 +45,8 @@ __all__ = ["AdaptiveMap", "LocalFunction", "UnusualError", "is_at_rest", "may_ru
 HERE_SECONDS = 0.02  # of calls, before their cost is looked at again
 FIRST_CALLS = 16  # of a function whose cost is not known; more for many workers
 CALLS_AT_ONCE = 256
+CALLS_TOGETHER = 32  # for which copies are made before the first one runs
+MOST_COPIED = 1 << 20  # bytes of these copies
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
 MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
 NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
@@ -233,10 +236,10 @@ class LocalFunction:
         end = time.perf_counter() + seconds
         self._border.close()
         try:
-            for args, kwargs in calls:
-                results.append(self._call(args, kwargs))
-                if time.perf_counter() > end:
-                    break
+            while len(results) < len(calls) and (not results or time.perf_counter() <= end):
+                some = calls[len(results) : len(results) + CALLS_TOGETHER]
+                tensors = None if self._may_reach or self._leads_out else lone_tensors(some)
+                results += [self._call(*some[0])] if tensors is None else self._calls(tensors, end)
             self._check_captures()
         except (UnusualError, KeyboardInterrupt):
             random.put_back()
@@ -268,6 +271,24 @@ class LocalFunction:
             value = target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
+
+    def _calls(self, tensors: Sequence[torch.Tensor], end: float) -> list[Any]:
+        """As `_call` for the first of these tensors, for as many as are begun before `end`; looks at all of them at once."""
+        copies = private_all(tensors, self._border)
+        results: list[Any] = []
+        for copy in copies:
+            value = self._target(copy)
+            results.append(value if type(value) is torch.Tensor else self._result(value))
+            if time.perf_counter() > end:
+                break
+        if any(copy._version for copy in copies):
+            check_unwritten(tensors, copies)
+        plain = [value for value in results if type(value) is torch.Tensor]
+        is_cut_off = not self._is_followed and any(value.requires_grad for value in plain)
+        if is_cut_off or self._memories or not have_plain_memory(plain) or dual_level_is_active():
+            for value in plain:
+                self._check_result(value)
+        return results
 
     def _target_for(self, tensors: Sequence[torch.Tensor], along: bytes = b"") -> Callable[..., Any]:
         """For a call that is given these; code may stand `along` with them in their pickle."""
@@ -373,6 +394,24 @@ def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> 
     if copy.grad_fn is not None:
         border.watch(copy)
     return copy
+
+
+def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
+    """The only argument of each call, where these are plain tensors, without gaps in their memory, and not large."""
+    found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
+    tensors = are_alike(found) if len(found) == len(calls) and not dual_level_is_active() else None
+    return None if tensors is None or sum([each.nbytes for each in tensors]) > MOST_COPIED else tensors
+
+
+def private_all(tensors: Sequence[torch.Tensor], border: Border) -> list[torch.Tensor]:
+    """Likewise for those that have been looked at: see `lone_tensors`."""
+    if torch.is_grad_enabled():
+        copies = [tensor.clone() for tensor in tensors]
+        for copy in copies:
+            if copy.grad_fn is not None:
+                border.watch(copy)
+        return copies
+    return [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
 def check_unwritten(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ Guarantees: each call added to an operation gets one outcome, each backward one 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 
 from mpgrad.calls.operations import Operation
+from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
 from mpgrad.errors import InternalError
 from mpgrad.memory.accelerator import name_of
@@ -371,9 +373,9 @@ class Scheduler(ABC):
                     chunk.fail_replies(reason)
                 for worker in gone:
                     self.staff.rescue(worker)
-                self.memory.close()
             finally:
                 self._settle()
+                self.memory.close()
 
     def _settle(self) -> None:
         """After the end: answer what came too late. Runs in whichever thread finds it, perhaps in several."""
@@ -382,7 +384,10 @@ class Scheduler(ABC):
                 order = self.inbox.popleft()
             except IndexError:
                 break
-            order()
+            try:
+                order()
+            except BaseException:  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
+                report(logging.ERROR, "an order that came too late failed", with_traceback=True)
         for operation in list(self.admissions.unfinished):
             operation.fail(self.life.ended or InternalError("settled before the end"))
             self.admissions.unfinished.pop(operation, None)

@@ -158,6 +158,13 @@ class WorkerHandle:
         if chunk.timeout is not None:
             self.link.limit(number, chunk.timeout)
 
+    def take(self, number: int) -> Chunk:
+        """A chunk that is answered."""
+        chunk = self.under_way.take(number)
+        if chunk.timeout is not None:
+            self.link.limit(number, None)
+        return chunk
+
     def transmit(self, messages: list[Message], payload: Payload) -> None:
         """Send `messages` and all news.
 

@@ -150,6 +150,11 @@ class Pipe:
         room.register(self._socket, select.POLLOUT)
         room.poll()
 
+    @property
+    def is_receiving(self) -> bool:
+        """A part of a frame has come, and not all."""
+        return self._body is not None or bool(self._incoming)
+
     def receive_raw(self) -> RawFrame | None:
         """The next frame; None where an end that does not block has no whole one yet, and should wait until there is more.
 

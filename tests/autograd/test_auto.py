@@ -249,20 +249,21 @@ def limited(folder: Path, used: int) -> None:
     """As a control group of 1000 bytes shows itself, of which so many are used."""
     (folder / "memory.max").write_text("1000\n")
     (folder / "memory.current").write_text(f"{used + 50}\n")
-    (folder / "memory.stat").write_text("anon 7\ninactive_file 50\n")
+    (folder / "memory.stat").write_text("anon 7\ninactive_file 20\nactive_file 30\n")
 
 
 @pytest.mark.quick
 def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_watch, "EVERY", 0.0)
+    monkeypatch.setattr(memory_watch, "SELDOM", 0.0)
+    monkeypatch.setattr(memory_watch, "OFTEN", 0.0)
     assert not memory_watch.MemoryWatch([]).is_short()
     assert not memory_watch.MemoryWatch([tmp_path / "without a limit"]).is_short()
-    limited(tmp_path, 900)
+    limited(tmp_path, 850)
     watch = memory_watch.MemoryWatch([tmp_path])
     assert not watch.is_short()
-    limited(tmp_path, 901)
+    limited(tmp_path, 851)
     assert watch.is_short()
-    monkeypatch.setattr(memory_watch, "EVERY", 100.0)
+    monkeypatch.setattr(memory_watch, "OFTEN", 100.0)
     assert watch.is_short() and not watch.is_short()  # it has just looked
 
 
@@ -276,7 +277,7 @@ def test_graphs_are_dropped_when_memory_is_short(
 
     def initializer() -> None:
         memory_watch.own_cgroups = lambda _: [folder]  # type: ignore[attr-defined]
-        memory_watch.EVERY = 0.0
+        memory_watch.SELDOM = memory_watch.OFTEN = 0.0
 
     def function(x: Tensor) -> Tensor:
         with begun.open("a") as file:

@@ -233,6 +233,35 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
 
 
 @pytest.mark.slow
+@linux_only("the nursery, whose children are stopped")
+def test_workers_that_do_nothing_at_all_are_overrun(nursery: mpgrad.Pool) -> None:
+    """The chunk before had a limit, too, and nobody told the site that it was answered."""
+
+    def loads() -> Any:
+        time.sleep(60)
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            return loads, ()
+
+    with cluster(Node("a", "alpha", 1), timeout=0.5, retries=1) as (pool, _):
+        assert pool.map(abs, [-1]) == [1]
+        (worker,) = pool.stats().workers
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert pool.map(abs, [-1]) == [1]
+        assert pool.stats().deaths == 1
+        slow = Slow()
+        with pytest.raises(mpgrad.CallTimeoutError):
+            pool.map(lambda x: (slow, x)[1], [1])
+        weight = torch.ones(3, requires_grad=True)
+        loss = pool.map(lambda x: (weight * x).sum(), [2.0])[0]
+        (worker,) = pool.stats().workers
+        os.kill(worker.pid, signal.SIGSTOP)
+        loss.backward()
+        assert torch.equal(weight.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
         with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):

@@ -82,6 +82,34 @@ def test_the_same_here_as_in_a_serial_loop(cheap: mpgrad.Pool, name: str) -> Non
     assert here(cheap) > before
 
 
+def test_calls_that_are_looked_at_together_and_others_between(cheap: mpgrad.Pool) -> None:
+    def function(x: Any) -> Any:
+        x = x[0] if isinstance(x, tuple) else x
+        seen.append(x)
+        if x.numel() == 3:
+            return [x.exp(), len(seen)]  # a list, which goes on by itself
+        return (x * weight.to(x.dtype)[: x.numel()]).sum()
+
+    seen: list[Tensor] = []
+    leaf = torch.ones(10, requires_grad=True)
+    others = [(torch.ones(2, requires_grad=True),), torch.ones(3), leaf[2:7], torch.ones(5), torch.ones(5).double()]
+    xs = [others[k % 5] if k % 17 == 0 else torch.full((1 + k % 5,), float(k), requires_grad=True) for k in range(100)]
+    found = known(cheap, function, xs)
+    serial: list[Any] = list(map(function, xs))
+    leaves = [leaf, weight, *(x for x in xs if isinstance(x, Tensor) and x.is_leaf and x.requires_grad)]
+
+    def gradients(results: list[Any]) -> list[Tensor | None]:
+        tensors = [r[0] if isinstance(r, list) else r for r in results]
+        return list(torch.autograd.grad(sum(t.sum() for t in tensors), leaves, allow_unused=True))
+
+    for ours, theirs in zip(found, serial, strict=True):
+        assert torch.equal(*(each[0] if isinstance(each, list) else each for each in (ours, theirs)))
+    assert all(
+        ours is theirs or torch.equal(ours, theirs) for ours, theirs in zip(*map(gradients, (found, serial)), strict=True)
+    )
+    assert len(seen) == 100  # calls here have a list of their own
+
+
 def test_structured_arguments_and_starmap(cheap: mpgrad.Pool) -> None:
     def function(pair: dict[str, Tensor]) -> Tensor:
         return pair["a"] * pair["b"] * weight

@@ -244,7 +244,6 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
     assert not slices(one.events, "call") and len(slices(other.events, "forward")) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["process", "inline"])
 def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tmp_path: Path) -> None:

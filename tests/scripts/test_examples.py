@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("reduce", "graph_of_calls", "jacobian")]
 MOST_LINES = 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("map", marks=pytest.mark.quick), *SLOW])
+@pytest.mark.parametrize("name", ["map", "reduce", "graph_of_calls", "jacobian"])
 def test_an_example_agrees_with_the_serial_loop(name: str) -> None:
     """It compares by itself, and raises where it does not."""
     script = EXAMPLES / f"{name}.py"
