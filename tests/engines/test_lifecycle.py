@@ -354,5 +354,5 @@ def test_many_threads_use_one_pool(pool2: mpgrad.Pool) -> None:
 def test_other_libraries_take_one_thread(pool2: mpgrad.Pool) -> None:
     """NumPy's linear algebra took all CPUs in each worker."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        assert pool2.apply(os.environ.get, (name,)) == os.environ.get(name, "1")
+        assert pool2.apply(lambda name: os.environ.get(name), (name,)) == os.environ.get(name, "1")
     assert pool2.apply(torch.get_num_threads) == 1
