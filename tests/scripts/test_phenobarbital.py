@@ -168,6 +168,7 @@ class TestGradient:
             gradcheck(partial(foce.objective, few[0]), parameters)
 
 
+@pytest.mark.quick
 class TestPool:
     def test_gradient_is_the_serial_loops(self, pool: mpgrad.Pool, few: list[Infant]) -> None:
         expected = evaluate(serial, few, START)
