@@ -13,7 +13,16 @@ from pathlib import Path
 from mpgrad.cgroups import own_cgroups, read_words
 from mpgrad.system import PORTABLE
 
-__all__ = ["cgroup_quota", "usable_cpus"]
+__all__ = ["THREAD_VARIABLES", "cgroup_quota", "usable_cpus"]
+
+THREAD_VARIABLES = (  # of libraries that compute, which read them when they are loaded
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
 
 
 def usable_cpus() -> int:

@@ -34,6 +34,7 @@ __all__ = [
     "PickledFunction",
     "Shared",
     "SharedFunction",
+    "lone_tensors",
     "pack_bundle",
     "pack_call",
     "pickled_function",
@@ -255,7 +256,8 @@ def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: 
         with outside_transforms():
             return pack_bundle(packing, index, calls, item)
     packer, grad, _, known, _ = packing
-    items = lone_tensors(calls)
+    lone = lone_tensors(calls)
+    items = None if lone is None else Items(lone, list(map(flags_of, lone)), [(1, 1)] * len(lone))
     placed: list[Placed] | Together | None = None
     if items is not None and not have_more_behind(items):
         placed = packer.bucketed(items.tensors, items.flags)
@@ -294,12 +296,12 @@ def have_more_behind(items: Items) -> bool:
     return any(own & REQUIRES_GRAD and (not own & LEAF or own & HOOKED) for own in set(items.flags))
 
 
-def lone_tensors(calls: Sequence[Arguments]) -> Items | None:
-    """None where a call has more than a tensor, or none; or where they might have tangents."""
+def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
+    """The arguments; None where a call has more than a tensor, or none; or where they might have tangents."""
     found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
     if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
         return None
-    return Items(found, list(map(flags_of, found)), [(1, 1)] * len(found))
+    return found
 
 
 def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: State | None) -> Items | None:

@@ -32,14 +32,6 @@ __all__ = ["FAULT", "PROBES", "is_portable"]
 
 SHARED_FOLDER = Path("/dev/shm")
 KERNEL_SETTINGS = Path("/proc/sys/vm")
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
 LOOK_SECONDS = 0.4  # at what others take of the CPUs; the system counts in ticks of 10 ms
 MOST_TAKEN = 0.25  # share of the usable CPUs that others may take before it is worth a remark
 LEAST_MEMORY = GIB  # a process with torch takes a third of it
@@ -175,7 +167,9 @@ def own_cpus() -> list[int]:
 
 
 def thread_variables() -> Finding:
-    return judged_variables({name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}, cpus.usable_cpus())
+    return judged_variables(
+        {name: os.environ[name] for name in cpus.THREAD_VARIABLES if name in os.environ}, cpus.usable_cpus()
+    )
 
 
 def judged_variables(found: dict[str, str], usable: int) -> Finding:
@@ -190,7 +184,7 @@ def judged_variables(found: dict[str, str], usable: int) -> Finding:
         problem = f"{many[0]} asks for more threads than there are CPUs, in every worker whose functions use such a library"
         return amiss(finding, problem, f"export {many[0]}=1 before the program starts (torch in workers is told apart)")
     if not found and usable > 1:
-        detail = "if functions use numpy's linear algebra, try OPENBLAS_NUM_THREADS=1"
+        detail = "so workers set them to 1"
         return Finding("CPUs", "thread variables", told, detail=detail)
     return finding
 

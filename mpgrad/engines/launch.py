@@ -28,6 +28,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
+from mpgrad.cpus import THREAD_VARIABLES
 from mpgrad.place import working_directory
 from mpgrad.system import PORTABLE, remove_name
 
@@ -75,21 +76,12 @@ def enter_process(module: str, function: str, *arguments: Any) -> None:
     enter(module, function, *arguments)
 
 
-THREAD_VARIABLES = (  # else each worker's NumPy takes all CPUs; they are read when the libraries are loaded
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
-
-
 def program(module: str, function: str, end: socket.socket, *numbers: int) -> subprocess.Popen[bytes]:
     """A fresh interpreter that calls an entry point of the workers' side with its end of a pipe, and `numbers`."""
     arguments = ", ".join(map(str, (end.fileno(), *numbers)))
     boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
-    environment = {**dict.fromkeys(THREAD_VARIABLES, "1"), **os.environ}  # for PyTorch, workers are told how many
+    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
+    environment = {**dict.fromkeys(THREAD_VARIABLES, "1"), **os.environ}
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return subprocess.Popen(
         [sys.executable, *flags, "-c", boot, *sys.path],

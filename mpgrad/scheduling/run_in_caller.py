@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import Arguments, PickledFunction
+from mpgrad.calls.packing import Arguments, PickledFunction, lone_tensors
 from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.compiled import MARK
@@ -238,8 +238,8 @@ class LocalFunction:
         try:
             while len(results) < len(calls) and (not results or time.perf_counter() <= end):
                 some = calls[len(results) : len(results) + CALLS_TOGETHER]
-                tensors = None if self._may_reach or self._leads_out else lone_tensors(some)
-                results += [self._call(*some[0])] if tensors is None else self._calls(tensors, end)
+                tensors = None if self._may_reach or self._leads_out else alike_and_small(some)
+                results += self._one_by_one(some, end) if tensors is None else self._together(tensors, end)
             self._check_captures()
         except (UnusualError, KeyboardInterrupt):
             random.put_back()
@@ -272,9 +272,18 @@ class LocalFunction:
             check_unwritten(tensors, copies)
         return self._result(value)
 
-    def _calls(self, tensors: Sequence[torch.Tensor], end: float) -> list[Any]:
-        """As `_call` for the first of these tensors, for as many as are begun before `end`; looks at all of them at once."""
-        copies = private_all(tensors, self._border)
+    def _one_by_one(self, calls: Sequence[Arguments], end: float) -> list[Any]:
+        """The results of the first of the calls, of as many as are begun before `end`."""
+        results: list[Any] = []
+        for args, kwargs in calls:
+            results.append(self._call(args, kwargs))
+            if time.perf_counter() > end:
+                break
+        return results
+
+    def _together(self, tensors: Sequence[torch.Tensor], end: float) -> list[Any]:
+        """Likewise, of calls that are given one of these each: all are looked at in a few steps."""
+        copies = [copied(tensor, self._border) for tensor in tensors]
         results: list[Any] = []
         for copy in copies:
             value = self._target(copy)
@@ -381,37 +390,34 @@ class Border:
 
 
 def private(tensor: torch.Tensor, border: Border, is_argument: bool = False) -> torch.Tensor:
-    """A copy that gradients pass through."""
+    """A copy that gradients pass through.
+
+    Raises:
+        UnusualError: a worker would have another one.
+    """
     check_carriable(tensor, "the call")
     if tensor.layout is not torch.strided or (is_argument and type(tensor) is not torch.Tensor):
         raise UnusualError
-    if not tensor.requires_grad or torch.is_grad_enabled():
-        copy = tensor.clone()
-    else:
-        copy = tensor.detach().clone().requires_grad_()
+    copy = copied(tensor, border)
     if copy.stride() != tensor.stride():
         raise UnusualError
-    if copy.grad_fn is not None:
-        border.watch(copy)
     return copy
 
 
-def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
-    """The only argument of each call, where these are plain tensors, without gaps in their memory, and not large."""
-    found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
-    tensors = are_alike(found) if len(found) == len(calls) and not dual_level_is_active() else None
+def copied(tensor: torch.Tensor, border: Border) -> torch.Tensor:
+    copy = tensor.clone()
+    if copy.grad_fn is not None:
+        border.watch(copy)
+    elif tensor.requires_grad:  # gradients are off
+        copy.requires_grad_()
+    return copy
+
+
+def alike_and_small(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
+    """The only argument of each call, where these are plain tensors without gaps, and few bytes; then no copy is unusual."""
+    found = lone_tensors(calls)
+    tensors = None if found is None else are_alike(found)
     return None if tensors is None or sum([each.nbytes for each in tensors]) > MOST_COPIED else tensors
-
-
-def private_all(tensors: Sequence[torch.Tensor], border: Border) -> list[torch.Tensor]:
-    """Likewise for those that have been looked at: see `lone_tensors`."""
-    if torch.is_grad_enabled():
-        copies = [tensor.clone() for tensor in tensors]
-        for copy in copies:
-            if copy.grad_fn is not None:
-                border.watch(copy)
-        return copies
-    return [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
 def check_unwritten(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
