@@ -5,6 +5,7 @@ Graphs that are kept are what a worker can do without: the calls are run again w
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -23,15 +24,23 @@ SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, 
 class MemoryWatch:
     def __init__(self, folders: Sequence[Path] | None = None) -> None:
         """`folders`: of the control groups; None for this process's own. Those that limit nothing now are left out."""
+        self._given = folders
+        self._next = 0.0  # when to look again, on the clock of time.monotonic
+
+    @functools.cached_property
+    def _folders(self) -> list[Path]:
+        """Found when they are first needed: it takes 0.7 ms, for which a worker's start would wait."""
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = own_cgroups("memory") if folders is None else folders
-        self._folders = [folder for folder in found if memory_limit(folder) < there]
-        self._next = 0.0 if self._folders else math.inf  # when to look again, on the clock of time.monotonic
+        found = own_cgroups("memory") if self._given is None else self._given
+        return [folder for folder in found if memory_limit(folder) < there]
 
     def is_short(self) -> bool:
         """Looks, unless it has looked a moment ago: then nothing is said to be short."""
         now = time.monotonic()
         if now < self._next:
+            return False
+        if not self._folders:
+            self._next = math.inf
             return False
         used = max(memory_used(folder) / memory_limit(folder) for folder in self._folders)
         self._next = now + (SELDOM if used < FAR else OFTEN)

@@ -19,7 +19,7 @@ from mpgrad.scheduling.function_cache import Ran
 __all__ = ["Costs"]
 
 DEAR = 1e-3  # seconds: such a call is sent even to a single worker, which may die of it in our place
-SENT_SECONDS = 40e-6  # that a call takes beyond its own time where it is sent, until it is measured
+SENT_SECONDS = 25e-6  # that a call takes beyond its own time where it is sent, until it is measured: as in bundles
 BACKWARD_SECONDS = 20e-6  # that its backward takes beyond that
 CARE_HERE = 20e-6  # that a call takes beyond its own time where it is run here, at most
 LATENCY = 200e-6  # seconds from the first call that is sent to its result
