@@ -7,7 +7,8 @@ Imports `wire` and what is below it. Nothing here knows of calls, graphs or work
     state        that as one pickle, and pickles with it; state_pickler: how it is made; watch: whether it is still true
     modules      the user's modules put together again where they arrive
     classes      classes by value; those of the script are one class on both sides
-    reducers     kinds of objects that pickle refuses; caches, compiled: those of functools and torch.compile
+    reducers     kinds of objects that pickle refuses; caches, compiled: those of functools and torch.compile;
+                 networks: PyTorch's modules
     exceptions   a task's exception with its traceback
     uncarried    the path to what cannot be carried, and the remedy
 """

@@ -12,7 +12,6 @@ Guarantees: what a weak reference leads to is alive in the worker for as long as
 from __future__ import annotations
 
 import contextvars
-import copy
 import dis
 import functools
 import gc
@@ -29,15 +28,13 @@ import cloudpickle
 import torch
 from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
-from torch.nn import Module
-from torch.nn.utils.parametrize import is_parametrized
 
 from mpgrad.pickling import caches
 from mpgrad.pickling.classes import ClassPickler
-from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
+from mpgrad.pickling.compiled import without_marks
 from mpgrad.pickling.modules import attribute_here
+from mpgrad.pickling.networks import reduce_script_function
 from mpgrad.pickling.uses import contents_of, uses_in
-from mpgrad.torch_state.private import compiled_in_place, load_script, parametrize_again
 
 __all__ = [
     "INHERITED",
@@ -46,7 +43,6 @@ __all__ = [
     "Referent",
     "function_state",
     "itself",
-    "reduce_module",
     "reduce_subclass",
     "referent",
     "weakly",
@@ -308,60 +304,7 @@ def reduce_subclass(value: object) -> Any:
     return REDUCERS[base](value) if base in INHERITED else None
 
 
-# --- modules, scripts, and what else is PyTorch's
-
-
-def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """How the modules that refuse to be pickled are, all the same; None for any other."""
-    if isinstance(value, torch.jit.ScriptModule):
-        tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers(remove_duplicate=False))}
-        hollow = copy.deepcopy(value)
-        put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0)))
-        return script_again, (hollow.save_to_buffer(), tensors)
-    if (reduced := reduce_compiled(value)) is not None:
-        return reduced
-    if is_parametrized(value):  # its class was made for it, and refuses; what that was made from does not
-        reduced = object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
-    compiled = compiled_in_place(value)
-    if compiled is None:
-        return reduced
-    own: Any = reduced or value.__reduce_ex__(5)
-    return with_compiled_call(own, compiled)
-
-
-def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:
-    module = load_script(code)
-    put_tensors(module, tensors)
-    return module
-
-
-def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Into the places that paths of attributes name."""
-    owners = dict(module.named_modules(remove_duplicate=False))
-    for path, tensor in tensors.items():
-        owner, _, name = path.rpartition(".")
-        setattr(owners[owner], name, tensor)
-
-
-class ScriptedFunction:
-    """TorchScript saves a function as the method of a module, and forgets its defaults."""
-
-    def __init__(self, code: bytes, names: list[str], defaults: dict[str, Any]) -> None:
-        self._code, self._names, self._defaults = code, names, defaults
-        self._module = load_script(code)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rest = {name: self._defaults[name] for name in self._names[len(args) :] if name in self._defaults}
-        return self._module(*args, **{**rest, **kwargs})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScriptedFunction, (self._code, self._names, self._defaults)
-
-
-def reduce_script_function(value: Any) -> tuple[Any, ...]:
-    arguments = value.schema.arguments
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return ScriptedFunction, (value.save_to_buffer(), [each.name for each in arguments], defaults)
+# --- what else is PyTorch's
 
 
 def reduce_method(value: types.MethodType) -> Any:

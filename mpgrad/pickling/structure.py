@@ -41,7 +41,8 @@ from mpgrad.pickling.modules import (
     reduce_carried,
     set_function,
 )
-from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.networks import reduce_module
+from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
 from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -441,6 +442,28 @@ def test_functions_of_every_make(pool2: mpgrad.Pool, name: str) -> None:
     fn = MAKERS[name]()
     assert_same_as_serial(fn, items(), pool2)
     assert_same_as_serial(lambda x: fn(x) * 2, items(), pool2)
+
+
+class Unlike(torch.nn.Module):
+    """Says itself what its state is."""
+
+    def __getstate__(self) -> Any:
+        return {**vars(self), "came": True}
+
+
+def test_modules_arrive_as_they_were(pool2: mpgrad.Pool) -> None:
+    """Dictionaries of hooks that are empty stay behind, and are there again: all of them, each its own."""
+    net = torch.nn.Sequential(linear(), hooked(), Unlike(), torch.nn.BatchNorm1d(3), torch.nn.Dropout())
+    (back,) = pool2.map(lambda _: net, [0])
+    assert back[2].came and len(back[1]._forward_hooks) == 1
+    for ours, theirs in zip(net.modules(), back.modules(), strict=True):
+        assert [(name, type(each)) for name, each in vars(ours).items()] == [
+            (name, type(each)) for name, each in vars(theirs).items() if name != "came"
+        ]
+    hooks = [each for module in back.modules() for each in vars(module).values() if isinstance(each, OrderedDict)]
+    assert len({id(each) for each in hooks}) == len(hooks) > 40
+    back[0].register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(back[0](torch.zeros(3).double()), net[0](torch.zeros(3).double()) + 1)
 
 
 def test_a_parametrized_module_stays_one(pool2: mpgrad.Pool) -> None:
