@@ -13,7 +13,7 @@ from pathlib import Path
 from mpgrad.cgroups import own_cgroups, read_words
 from mpgrad.system import PORTABLE
 
-__all__ = ["THREAD_VARIABLES", "cgroup_quota", "usable_cpus"]
+__all__ = ["THREAD_VARIABLES", "cgroup_quota", "own_cpus", "usable_cpus"]
 
 THREAD_VARIABLES = (  # of libraries that compute, which read them when they are loaded
     "OMP_NUM_THREADS",
@@ -29,7 +29,12 @@ def usable_cpus() -> int:
     """At least 1: the CPUs of this process's affinity mask, or fewer where a cgroup grants it less time than that."""
     if PORTABLE:
         return os.cpu_count() or 1
-    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cgroup_quota(own_cgroups("cpu")))))
+    return max(1, math.ceil(min(len(own_cpus()), cgroup_quota(own_cgroups("cpu")))))
+
+
+def own_cpus() -> list[int]:
+    """The numbers of those that this process may run on."""
+    return list(range(os.cpu_count() or 1)) if PORTABLE else sorted(os.sched_getaffinity(0))
 
 
 def cgroup_quota(folders: Sequence[Path]) -> float:

@@ -12,9 +12,12 @@ import pickle
 import signal
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
+from typing import NamedTuple
 
 __all__ = [
+    "ONE_CALL",
     "AncestorFailedError",
+    "CallNames",
     "CallTimeoutError",
     "InternalError",
     "PoolClosedError",
@@ -30,6 +33,29 @@ __all__ = [
 
 
 log = logging.getLogger("mpgrad")
+
+
+ONE_CALL = "call"  # the noun of one that was asked for by itself, and has no number
+
+
+class CallNames(NamedTuple):
+    """How errors name the calls of an operation."""
+
+    function: str = ""  # as people call it; "" for one of mpgrad's own
+    noun: str = "item"  # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
+
+    def words(self, index: int | range | None) -> str:
+        """For example "item 3 of simulate", "items 0 to 7 of simulate", "a call of simulate"."""
+        of = f" of {self.function}" if self.function else ""
+        if index is None or self.noun == ONE_CALL:
+            return f"a call{of}"
+        if isinstance(index, range):
+            return f"{self.noun}s {index[0]} to {index[-1]}{of}"
+        return f"{self.noun} {index}{of}"
+
+    def number(self, index: int | range | None) -> int | None:
+        """Of the item, where errors can name a single one."""
+        return index if isinstance(index, int) and self.noun != ONE_CALL else None
 
 
 class PoolClosedError(ValueError):
@@ -55,8 +81,9 @@ class WorkerDiedError(BrokenProcessPool):
     A `BrokenProcessPool`, because `concurrent.futures` raises that; but only what is lost fails here, not the pool.
 
     Attributes:
-        item: index of the item within its map, or None where no single item can be named.
+        item: index of the item within its map; None for a submitted call, or where no single item can be named.
         phase: what the worker was doing: "forward", "backward" or "start".
+        call: what it was at in words, such as "item 3 of simulate", or "".
         exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
         stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), else "".
 
@@ -71,20 +98,28 @@ class WorkerDiedError(BrokenProcessPool):
     """
 
     def __init__(
-        self, item: int | None, phase: str, worker: int, exit_code: int | None, detail: str = "", stack: str = ""
+        self,
+        item: int | None,
+        phase: str,
+        worker: int,
+        exit_code: int | None,
+        detail: str = "",
+        stack: str = "",
+        call: str = "",
     ) -> None:
         self.item = item
         self.phase = phase
+        self.call = call
         self.worker = worker
         self.exit_code = exit_code
         self.detail = detail
         self.stack = stack
-        super().__init__(item, phase, worker, exit_code, detail, stack)
+        super().__init__(item, phase, worker, exit_code, detail, stack, call)
         note_stack(self, stack)
 
     def __str__(self) -> str:
-        subject = f", item {self.item}" if self.item is not None else "" if self.phase == "start" else ", a call"
-        message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}{subject})"
+        at = f", {self.call}" if self.call else ""
+        message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}{at})"
         return f"{message}; {self.detail}" if self.detail else message
 
 
@@ -92,8 +127,9 @@ class CallTimeoutError(TimeoutError):
     """A call ran longer than its timeout, and was killed with its worker.
 
     Attributes:
-        item: index of the item within its map, or None where no single item can be named.
+        item: index of the item within its map; None for a submitted call, or where no single item can be named.
         phase: "forward" or "backward".
+        call: which one it was in words, such as "item 3 of simulate".
         seconds: the timeout.
         stack: the worker's Python stack, or "" where it could not write it (it was stopped, say).
 
@@ -107,19 +143,21 @@ class CallTimeoutError(TimeoutError):
         0 forward 0.1
     """
 
-    def __init__(self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "") -> None:
+    def __init__(
+        self, item: int | None, phase: str, seconds: float, detail: str = "", stack: str = "", call: str = "a call"
+    ) -> None:
         self.item = item
         self.phase = phase
+        self.call = call
         self.seconds = seconds
         self.detail = detail
         self.stack = stack
-        super().__init__(item, phase, seconds, detail, stack)
+        super().__init__(item, phase, seconds, detail, stack, call)
         note_stack(self, stack)
 
     def __str__(self) -> str:
-        subject = "a call" if self.item is None else f"item {self.item}"
         limits = f"{self.seconds} s, phase: {self.phase}"
-        message = f"{subject} ran longer than its timeout ({limits}), and was killed with its worker"
+        message = f"{self.call} ran longer than its timeout ({limits}), and was killed with its worker"
         return f"{message}; {self.detail}" if self.detail else message
 
 
@@ -207,10 +245,10 @@ class UncarriedResultError(
         return str(self.args[0])
 
 
-def ancestor_failed(error: BaseException, subject: str) -> AncestorFailedError:
-    """The error of a call (for example "item 3") that was to get the result of one that raised `error`."""
+def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
+    """The error of a call (for example "item 3 of simulate") that was to get the result of one that raised `error`."""
     described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    failed = AncestorFailedError(f"{subject} did not run, because a call that it needs failed ({described})")
+    failed = AncestorFailedError(f"{call} did not run, because a call that it needs failed ({described})")
     failed.__cause__ = error
     return failed
 

@@ -14,6 +14,7 @@ import functools
 import inspect
 import math
 import multiprocessing
+import os
 import threading
 import time
 import traceback
@@ -30,10 +31,12 @@ from mpgrad.errors import RemoteTraceback
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.stats import PoolStats
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
 from mpgrad.submission.source import Source, callable_of
 from mpgrad.suggestions import suggests
 from mpgrad.tasks.initializer import Initializer
+from mpgrad.timeline.timeline import Timeline
 from mpgrad.tracebacks import hide_own_frames, without_own_frames
 
 if TYPE_CHECKING:
@@ -163,6 +166,14 @@ class Executor(concurrent.futures.Executor):
             return raised_later(without_frames(error))
         self._maps.add(results._operation)
         return in_time(results, deadline)
+
+    def stats(self) -> PoolStats:
+        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many died."""
+        return self._pool.stats()
+
+    def timeline(self, path: str | os.PathLike[str] | None = None, *, profile: bool = False) -> Timeline:
+        """As `Pool.timeline`: what each worker and each thread of the caller does in a block, and when."""
+        return self._pool.timeline(path, profile=profile)
 
     def progress(self, progress: Progress = True) -> contextlib.AbstractContextManager[None]:
         """As `Pool.progress`: a bar over what is done in a block, futures and backwards."""

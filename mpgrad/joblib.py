@@ -28,6 +28,7 @@ import torch
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import AsyncResult
 from mpgrad.cpus import usable_cpus
+from mpgrad.engines.kinds import traits_of
 from mpgrad.place import PLACE
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
@@ -54,7 +55,8 @@ def register(make_default: bool = False) -> None:
     """Have joblib know the backend "mpgrad".
 
     ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too, such as `deterministic`
-    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs, None for 1, which is the serial loop.
+    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs
+    (on a cluster, as it has room for), None for 1, which is the serial loop.
     Workers have ``inner_max_num_threads`` threads; without it, the CPUs divided by their number. All that runs under one
     `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
     they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
@@ -98,7 +100,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         self._options = options
         self._pool: Pool | None = None
         self._leave: Callable[[], object] = lambda: None
-        self._made_with: tuple[int, dict[str, Any]] | None = None
+        self._made_with: tuple[int | None, dict[str, Any]] | None = None
         self._callbacks = ThreadPoolExecutor(1, "mpgrad-joblib")
         self._under_way: weakref.WeakSet[Job] = weakref.WeakSet()
         self._batch_size = 1
@@ -109,23 +111,28 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             raise ValueError("n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 (n_jobs: 0)")
         if n_jobs is None or PLACE.in_worker:  # whose pool has the CPUs already
             return 1
+        if n_jobs == -1 and self._pool is not None and self._made_with is not None and self._made_with[0] is None:
+            return self._pool.processes
         return n_jobs if n_jobs > 0 else max(usable_cpus() + 1 + n_jobs, 1)
 
     def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
         """Have workers for `parallel`; those of the call before, where these will do."""
-        workers = self.effective_n_jobs(n_jobs)
-        if workers == 1:
+        named = {**self._options, **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}}
+        threads = self.inner_max_num_threads or 1
+        if n_jobs == -1 and traits_of(named.get("engine") or "process").remote and not PLACE.in_worker:
+            workers = None  # the cluster knows
+        elif (workers := self.effective_n_jobs(n_jobs)) > 1:
+            threads = self.inner_max_num_threads or max(usable_cpus() // workers, 1)
+        else:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
-        threads = self.inner_max_num_threads or max(usable_cpus() // workers, 1)
-        own = {name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}
-        wanted = workers, {"threads_per_worker": threads, **self._options, **own}
+        wanted = workers, {"threads_per_worker": threads, **named}
         if self._pool is None or self._made_with != wanted:
             self._leave()
             self._pool, self._made_with = Pool(workers, **wanted[1]), wanted
             # its workers end when no graph that they keep is needed any more
             self._leave = finalizer = weakref.finalize(self, self._pool._leave)
             finalizer.atexit = False
-        return workers
+        return self._pool.processes
 
     def submit(self, func: Any, callback: Callable[[Outcome], object]) -> Job:
         """Have a `joblib.parallel.BatchedCalls` run; whatever goes wrong is an outcome too."""  # [2]
@@ -185,7 +192,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Call off what Parallel does not want any more."""
         for job in list(self._under_way):
-            result = job.result
+            with job.being_sent:  # by another thread, perhaps in this moment
+                result = job.result
             if result is not None and job.callback.parallel._aborting:  # those of others that share this backend go on
                 result._desk.call_off(result._operation)
 

@@ -80,8 +80,8 @@ class Pool:
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
             thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
             threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`. "ray":
-            processes on the machines of a Ray cluster; `processes` None is then as many as these have CPUs, and changes with
-            the machines.
+            processes on the machines of a Ray cluster; `processes` None is then as many as these have free CPUs, and changes
+            with the machines.
         threads_per_worker: PyTorch's intra-op threads of each worker process. Other libraries (OpenBLAS, OpenMP) take one
             there, or as many as their variables say, such as OPENBLAS_NUM_THREADS.
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
@@ -94,7 +94,8 @@ class Pool:
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
-            given up like one whose worker died; starting a worker is no call. None for no limit. Engine "process" only.
+            given up like one whose worker died; starting a worker is no call. None for no limit. Engines "process" and
+            "ray" only.
 
     Expert arguments:
         graphs: what workers do with the graphs of calls, from the forward to the backward.
@@ -124,7 +125,7 @@ class Pool:
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
         context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
-            ``if __name__ == "__main__"`` guard and starts a further worker in some 40 ms.
+            ``if __name__ == "__main__"`` guard and starts a further worker in some 10 ms.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.

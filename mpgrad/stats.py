@@ -51,6 +51,7 @@ class PoolStats(NamedTuple):
         resident_bytes: of all their processes.
         shared_bytes: shared memory in use for tensors on their way, for inputs of graphs that are kept, and for results.
         deaths: of workers, so far.
+        kills: how many of these the pool brought about, for a timeout, a forced cancel or an interrupt.
         reruns: calls and backwards that were given to another worker for it.
         calls_here: calls that ran in the caller's thread, because sending them would have taken longer.
         operations: maps, submitted calls and the like that have not ended.
@@ -71,6 +72,7 @@ class PoolStats(NamedTuple):
     resident_bytes: int
     shared_bytes: int
     deaths: int
+    kills: int
     reruns: int
     calls_here: int
     operations: int
@@ -97,7 +99,8 @@ class PoolStats(NamedTuple):
                 f"operations: {self.operations} under way",
                 f"calls:      {self.calls:,} done, {self.calls_left:,} left; {self.calls_here:,} more in the caller's thread",
                 f"backwards:  {self.backwards:,} done, {self.backwards_left:,} left",
-                f"deaths:     {self.deaths:,} of workers; {self.reruns:,} calls and backwards done again",
+                f"deaths:     {self.deaths:,} of workers, {self.kills:,} by the pool",
+                f"run again:  {self.reruns:,} calls and backwards",
                 f"memory:     {size_of(self.resident_bytes)} of workers; {size_of(self.shared_bytes)} shared for tensors",
                 f"sent:       {size_of(self.bytes_sent)} in {self.frames_sent:,} frames",
                 f"received:   {size_of(self.bytes_received)} in {self.frames_received:,} frames",

@@ -136,6 +136,8 @@ def settle(start: Start, number: int) -> None:
     if start.directory is not None:
         with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
             os.chdir(start.directory)
+    if not start.remote:
+        multiprocessing.current_process().authkey = start.authkey
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()

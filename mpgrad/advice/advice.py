@@ -8,6 +8,7 @@ from dataclasses import dataclass
 __all__ = ["Advice", "Obstacle", "Way"]
 
 WIDTH = 100
+BUSY = "busy machine"
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Obstacle:
     """What keeps a pool from being faster.
 
     Attributes:
-        name: "items too small", "captures too large", "results too large", "one item dominates", "threads" or
-            "busy machine or waiting".
+        name: "items too small", "items too large", "captures too large", "results too large", "one item dominates",
+            "threads", "waiting" or "busy machine".
         problem: in figures.
         remedy: what to do.
     """
@@ -116,15 +117,16 @@ class Advice:
     @property
     def verdict(self) -> str:
         """What to do, in one line."""
-        if self.use == "pool":
-            options = f"{self.processes}, threads_per_worker={self.threads_per_worker}, graphs={self.graphs!r}"
-            return f"A pool pays: mpgrad.Pool({options})."
-        others = {
+        options = f"{self.processes}, threads_per_worker={self.threads_per_worker}, graphs={self.graphs!r}"
+        words = {
+            "pool": f"A pool pays: mpgrad.Pool({options}).",
             "loop": "Do not use a pool: the loop is as fast.",
             "threads": "Do not use a pool: give the loop more threads (torch.set_num_threads).",
             "vmap": "Do not use a pool: stack the items and use torch.vmap.",
-        }
-        return others[self.use]
+        }[self.use]
+        if any(each.name == BUSY for each in self.obstacles):
+            return f"Not to be relied on, as other programs use the CPUs. {words}"
+        return words
 
 
 def length_of(seconds: float) -> str:

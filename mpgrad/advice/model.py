@@ -13,13 +13,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpgrad.advice.advice import Obstacle, Way, length_of, size_of
+from mpgrad.advice.advice import BUSY, Obstacle, Way, length_of, size_of
 
 __all__ = ["Measured", "best_of", "obstacles_of", "pool_seconds", "spread_of", "ways_of"]
 
 LEAST_GAIN = 1.15  # below which a pool is not worth the change
 LARGE_SHARE = 0.2  # of the work, that copying may take before it is worth a remark
 FEW_CPUS, MANY_CPUS = 0.7, 1.3  # of one thread that is to use one CPU
+OTHERS_SHARE = 0.15  # of the CPUs, from which on others make the figures doubtful
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Measured:
         others: seconds of the same items in other ways, by their names.
         cpus: that may be used.
         cpus_taken: by the loop with one thread.
+        cpus_of_others: that other programs took of them meanwhile.
         item_bytes, result_bytes: of tensors; the mean.
         capture_bytes: of tensors.
         bytes_per_second: of a copy.
@@ -44,6 +46,7 @@ class Measured:
     others: Mapping[str, float]
     cpus: int
     cpus_taken: float
+    cpus_of_others: float
     item_bytes: float
     result_bytes: float
     capture_bytes: int
@@ -127,11 +130,17 @@ def obstacles_of(trial: Measured, pool: Way | None) -> Iterator[Obstacle]:
                 f"an item takes {length_of(mean)}, and a pool of one {length_of(sending)} more",
                 "Put several items into one (stack them, torch.vmap), or stay with the loop.",
             )
-    if trial.cpus_taken < FEW_CPUS:
+    if trial.cpus_of_others > OTHERS_SHARE * trial.cpus:
         yield Obstacle(
-            "busy machine or waiting",
-            f"the loop had {trial.cpus_taken:.0%} of one CPU: others use the CPUs, or the function waits",
-            "If it does not wait, end what else runs, and ask again; these figures are not to be relied on.",
+            BUSY,
+            f"other programs took {trial.cpus_of_others:.1f} of {trial.cpus} CPUs meanwhile",
+            "Ask again when they have ended.",
+        )
+    elif trial.cpus_taken < FEW_CPUS:
+        yield Obstacle(
+            "waiting",
+            f"the loop used {trial.cpus_taken:.0%} of one CPU: the function waits, for a file or another program, say",
+            "If so, a pool may have more workers than there are CPUs.",
         )
     if trial.cpus_taken > MANY_CPUS:
         yield Obstacle(

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpgrad.advice.model import Measured
 from mpgrad.calls.packing import pickled_function
-from mpgrad.cpus import usable_cpus
+from mpgrad.cpus import own_cpus, usable_cpus
+from mpgrad.others_clock import OthersClock
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.modules import Live
 from mpgrad.pool import Pool
@@ -87,7 +88,7 @@ def differentiate(results: Sequence[Any], items: Sequence[Any], captures: Sequen
 def tried(function: Function, items: Sequence[Any], seconds: float, most: int | None) -> Found:
     """Run a sample for about `seconds`. `most`: workers; None for as many as there are CPUs."""
     threads, cpus = torch.get_num_threads(), min(usable_cpus(), most or usable_cpus())
-    found, subject = Found(), Subject(function)
+    found, subject, clock = Found(), Subject(function), OthersClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.callback(torch.set_num_threads, threads)
@@ -104,6 +105,7 @@ def tried(function: Function, items: Sequence[Any], seconds: float, most: int | 
             if workers == 1:
                 found.start_seconds = time.perf_counter() - start
         loops, in_pools = in_turns(subject, function, sample, pools, time.perf_counter() + ROUNDS_SHARE * seconds)
+        cpus_of_others = max(0.0, clock.cpus() - (len(own_cpus()) - cpus))  # where we are not, they are welcome
         others = {}
         if cpus > 1:
             torch.set_num_threads(cpus)
@@ -120,6 +122,7 @@ def tried(function: Function, items: Sequence[Any], seconds: float, most: int | 
         others=others,
         cpus=cpus,
         cpus_taken=taken,
+        cpus_of_others=cpus_of_others,
         item_bytes=statistics.fmean(sum(map(bytes_of, tensors_in(item))) for item in sample),
         result_bytes=sum(map(bytes_of, tensors_in(result))),
         capture_bytes=subject.capture_bytes,

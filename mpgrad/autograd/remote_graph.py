@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mpgrad.errors import CallNames
 from mpgrad.torch_state.private import outside_transforms, set_priority
 from mpgrad.torch_state.vmap_levels import Level, within
 
@@ -105,6 +106,9 @@ class Home(Protocol):
     def code(self) -> int:
         """The number of the function's pickle."""
         ...
+
+    @property
+    def names(self) -> CallNames: ...
 
     @property
     def sender(self) -> object:

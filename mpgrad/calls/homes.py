@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import threading
 import weakref
@@ -18,7 +17,7 @@ from mpgrad.autograd.running import note_failure
 from mpgrad.calls.delivered_gradients import DeliveredGradients, ReadyReply, factors_of, is_in_range, loss_gradients, scaled
 from mpgrad.calls.output import warned_again
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.errors import InternalError, WorkerDiedError
+from mpgrad.errors import CallNames, InternalError, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import raised_again
 from mpgrad.torch_state.vmap_levels import Level
@@ -39,7 +38,6 @@ class GradientReply:
 
     __slots__ = (
         "_graph_task",
-        "_index",
         "_outcome",
         "_wait_until",
         "apart",
@@ -56,12 +54,10 @@ class GradientReply:
     def __init__(
         self,
         wait_until: Callable[[Callable[[], bool]], bool],
-        index: int | range | None,
         worker: object,
         graph_task: int | None = None,
     ) -> None:
         self._wait_until = wait_until
-        self._index = index
         self._graph_task = graph_task  # the backward that fails with it
         self.worker = worker  # in whose sum the captures' gradients are, unless they are apart: its graph may get another
         # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
@@ -77,20 +73,15 @@ class GradientReply:
     def arrived(self) -> bool:
         return self._outcome is not None
 
-    def arrive(
-        self,
-        found: Sequence[TensorRef | None] | Failure,
-        payload: memoryview,
-        memories: dict[int, Borrowed | Slot],
-        worker: str,
-    ) -> None:
-        if isinstance(found, Failure):
-            self._arrived(functools.partial(raised_from, found, subject_of(self._index), worker))
-        else:
-            self._arrived((found, payload, memories))
+    def arrive(self, found: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed | Slot]) -> None:
+        self._arrived((found, payload, memories))
+
+    def fail_with(self, make: Callable[[], BaseException]) -> None:
+        """With the exception that `make` gives, anew for whoever asks."""
+        self._arrived(make)
 
     def fail(self, error: BaseException) -> None:
-        self._arrived(lambda: copy.copy(error))
+        self.fail_with(lambda: copy.copy(error))
 
     def fail_as(self, other: GradientReply) -> None:
         """Of the gradients that were needed here, `other` has none, but an error."""
@@ -152,16 +143,9 @@ class GradientReply:
         return outcome
 
 
-def raised_from(failure: Failure, subject: str, worker: str) -> BaseException:
-    """The exception of a task, anew: `subject` is a part of its note, such as "item 3, "."""
-    return raised_again(failure.error, shown(failure.traceback), failure.phase, subject, worker, failure.given)
-
-
-def subject_of(index: int | range | None) -> str:
-    """Of a backward that raised, as a part of a note; of a bundle, whose backward is one, all its items."""
-    if isinstance(index, range):
-        return f"items {index[0]} to {index[-1]}, "
-    return "" if index is None else f"item {index}, "
+def raised_from(failure: Failure, call: str, worker: str) -> BaseException:
+    """The exception of a task, anew; `call`, for its note: such as "item 3 of simulate", or ""."""
+    return raised_again(failure.error, shown(failure.traceback), failure.phase, call, worker, failure.given)
 
 
 class Sender(Protocol):
@@ -249,6 +233,10 @@ class OperationHome:
     @property
     def code(self) -> int:
         return self._function.code
+
+    @property
+    def names(self) -> CallNames:
+        return self._function.names
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
         served = self._serve(graph, order, grads)

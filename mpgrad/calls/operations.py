@@ -50,7 +50,6 @@ class OperationOptions(NamedTuple):
     timeout: float | None = None  # seconds for each call
     stop_at_failure: bool = True
     return_errors: bool = False  # in the place of the results that they prevented
-    noun: str = "item"  # what a call is in the caller's eyes, for errors: an item, or a block of them
     request: Request | None = None  # where its calls are to run
     ahead: int = RunAhead.NO
     expected: float | None = None  # the gradient of its losses, where it can be guessed
@@ -66,6 +65,7 @@ class Operation:
     def __init__(self, conditions: Conditions, home: Home, captures: Captures | None, options: OperationOptions) -> None:
         self.conditions = conditions
         self.function, self.modes, _, _ = conditions
+        self.names = self.function.names
         self.home = home
         self.captures = captures  # that need gradients
         # each a name of its own: the dispatcher looks at them for every chunk
@@ -73,7 +73,6 @@ class Operation:
         self.timeout = options.timeout
         self.stop_at_failure = options.stop_at_failure
         self.return_errors = options.return_errors
-        self.noun = options.noun
         self.request = options.request
         self.ahead = options.ahead
         self.expected = options.expected
@@ -103,7 +102,7 @@ class Operation:
         """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
         call.conditions = self.conditions
         if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
-            raise ValueError(f"{self.noun} {call.item} has a future of another pool; pass its value (future.result())")
+            raise ValueError(f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())")
         call.start = self.items
         self.added += 1
         self.items += call.items

@@ -67,9 +67,9 @@ class Failed:
         return failed
 
     @classmethod
-    def because_of(cls, other: Failed, subject: str) -> Failed:
+    def because_of(cls, other: Failed, call: str) -> Failed:
         origin = other.origin
-        return cls(lambda: ancestor_failed(origin.error(), subject), origin)
+        return cls(lambda: ancestor_failed(origin.error(), call), origin)
 
     def error(self) -> BaseException:
         if self._error is None:

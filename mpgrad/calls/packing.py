@@ -14,6 +14,7 @@ import torch
 
 from mpgrad.autograd.input_gates import gate, leaf_gate
 from mpgrad.calls.device_choice import Request
+from mpgrad.errors import CallNames
 from mpgrad.memory.arena import Borrowed
 from mpgrad.pickling import state
 from mpgrad.pickling.state import State
@@ -82,9 +83,11 @@ class SharedFunction:
         function: PickledFunction,
         packer: Packer,
         forget: Callable[[int, int], None],
+        names: CallNames,
         request: Request | None = None,
     ) -> None:
         self.pickled, captures, sharing, self.state = function
+        self.names = names
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # gradients ahead of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle

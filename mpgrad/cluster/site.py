@@ -49,7 +49,7 @@ MOST_WAITING = 2  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
-AMID_FRAME = 0.01  # seconds until it is looked again whether a call takes too long of which a frame is on its way
+AMID_FRAME = 1.0  # seconds in which more of a frame has to come that is on its way, or its worker is at a call for too long
 
 
 class Hello(NamedTuple):
@@ -131,6 +131,7 @@ class SiteWorker(Pipe):
         self.heard_at = 0.0  # on the clock of time.monotonic; or when the limits last changed
         self.overrun: tuple[int, int] | None = None  # chunk and position of a call that takes too long, once that was said
         self.alarm: asyncio.TimerHandle | None = None
+        self.bytes_seen = 0  # of a frame on its way, when the alarm was set
 
     def hear(self, frame: RawFrame) -> None:
         """What the worker says to us."""
@@ -309,7 +310,7 @@ class Site:
         worker = self._workers[number]
         try:
             while (frame := worker.receive_raw()) is not None:
-                worker.heard_at, worker.overrun = time.monotonic(), None
+                worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
                 if frame.header[2]:  # with descriptors, which end at this machine's border
                     worker.hear(frame)
                     continue
@@ -337,9 +338,10 @@ class Site:
         chunk, position, moment = worker.next_overrun()
         if moment == math.inf or worker.overrun == (chunk, position):  # there is nothing to watch, or it has been said
             return
-        left = moment - time.monotonic()
-        if left > 0 or worker.is_receiving:  # what comes may be its answer
-            worker.alarm = self._loop.call_later(max(left, AMID_FRAME), self._look_at_clock, number)
+        left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
+        if left > 0 or comes:  # what comes may be its answer
+            worker.bytes_seen = worker.bytes_waiting
+            worker.alarm = self._loop.call_later(left if left > 0 else AMID_FRAME, self._look_at_clock, number)
         else:
             worker.overrun = chunk, position
             self._say("overrun", number, chunk, position)

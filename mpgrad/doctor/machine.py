@@ -14,9 +14,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mpgrad
 from mpgrad.doctor.findings import GIB, MIB, Finding, size_of
@@ -113,7 +111,7 @@ def package(name: str, needed: bool) -> Finding:
 def usable() -> Finding:
     quota = cpus.cgroup_quota(cgroups.own_cgroups("cpu"))
     quota_told = "none" if quota == float("inf") else f"{quota:g}"
-    detail = f"of the machine's {os.cpu_count()} (affinity: {len(own_cpus())}, cgroup quota: {quota_told})"
+    detail = f"of the machine's {os.cpu_count()} (affinity: {len(cpus.own_cpus())}, cgroup quota: {quota_told})"
     count = cpus.usable_cpus()
     if count > 1:
         return Finding("CPUs", "usable", count, detail=detail)
@@ -123,14 +121,16 @@ def usable() -> Finding:
 
 
 def taken_by_others() -> Finding:
-    import psutil
+    from mpgrad.others_clock import OthersClock
 
-    taken = cpus_taken(lambda: psutil.cpu_times(percpu=True))
+    clock = OthersClock()
+    time.sleep(LOOK_SECONDS)
+    taken = clock.cpus()
     try:
         load = f"; load average {os.getloadavg()[0]:.1f}"
     except (AttributeError, OSError):
         load = ""
-    return judged_load(round(taken, 1), len(own_cpus()), cpus.usable_cpus(), load)
+    return judged_load(round(taken, 1), len(cpus.own_cpus()), cpus.usable_cpus(), load)
 
 
 def judged_load(taken: float, allowed: int, usable: int, load: str) -> Finding:
@@ -141,29 +141,6 @@ def judged_load(taken: float, allowed: int, usable: int, load: str) -> Finding:
     problem = "other programs (or the host's other machines) take much of the time of these CPUs"
     remedy = "end what need not run (top shows it), or measure again when it has ended"
     return Finding("CPUs", "taken by others", taken, detail=detail, problem=problem, remedy=remedy)
-
-
-def cpus_taken(cpu_times: Callable[[], list[Any]]) -> float:
-    """How many of the CPUs that this process may run on others keep busy, while it looks."""
-    start, own, before = time.monotonic(), time.process_time(), busy_seconds(cpu_times())
-    time.sleep(LOOK_SECONDS)
-    elapsed, own = time.monotonic() - start, time.process_time() - own
-    return max(0.0, (busy_seconds(cpu_times()) - before - own) / elapsed)
-
-
-def busy_seconds(times: list[Any]) -> float:
-    """`times`: of each CPU, as `psutil.cpu_times` tells them."""
-    mine = own_cpus()
-    if mine and max(mine) < len(times):
-        times = [times[number] for number in mine]
-    # of a guest, time is counted as the user's, too; what the host takes from us counts as busy
-    still = ("idle", "iowait", "guest", "guest_nice")
-    return sum(float(getattr(each, name)) for each in times for name in each._fields if name not in still)
-
-
-def own_cpus() -> list[int]:
-    """The numbers of those that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def thread_variables() -> Finding:

@@ -62,13 +62,13 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
-def raised_again(pickled: bytes, traceback: str, phase: str, subject: str, worker: str, given: str = "") -> BaseException:
+def raised_again(pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = "") -> BaseException:
     """The exception of a task as it is to be raised in the parent: its type, the remote traceback as cause, a note."""
     try:
         error = classes.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
         error = RemoteError(f"an exception that cannot be loaded here ({reason})")
-    note = f"raised in {subject}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
+    note = f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
     if isinstance(error, SystemExit):  # the program ends with it, without a word of where it was raised
         log.warning("a task called sys.exit: %s", note)
     try:

@@ -215,10 +215,10 @@ REMEDIES = {
     ("threading.Thread",): "start it in the function, or have the function not reach it",
     ("subprocess.Popen", "multiprocessing.process.BaseProcess"): "it is the caller's child: pass what it gave, or start it in "
     "the function",
-    ("multiprocessing.synchronize.SemLock", "_multiprocessing.SemLock"): "workers are no children of multiprocessing's: lock "
-    "a file (fcntl.flock) that each opens by its name",
+    ("multiprocessing.synchronize.SemLock", "_multiprocessing.SemLock"): "workers are no children of multiprocessing's: use "
+    "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by its name",
     ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
-    "was to be put into it, and pass what was to be taken out",
+    "was to be put into it, and pass what was to be taken out; or use a queue of a multiprocessing.Manager()",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
     ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",

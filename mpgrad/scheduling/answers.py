@@ -46,8 +46,8 @@ class Answers:
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
-                subject = f"{operation.noun} {call.item + outcome.offset}, "
-                operation.deliver(call.index, failed_again(outcome, subject, worker))
+                name = operation.names.words(call.item + outcome.offset)
+                operation.deliver(call.index, failed_again(outcome, name, worker))
                 continue
             graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
@@ -98,15 +98,21 @@ class Answers:
                 continue
             if isinstance(found, Failure):
                 worker.graphs.note_rest(sent)
-            if number is not None and not isinstance(found, Failure) and any_connected(found):
+                name = graph.home.names.words(sent.what.items)
+                sent.reply.fail_with(functools.partial(raised_from, found, name, worker.name))
+                continue
+            if number is not None and any_connected(found):
                 sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
-            self._arrive(sent.reply, found, payload, worker)
+            self._arrive(sent.reply, found, payload)
 
     def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
         assert chunk.captures is not None
         worker.sums.forget(chunk.captures.function, chunk.captures.graph_task, chunk.captures.levels)
         chunk.captures.reply.calls = message.calls
-        self._arrive(chunk.captures.reply, message.grads, payload, worker)
+        if isinstance(message.grads, Failure):
+            chunk.captures.reply.fail_with(functools.partial(raised_from, message.grads, "", worker.name))
+        else:
+            self._arrive(chunk.captures.reply, message.grads, payload)
 
     def _graph_kept(
         self, worker: WorkerHandle, home: Home, number: int, index: int | range, recipe: PackedCall | Differentiation
@@ -114,12 +120,9 @@ class Answers:
         worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
 
-    def _arrive(
-        self, reply: GradientReply, found: Sequence[TensorRef | None] | Failure, payload: memoryview, worker: WorkerHandle
-    ) -> None:
+    def _arrive(self, reply: GradientReply, found: Sequence[TensorRef | None], payload: memoryview) -> None:
         try:
-            memories = {} if isinstance(found, Failure) else self._borrow(found)
-            reply.arrive(found, payload, memories, worker.name)
+            reply.arrive(found, payload, self._borrow(found))
         except SharedMemoryError as error:
             reply.fail(error)
 
@@ -152,5 +155,5 @@ def any_connected(found: Sequence[TensorRef | None]) -> bool:
     return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
 
 
-def failed_again(failure: Failure, subject: str, worker: WorkerHandle) -> Failed:
-    return Failed(functools.partial(raised_from, failure, subject, worker.name))
+def failed_again(failure: Failure, call: str, worker: WorkerHandle) -> Failed:
+    return Failed(functools.partial(raised_from, failure, call, worker.name))

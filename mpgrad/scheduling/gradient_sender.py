@@ -70,7 +70,7 @@ class GradientSender:
             self._graph_task_modes = order.graph_task, modes
             self._driver.notes.backward_begins()
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
-        reply = GradientReply(self._wait_until, what.items, worker, order.graph_task)
+        reply = GradientReply(self._wait_until, worker, order.graph_task)
         sent = SentGradients(what, reply, graph.home.timeout, again)
         if waits_for_others:
             self._driver.put(lambda: self.wait_for_gradients(sent))
@@ -97,7 +97,7 @@ class GradientSender:
         self, worker: WorkerHandle, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply:
         self._life.check_alive()
-        reply = GradientReply(self._wait_until, None, worker)
+        reply = GradientReply(self._wait_until, worker)
         self.leave(worker, CaptureRequest(function, graph_task, levels, timeout, reply))
         self._driver.wake()
         return reply

@@ -18,14 +18,13 @@ from mpgrad.calls.device_choice import next_for
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.function_cache import Codes
-from mpgrad.scheduling.sizes import LONGEST_CHUNK, MOST_PAYLOAD, SHORTEST_CHUNK, chunk_size
+from mpgrad.scheduling.sizes import MOST_PAYLOAD, Grain, chunk_size
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
 
 __all__ = ["Line"]
 
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
-ONE_BY_ONE = LONGEST_CHUNK / 2  # seconds: longer calls travel alone
 SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
 LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 
@@ -34,7 +33,13 @@ class Line:
     """Operations with calls, in the order in which they are given out."""
 
     def __init__(
-        self, codes: Codes, numbers: itertools.count[int], workers: int, calls_per_worker: int | None, by_device: bool
+        self,
+        codes: Codes,
+        numbers: itertools.count[int],
+        workers: int,
+        calls_per_worker: int | None,
+        by_device: bool,
+        grain: Grain,
     ) -> None:
         """`numbers` are given to the calls; `calls_per_worker`: after which a worker is replaced."""
         self.workers = workers
@@ -42,6 +47,7 @@ class Line:
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
         self._by_device = by_device
+        self._grain = grain
         self._operations: deque[Operation] = deque()
 
     @property
@@ -88,7 +94,7 @@ class Line:
             return []
         loads = {worker: self._unbegun_seconds(worker) for worker in workers}
         richest = max(loads, key=loads.__getitem__)
-        if loads[richest] < SHORTEST_CHUNK:
+        if loads[richest] < self._grain.shortest:
             return []
         for operation, calls in richest.under_way.take_back():
             self.put_back(operation, calls)
@@ -110,13 +116,13 @@ class Line:
             return True
         left = len(operation.queue) / self.workers
         is_last = left <= (LAST_UNLIKE if operation.largest_first else 1)
-        return self._seconds_of_next(operation) > (SHORTEST_CHUNK if is_last else LONG_CALL)
+        return self._seconds_of_next(operation) > (self._grain.shortest if is_last else LONG_CALL)
 
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
         seconds = self._codes.seconds(operation.function, unknown=0.0)
         any_order = operation.at_rest and operation.chunksize in (None, 1)
-        return any_order and self.workers > 1 and seconds >= ONE_BY_ONE
+        return any_order and self.workers > 1 and seconds >= self._grain.one_by_one
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""
@@ -168,4 +174,4 @@ class Line:
         if operation.chunksize is not None:
             return operation.chunksize
         seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
-        return chunk_size(seconds, left, workers)
+        return chunk_size(seconds, left, workers, self._grain)

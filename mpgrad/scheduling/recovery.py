@@ -12,11 +12,13 @@ Assumes: called by the scheduling thread.
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Mapping
 
 from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.calls.operations import Operation
+from mpgrad.calls.output import report
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.memory.limits import kills_for_memory
@@ -62,47 +64,55 @@ class Recovery:
         """
         place = max(position, 0)
         accused: PackedCall | SentGradients
-        accused_index: int | None
+        index: int | range | None
         if chunk.calls:
             _, accused = chunk.calls[place]
-            accused_index = accused.item
+            index = accused.item
             if accused.bundle:
-                accused_index = accused.item + offset if position >= 0 and offset >= 0 else None
-        elif chunk.gradients:
-            accused = chunk.gradients[place]
-            accused_index = single(accused.what.items)
+                index = accused.item + offset if position >= 0 and offset >= 0 else None
         else:
-            return
+            accused = chunk.gradients[place]
+            index = accused.what.items
         if position >= 0:
             accused.deaths += 1
         else:
             accused.idle_deaths += 1
+        phase = "backward" if chunk.operation is None else "forward" if position >= 0 else "loading the function"
+        level = logging.WARNING if worker.overdue is None else logging.INFO  # a timeout is what the caller asked for
+        report(level, "%s", self._death(worker, code, index, phase, accused))
         if accused.deaths <= self._retries and accused.idle_deaths <= max(self._retries, IDLE_DEATHS):
             return
         failed = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
         if chunk.operation is not None:
-            phase = "forward" if position >= 0 else "loading the function"
             for _, call in chunk.calls[failed]:
-                chunk.operation.deliver(call.index, self._death(worker, code, accused_index, phase, accused))
+                chunk.operation.deliver(call.index, self._death(worker, code, index, phase, accused))
             del chunk.calls[failed]
         else:
             for sent in chunk.gradients[failed]:
-                sent.reply.fail(self._death(worker, code, accused_index, "backward", accused))
+                sent.reply.fail(self._death(worker, code, index, phase, accused))
             del chunk.gradients[failed]
 
     def _death(
-        self, worker: WorkerHandle, code: int | None, index: int | None, phase: str, accused: PackedCall | SentGradients
+        self,
+        worker: WorkerHandle,
+        code: int | None,
+        index: int | range | None,
+        phase: str,
+        accused: PackedCall | SentGradients,
     ) -> BaseException:
         """The error of a call that fails: what is known of the death, and how often it was tried."""
+        names = (accused.conditions.function if isinstance(accused, PackedCall) else accused.what.graph.home).names
+        item, call = names.number(index), names.words(index)
         tried = accused.deaths + accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
         if worker.overdue is not None:
-            return CallTimeoutError(index, phase, worker.overdue, details[0], worker.stack)
+            return CallTimeoutError(item, phase, worker.overdue, details[0], worker.stack, call)
         if worker.unreadable:
-            return SharedMemoryError(f"{worker.unreadable} (item {index}, phase: {phase})")
+            return SharedMemoryError(f"{worker.unreadable} ({call}, phase: {phase})")
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             details.append(OUT_OF_MEMORY)
-        return WorkerDiedError(index, phase, worker.number, code, "; ".join(details + worker.end_in_words), worker.stack)
+        details += worker.end_in_words
+        return WorkerDiedError(item, phase, worker.number, code, "; ".join(details), worker.stack, call)
 
     def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
         """What was under way with a worker that is gone: calls go back to their queues, the rest waits to be revived."""
@@ -130,8 +140,9 @@ class Recovery:
         elif isinstance(item, CaptureRequest):
             item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST))
         elif not can_be_made(item.what.graph):
-            index = single(item.what.items)
-            item.reply.fail(WorkerDiedError(index, "backward", gone.number, gone.exit_code, GRAPH_LOST))
+            index, names = item.what.items, item.what.graph.home.names
+            number, call = names.number(index), names.words(index)
+            item.reply.fail(WorkerDiedError(number, "backward", gone.number, gone.exit_code, GRAPH_LOST, call=call))
         else:
             self.reruns += 1
             item.set_apart()
@@ -156,11 +167,6 @@ class Recovery:
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker
-
-
-def single(index: int | range) -> int | None:
-    """The item that an error may name; of a bundle, whose backward is one, none."""
-    return index if isinstance(index, int) else None
 
 
 def can_be_made(graph: RemoteGraph) -> bool:

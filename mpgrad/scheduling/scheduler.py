@@ -42,6 +42,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.sizes import FAR, NEAR
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
@@ -68,7 +69,7 @@ class Scheduler(ABC):
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
         self._codes = codes = Codes(self.workers)
-        self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device)
+        self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device, FAR if settings.remote else NEAR)
         self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
         self.gradients = gradients = GradientSender(self, self.life, codes, self.copying_packer, numbers)
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
@@ -254,6 +255,7 @@ class Scheduler(ABC):
             sum({(worker.node, worker.pid): worker.resident_bytes for worker in workers}.values()),
             self.memory.bytes_in_use,
             self.staff.deaths,
+            self.staff.kills,
             self.recovery.reruns,
             calls_here,
             len(self.admissions.unfinished),

@@ -7,15 +7,17 @@ What calls take is measured (`function_cache.Ran`), never guessed: before the fi
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 __all__ = [
     "CHUNKS_UNDER_WAY",
+    "FAR",
     "LARGEST_WAVE",
-    "LONGEST_CHUNK",
     "MOST_CALLS",
     "MOST_PAYLOAD",
-    "SHORTEST_CHUNK",
+    "NEAR",
     "WAVE_BYTES",
+    "Grain",
     "bundle_size",
     "chunk_size",
     "fed",
@@ -34,10 +36,25 @@ MOST_BUNDLED = 48  # items: more win little, and a backward for one of them pass
 
 CHUNKS_UNDER_WAY = 2  # one running, one waiting, so that a worker never waits for the parent
 CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY  # of what is left, at least
-SHORTEST_CHUNK, LONGEST_CHUNK = 1e-3, 20e-3  # seconds of work
 CHUNK_CARE = 300e-6  # seconds that a chunk, sent and answered, takes the parent, whose caches are cold by then
 MOST_CALLS = 256  # in one chunk
 MOST_PAYLOAD = 1 << 20  # bytes of small tensors in one chunk
+
+
+class Grain(NamedTuple):
+    """Seconds of work in a chunk, by what a message costs on its way."""
+
+    shortest: float
+    longest: float
+
+    @property
+    def one_by_one(self) -> float:
+        """Seconds of a call, from which on it travels alone."""
+        return self.longest / 2
+
+
+NEAR = Grain(1e-3, 20e-3)
+FAR = Grain(10e-3, 100e-3)  # to another machine: some ms on the way, and 1 ms of CPU time at each end
 
 
 def first_wave(seconds: float) -> int:
@@ -57,9 +74,9 @@ def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
     return max(1, min(most, guided_size(seconds, left, workers, SHORTEST_BUNDLE, LONGEST_BUNDLE)))
 
 
-def chunk_size(seconds: float, left: int, workers: int) -> int:
+def chunk_size(seconds: float, left: int, workers: int, grain: Grain) -> int:
     """How many of the calls that are `left`, of so many seconds each, a worker is sent at once."""
-    return min(MOST_CALLS, guided_size(seconds, left, workers, SHORTEST_CHUNK, LONGEST_CHUNK))
+    return min(MOST_CALLS, guided_size(seconds, left, workers, *grain))
 
 
 def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:

@@ -2,7 +2,7 @@
 
     hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
                └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► bury ──► rescue
-Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths`.
+Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import multiprocessing
 import sys
 import time
 
@@ -62,6 +63,7 @@ class Staff:
         self._recovery = recovery
         self.wanted = settings.workers  # active ones
         self.deaths = 0
+        self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
         self.stranded: list[WorkerHandle] = []  # that are gone, and nobody was there to take over what waited for them
         self._numbers = itertools.count(1)
@@ -116,6 +118,7 @@ class Staff:
             list(sys.path),
             list(sys.argv),
             working_directory(),
+            b"" if settings.remote else bytes(multiprocessing.current_process().authkey),
             b"" if crossing is None else crossing.post(device),
             settings.remote,
         )
@@ -170,6 +173,7 @@ class Staff:
 
     def lose(self, worker: WorkerHandle, blames: bool = True) -> None:
         """It died. All that it had been given goes to others, but for a call that kills too often."""
+        is_ours = not blames or worker.doomed is not None
         begun, offset = worker.under_way.begun(), worker.under_way.offset
         if worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
             worker.overdue, blames = None, False
@@ -179,8 +183,12 @@ class Staff:
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = worker.exit_code = self.bury(worker, died)
         self.deaths += 1
-        if chunks and blames:
+        self.kills += is_ours
+        if blames and chunks and (chunks[0].calls or chunks[0].gradients):
             self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
+        elif blames and self._life.broken is None:
+            phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
+            report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, died.exit_code, words))
         self._recovery.take_apart(worker, chunks)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])

@@ -57,7 +57,7 @@ class Dependents:
                 return
             if isinstance(claim.outcome, Failed):
                 claim.source.on_passed_on()
-                operation.deliver(call.index, Failed.because_of(claim.outcome, f"{operation.noun} {call.item}"))
+                operation.deliver(call.index, Failed.because_of(claim.outcome, operation.names.words(call.item)))
                 self._ended.call_has_failed(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]

@@ -144,7 +144,7 @@ class PoolOptions:
         if timeout is None:
             return None
         if not self.traits.is_process:
-            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' (engine: {self.engine!r})")
+            raise ValueError(f"a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: {self.engine!r})")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"timeout must be a number of seconds, or None (timeout: {timeout!r})")
         if not timeout > 0:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpgrad.calls.packing import Arguments
+from mpgrad.errors import ONE_CALL
 from mpgrad.scheduling.run_in_caller import is_at_rest
 
 __all__ = ["Source", "callable_of", "first_of"]
@@ -22,6 +23,7 @@ class Source(NamedTuple):
     calls: Iterable[Arguments]
     total: int | None  # how many, where that is known beforehand
     at_rest: bool  # they are all there: no code of the caller's runs between two of them
+    noun: str = "item"  # see `CallNames`
 
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:
@@ -35,7 +37,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of_one(cls, args: Iterable[Any], kwds: dict[str, Any] | None) -> Source:
-        return cls([(tuple(args), kwds or {})], 1, at_rest=True)
+        return cls([(tuple(args), kwds or {})], 1, at_rest=True, noun=ONE_CALL)
 
 
 def length(iterable: Iterable[Any]) -> int | None:

@@ -8,6 +8,7 @@ Guarantees: what is refused has drawn no random number of the caller's; all oper
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from mpgrad.calls.device_choice import Request, requested
 from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation, OperationOptions
 from mpgrad.calls.packing import Arguments, Conditions, PickledFunction, SharedFunction, pickled_function
+from mpgrad.errors import CallNames
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import callable_of
@@ -38,7 +40,8 @@ class Prepared(NamedTuple):
     seconds: float | None  # that each may take
     modes: Modes | None  # None: the caller's; those of a map that runs in the caller need not be known
     seed: int | None
-    name: str = ""  # of the function, for a timeline that is being recorded
+    function_name: str = ""
+    is_named: bool = False  # by the caller
 
 
 class Starter:
@@ -64,7 +67,8 @@ class Starter:
             RuntimeError: PyTorch is tracing.
         """
         notes = self._scheduler.notes
-        lap, name = notes.laps(), "" if notes.recording is None else name_of(function)
+        lap, name = notes.laps(), name_of(function)
+        is_named = not (name.endswith("<lambda>") or type(function).__module__.startswith("mpgrad."))
         function = under_hooks(callable_of(function))
         check_untraced()
         seconds = self._options.seconds(options.timeout)
@@ -73,7 +77,8 @@ class Starter:
             request = requested(options.device, self._options.device_codes)
             pickled = pickled_function(function, self._scheduler.packer.kind, like)
         lap("pickles")
-        return Prepared(pickled, options, request, seconds, modes, self.draw_seed() if modes is None else None, name)
+        seed = self.draw_seed() if modes is None else None
+        return Prepared(pickled, options, request, seconds, modes, seed, name, is_named)
 
     def begin(
         self,
@@ -87,11 +92,12 @@ class Starter:
         first: int = 0,
     ) -> Operation:
         """[2] `one_by_one`: its results are fetched so, and differentiated. `first`: the item of the first call."""
-        pickled, options, request, seconds, modes, seed, name = prepared
+        pickled, options, request, seconds, modes, seed, name, is_named = prepared
         lap = self._scheduler.notes.laps()
         scheduler, deterministic = self._scheduler, self._options.deterministic
         with outside_transforms():
-            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, request)
+            names = CallNames(name if is_named else "", noun)
+            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
             home = OperationHome(scheduler.gradients, shared, deterministic, seconds, self._options.guesses)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
@@ -107,7 +113,6 @@ class Starter:
             chunksize=options.chunksize,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
             return_errors=options.on_error == "return",
-            noun=noun,
             timeout=seconds,
             request=request,
             ahead=ahead,
@@ -126,6 +131,10 @@ def name_of(function: object) -> str:
     """As people call it."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
+    if isinstance(function, types.BuiltinFunctionType):  # of a class that PyTorch hides
+        return function.__name__
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, type):  # inherited, perhaps
+        return f"{name_of(function.__self__)}.{function.__name__}"
     return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
 
 

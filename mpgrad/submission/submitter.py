@@ -21,6 +21,7 @@ from mpgrad.calls.result_iterator import ResultIterator
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, Uncollected
 from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held
+from mpgrad.errors import ONE_CALL
 from mpgrad.progress import Progress, Reporter, Standing, reported
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.run_in_caller import AdaptiveMap, may_run_here
@@ -62,21 +63,20 @@ class Submitter:
         source: Source,
         options: CallOptions,
         *,
-        noun: str = "item",
         shared: Shared | None = None,
         modes: Modes | None = None,
     ) -> list[Any]:
         """All results.
 
-        `noun`: what a call is, in errors. `shared`: for tensors that calls have in common. `modes`: for what no transform is to
-        follow any more, and draws no random numbers.
+        `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow any more, and draws no
+        random numbers.
         """
         if modes is None and may_be_followed():
             check_untraced()
             if options.on_error == "return":
                 raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
             given = list(source.calls)
-            results = run_followed(callable_of(function), given, self.starter.draw_seed, self._unfollowed(options, noun))
+            results = run_followed(callable_of(function), given, self.starter.draw_seed, self._unfollowed(options, source.noun))
             if results is not None:
                 return results
             source = source._replace(calls=given)
@@ -84,7 +84,7 @@ class Submitter:
             return self._run_adaptively(function, source, options)
         like, calls = first_of(source)
         prepared = self.starter.prepare(function, options, like, modes)
-        operation = self.starter.begin(prepared, noun=noun, at_rest=source.at_rest)
+        operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
         wait_until = self._scheduler.wait_until
         try:
             with reported(options.progress, standing_of(operation, source.total)):
@@ -106,14 +106,14 @@ class Submitter:
         """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
 
         def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
-            return self.run(function, Source(calls, len(calls), at_rest=False), options, noun=noun, modes=modes)
+            return self.run(function, Source(calls, len(calls), at_rest=False, noun=noun), options, modes=modes)
 
         return run
 
     def _run_adaptively(self, function: Callable[..., Any], source: Source, options: CallOptions) -> list[Any]:
         like, calls = first_of(source)
         prepared = self.starter.prepare(function, options, like)
-        begin = functools.partial(self.starter.begin, prepared, at_rest=True)
+        begin = functools.partial(self.starter.begin, prepared, noun=source.noun, at_rest=True)
         add = functools.partial(self.feeder.feed, borrow=True, total=self._to_bundle(source, options))
         return AdaptiveMap(
             prepared.function, self.costs, self.processes, begin, add, self._scheduler, self._scheduler.notes.laps
@@ -136,7 +136,8 @@ class Submitter:
     ) -> AsyncResult[Any]:
         """All results, later; or what `fetch` makes of them."""
         like, calls = first_of(source)
-        operation = self.starter.begin(self.starter.prepare(function, options, like), at_rest=source.at_rest)
+        prepared = self.starter.prepare(function, options, like)
+        operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
         total = self._to_bundle(source, options)
         fetch = self._scheduler.notes.timed("makes results", fetch)
         on_awaited = reporting(options.progress, operation, source.total)
@@ -182,7 +183,7 @@ class Submitter:
         return future
 
     def _begin_submitted(self, prepared: Prepared) -> Submitted:
-        return cast(Submitted, self.starter.begin(prepared, kind=Submitted, one_by_one=True))
+        return cast(Submitted, self.starter.begin(prepared, kind=Submitted, noun=ONE_CALL, one_by_one=True))
 
 
 def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:

@@ -151,6 +151,7 @@ class Start(NamedTuple):
     path: list[str]
     argv: list[str]
     directory: str | None
+    authkey: bytes  # of multiprocessing, with which tasks reach the caller's managers; it stays on the caller's machine
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 

@@ -151,9 +151,9 @@ class Pipe:
         room.poll()
 
     @property
-    def is_receiving(self) -> bool:
-        """A part of a frame has come, and not all."""
-        return self._body is not None or bool(self._incoming)
+    def bytes_waiting(self) -> int:
+        """Of a frame of which not all has come."""
+        return len(self._incoming) if self._body is None else self._filled
 
     def receive_raw(self) -> RawFrame | None:
         """The next frame; None where an end that does not block has no whole one yet, and should wait until there is more.

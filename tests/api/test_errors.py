@@ -202,7 +202,7 @@ def test_exception_groups_are_shortened() -> None:
 
 def test_the_note_says_what_the_function_was_given(pool: mpgrad.Pool) -> None:
     (note,) = note_of(lambda: pool.map(fails, [torch.ones(3, 4)]))
-    assert note.startswith("raised in item 0, worker ")
+    assert note.startswith("raised in item 0 of fails, worker ")
     assert note.endswith(", phase: forward (tensor float32 [3, 4])")
     items = [({"a": torch.ones(2, dtype=torch.int64), 1: [None, (1, (2, 3))]}, "text", *range(9))]
     (note,) = note_of(lambda: pool.map(fails, items))
@@ -246,7 +246,7 @@ def test_a_task_that_ends_the_program_is_named(pool: mpgrad.Pool, caplog: pytest
         pool.map(ends, range(4))
     (record,) = [each for each in caplog.records if each.name == "mpgrad"]
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("a task called sys.exit: raised in item 2, worker ")
+    assert record.getMessage().startswith("a task called sys.exit: raised in item 2 of ends, worker ")
 
 
 # --- warnings and log records

@@ -124,7 +124,9 @@ def test_a_block_counts_all_that_the_pool_does(pool: mpgrad.Pool) -> None:
 def test_a_block_of_an_executor(nursery: mpgrad.Pool) -> None:
     told: Told = []
     with mpgrad.Executor(1, send="always") as executor, executor.progress(lambda *now: told.append(now)):
-        assert list(executor.map(abs, ITEMS)) == [7, 6, 5, 4, 3, 2, 1]
+        with executor.timeline() as timeline:
+            assert list(executor.map(abs, ITEMS)) == [7, 6, 5, 4, 3, 2, 1]
+        assert executor.stats().calls == 7 == sum(event["cat"] == "forward" for event in timeline.events if event["ph"] == "X")
     assert told[-1] == (7, 7, 0.0)
 
 
@@ -214,7 +216,8 @@ worker  node   device   pid  state  busy  calls  graphs     memory
 operations: 2 under way
 calls:      1,600 done, 40 left; 7 more in the caller's thread
 backwards:  1,500 done, 0 left
-deaths:     1 of workers; 3 calls and backwards done again
+deaths:     2 of workers, 1 by the pool
+run again:  3 calls and backwards
 memory:     1.3 GiB of workers; 0 bytes shared for tensors
 sent:       2.0 KiB in 20 frames
 received:   999 bytes in 30 frames
@@ -223,7 +226,7 @@ copied:     1.0 KiB of tensors; 9 slots made"""
 
 @pytest.mark.quick
 def test_statistics_are_a_table() -> None:
-    stats = PoolStats(WORKERS, (1 << 30) + (300 << 20), 0, 1, 3, 7, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9)
+    stats = PoolStats(WORKERS, (1 << 30) + (300 << 20), 0, 2, 1, 3, 7, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9)
     assert str(stats) == TABLE
     here = str(stats._replace(workers=[each._replace(node="") for each in WORKERS]))
     assert here.splitlines()[0].split() == ["worker", "device", "pid", "state", "busy", "calls", "graphs", "memory"]

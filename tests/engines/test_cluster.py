@@ -232,6 +232,36 @@ def test_the_call_that_is_next_to_take_too_long() -> None:
         assert worker.next_overrun()[2] == float("inf")
 
 
+@pytest.mark.quick
+def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: dict[int, socket.socket] = {}
+
+    class Launcher:
+        launch = ends.__setitem__
+
+        def exit_code(self, number: int, timeout: float) -> int:
+            return 0
+
+    async def scenario() -> None:
+        there = site.Site(60.0)
+        there._start(1)
+        frame = framed(["an answer"], ())
+        ends[1].sendall(frame[:-1])
+        there._set_limit(1, 7, -1.0)  # over when it begins
+        assert there._news[1:] == []
+        there._look_at_clock(1)  # nothing more has come
+        assert there._news[1:] == [("overrun", 1, 7, -1)]
+        ends[1].sendall(frame[-1:])
+        there._look_at_clock(1)
+        assert there._news[2][:2] == ("frame", 1)
+        there._bury(1)
+        await asyncio.gather(*there._burials)
+        ends[1].close()
+
+    monkeypatch.setattr(site, "process_launcher", lambda _: Launcher())
+    asyncio.run(scenario())
+
+
 @pytest.mark.slow
 @linux_only("the nursery, whose children are stopped")
 def test_workers_that_do_nothing_at_all_are_overrun(nursery: mpgrad.Pool) -> None:

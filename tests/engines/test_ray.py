@@ -89,6 +89,18 @@ def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
         assert 2 <= (pool.stats().bytes_sent - sent) / weight.nbytes < 2.2
 
 
+def test_joblib_takes_the_cluster(ray_cluster: Any) -> None:
+    joblib = pytest.importorskip("joblib", reason="joblib is not installed")
+    importlib.import_module("mpgrad.joblib").register()
+    x = torch.arange(3.0, requires_grad=True)
+    with joblib.parallel_config(backend="mpgrad", n_jobs=-1, engine="ray", ray=mpgrad.Ray(node_timeout=5.0)):
+        with joblib.Parallel() as parallel:
+            losses = parallel(joblib.delayed(lambda k: (x * k).sum())(k) for k in range(8))
+            assert parallel._backend.effective_n_jobs(-1) == 4
+        sum(losses).backward()
+    assert x.grad is not None and x.grad.tolist() == [28.0] * 3
+
+
 def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 

@@ -44,11 +44,6 @@ LEFT_OUT = {
         "test_backend_batch_statistics_reset",
         "test_parallel_as_context_manager",
     ],
-    "gives the workers a manager's proxy, which multiprocessing lets only its own children have": [
-        "test_dispatch_multiprocessing",
-        "test_initializer_context",
-        "test_initializer_parallel",
-    ],
     "pickles with loky, which leaves a process running": ["test_parallel_pickling"],
     "expects threads in tasks; ours run serially there, as threads would not have the caller's modes": [
         "test_nested_backend_context_manager",

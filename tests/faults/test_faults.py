@@ -57,7 +57,7 @@ def test_the_exception_of_the_first_failing_item(pool: mpgrad.Pool) -> None:
             pool.map(fn, range(40), 2)
         assert caught.value.args == (5, "text") and caught.value.code == 5
     (note,) = caught.value.__notes__
-    assert note.startswith("raised in item 5, worker ") and note.endswith("phase: forward (int)")
+    assert note.startswith("raised in item 5 of fn, worker ") and note.endswith("phase: forward (int)")
     assert 'raise OwnError(k, "text")' in str(caught.value.__cause__)
     works(pool)
 
@@ -96,7 +96,7 @@ def test_an_exception_that_cannot_be_printed(pool: mpgrad.Pool, kind: type[Excep
 
     with pytest.raises((kind, mpgrad.RemoteError)) as caught:
         pool.map(fn, [1])
-    assert caught.value.__notes__[0].startswith("raised in item 0, ") and pool.stats().deaths == 0
+    assert caught.value.__notes__[0].startswith("raised in item 0 of fn, ") and pool.stats().deaths == 0
     works(pool)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -319,15 +321,22 @@ def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
-def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool) -> None:
+def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
     def fn(k: int) -> int:
         if k == 7:
             killed()
         return k
 
-    with pytest.raises(mpgrad.WorkerDiedError, match=r"was killed by SIGKILL \(phase: forward, item 7\)") as caught:
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"was killed by SIGKILL \(phase: forward, item 7 of fn\)") as caught:
         fresh_pool.map(fn, range(20))
-    assert caught.value.item == 7 and fresh_pool.stats().deaths == 3
+    assert (caught.value.item, caught.value.call) == (7, "item 7 of fn")
+    assert (fresh_pool.stats().deaths, fresh_pool.stats().kills) == (3, 0)
+    logged = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(logged) == 3 and logged[-1] == str(caught.value) and "tried once" in logged[0]
+    future = fresh_pool.submit(fn, 7)
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"\(phase: forward, a call of fn\)") as caught:
+        future.result()
+    assert caught.value.item is None and pickle.loads(pickle.dumps(caught.value)).call == "a call of fn"
     found = fresh_pool.map(fn, range(20), on_error="return")
     assert isinstance(found.pop(7), mpgrad.WorkerDiedError) and found == [*range(7), *range(8, 20)]
 
@@ -390,7 +399,9 @@ def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str) -> None:
+def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mpgrad")
+
     def fn(x: Tensor) -> Tensor:
         if x[-1] == 2 and phase == "forward":
             time.sleep(60)
@@ -399,12 +410,13 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str) -> None:
     xs = items(4)
     with mpgrad.Pool(2, retries=1) as pool:
         begin = time.monotonic()
-        message = rf"item 2 ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed with its worker"
+        message = rf"item 2 of fn ran longer than its timeout \(1.0 s, phase: {phase}\), and was killed with its worker"
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
             results = pool.map(fn, xs, timeout=1)
             sum(y.sum() for y in results).backward()
         assert 2 < time.monotonic() - begin < 12
         assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 1.0)
+        assert pool.stats().kills == pool.stats().deaths == len([each for each in caplog.records if each.levelname == "INFO"])
         assert isinstance(caught.value, TimeoutError)
         assert pool.map(abs, [-1], timeout=5) == [1]
 

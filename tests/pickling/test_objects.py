@@ -6,6 +6,7 @@ import concurrent.futures
 import contextvars
 import fcntl
 import functools
+import multiprocessing
 import os
 import pickle
 import queue
@@ -260,6 +261,20 @@ def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
         assert type(lock) is type(threading.RLock())
     kept = Holder(torch.ones(2, requires_grad=True))
     assert_same_as_serial(lambda reference: reference().x * 2, [weakref.ref(kept)], pool)
+
+
+def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
+    """Of the caller's, as for a `multiprocessing.Pool`: workers know its key. (Symptom: AuthenticationError.)"""
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        squares, steps = manager.dict(), manager.Queue()
+
+        def notes(k: int, queue: Any) -> None:
+            squares[k] = k * k
+            queue.put(k)
+
+        pool.starmap(notes, [(k, steps) for k in range(5)])
+        assert squares.copy() == {k: k * k for k in range(5)}
+        assert sorted(steps.get() for _ in range(5)) == list(range(5))
 
 
 def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import mpgrad
 from mpgrad.advice.advice import Advice
 from mpgrad.advice.model import Measured, best_of, obstacles_of, pool_seconds, spread_of, ways_of
+from mpgrad.others_clock import OthersClock
 
 TRIAL = Measured(
     items=100,
@@ -21,6 +25,7 @@ TRIAL = Measured(
     others={},
     cpus=2,
     cpus_taken=1.0,
+    cpus_of_others=0.0,
     item_bytes=80.0,
     result_bytes=8.0,
     capture_bytes=100,
@@ -75,7 +80,8 @@ def test_what_stands_in_the_way() -> None:
     assert obstacles(items=10, seconds=[0.08, *[0.002] * 9]) == ["one item dominates"]
     assert obstacles(pools={1: 0.15, 2: 0.14}) == ["items too small"]
     assert obstacles(cpus_taken=2.0) == ["threads"]
-    assert obstacles(cpus_taken=0.5) == ["busy machine or waiting"]
+    assert obstacles(cpus_taken=0.5) == ["waiting"]
+    assert obstacles(cpus_taken=0.5, cpus_of_others=0.6) == ["busy machine"]
 
 
 @pytest.mark.quick
@@ -85,6 +91,19 @@ def test_the_spread() -> None:
 
 
 # --- real runs
+
+BURNS = "import time; start = time.perf_counter(); print(flush=True)\nwhile time.perf_counter() - start < 60: pass"
+
+
+def test_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", BURNS], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        clock = OthersClock()
+        time.sleep(0.5)
+        as_ours = clock.cpus()
+        monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: [])
+        assert clock.cpus() > as_ours + 0.1
+        other.kill()
 
 
 def advice_on(fn: Any, items: list[Any], capsys: pytest.CaptureFixture[str]) -> Advice:

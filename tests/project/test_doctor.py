@@ -344,9 +344,11 @@ class Times(NamedTuple):
 
 def test_what_others_take_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([[Times(5, 5, 0, 0), Times(0, 0, 0, 0)], [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)]])
-    monkeypatch.setattr(machine, "own_cpus", lambda: [0])
+    monkeypatch.setattr("psutil.cpu_times", lambda percpu: next(looks))
+    monkeypatch.setattr("mpgrad.others_clock.own_cpus", lambda: [0])
     monkeypatch.setattr(machine, "LOOK_SECONDS", 0.1)
-    assert 0.5 < machine.cpus_taken(lambda: next(looks)) < 2.1  # 0.2 s in 0.1 s, less this process's own
+    taken = machine.taken_by_others().value
+    assert isinstance(taken, float) and 0.5 < taken < 2.1  # 0.2 s in 0.1 s, less this process's own
     assert not machine.judged_load(0.4, 2, 2, "").problem
     assert machine.judged_load(0.6, 2, 2, "").problem
     assert not machine.judged_load(6.0, 8, 2, "").problem  # a quota leaves room for them

@@ -64,7 +64,7 @@ OWN = {
     mpgrad.AsyncResult: {"get", "ready", "successful", "wait"},
     mpgrad.DifferentiableFuture: {"add_done_callback", "cancel", "cancel_after", "cancelled", "exception", "result"},
     mpgrad.ResultIterator: {"next"},
-    mpgrad.Executor: {"map", "progress", "shutdown", "submit"},
+    mpgrad.Executor: {"map", "progress", "shutdown", "stats", "submit", "timeline"},
 }
 
 

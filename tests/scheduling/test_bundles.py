@@ -179,7 +179,7 @@ def test_a_failure_in_the_background(pool: mpgrad.Pool) -> None:
     result = pool.map_async(fails, leaves(), error_callback=told.append)
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         result.get()
-    assert caught.value.__notes__[0].startswith("raised in item 10, ")
+    assert caught.value.__notes__[0].startswith("raised in item 10 of fails, ")
     deadline = time.monotonic() + 20
     while not told and time.monotonic() < deadline:  # the callback has a thread of its own
         time.sleep(0.001)
@@ -544,7 +544,7 @@ def failing(x: Tensor) -> Tensor:
 def test_a_failure_names_its_item(pool: mpgrad.Pool) -> None:
     with pytest.raises(ArithmeticError) as caught:
         pool.map(failing, [torch.full((2,), float(k)) for k in range(22)])
-    assert any("item 13," in note for note in caught.value.__notes__)
+    assert any("item 13 of failing," in note for note in caught.value.__notes__)
     assert len(pool.map(failing, [torch.zeros(2)] * 22)) == 22
 
 
@@ -555,7 +555,7 @@ def unpicklable(x: Tensor) -> Any:
 def test_a_result_that_cannot_be_carried_names_its_item(pool2: mpgrad.Pool) -> None:
     with pytest.raises(TypeError) as caught:
         pool2.map(unpicklable, [torch.full((2,), float(k)) for k in range(22)])
-    assert any("item 6," in note for note in caught.value.__notes__)
+    assert any("item 6 of unpicklable," in note for note in caught.value.__notes__)
 
 
 def test_an_argument_that_cannot_be_carried_names_its_item(pool2: mpgrad.Pool) -> None:
@@ -729,7 +729,7 @@ def test_no_room_for_a_result_names_its_item(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         with pytest.raises(mpgrad.SharedMemoryError) as caught:
             pool.map(huge, [torch.full((1,), float(k)) for k in range(11)])
-        assert any("item 6," in note for note in caught.value.__notes__)
+        assert any("item 6 of huge," in note for note in caught.value.__notes__)
 
 
 def test_a_backward_that_fails_names_its_item_or_those_that_it_was_with(nursery: mpgrad.Pool) -> None:

@@ -49,7 +49,9 @@ class KillsItsLoader:
 
 def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
     # symptom: workers were replaced for ever. cause: a call that had not begun was put back without counting.
-    with pytest.raises(mpgrad.WorkerDiedError, match=r"exited with status 3 \(phase: loading the function, item 0\)"):
+    with pytest.raises(
+        mpgrad.WorkerDiedError, match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)"
+    ):
         fresh_pool.map(KillsItsLoader(), [1])
     assert fresh_pool.map(abs, [-1]) == [1]
 
