@@ -14,6 +14,7 @@ import argparse
 import collections
 import concurrent.futures
 import json
+import logging
 import random
 import sys
 import time
@@ -132,6 +133,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
+    logging.getLogger("mpgrad").addHandler(logging.NullHandler())  # the deaths are meant, and the table counts them
     with simulated_nodes(NODES, CPUS) as cluster:
         result = soak(cluster, options.kills, options.seed)
     for name, value in result.items():
