@@ -55,8 +55,10 @@ class Recovery:
         self._kills_for_memory = kills_for_memory()
         self.reruns = 0  # calls and backwards that were given to another worker
 
-    def blame(self, worker: WorkerHandle, code: int | None, chunk: Chunk, position: int, offset: int) -> None:
+    def blame(self, worker: WorkerHandle, code: int | None, chunk: Chunk, position: int, offset: int) -> bool:
         """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
+
+        False where all of the chunk had been taken back.
 
         `offset` is that of the item, where the call was running and is a bundle.
 
@@ -70,9 +72,11 @@ class Recovery:
             index = accused.item
             if accused.bundle:
                 index = accused.item + offset if position >= 0 and offset >= 0 else None
-        else:
+        elif chunk.gradients:
             accused = chunk.gradients[place]
             index = accused.what.items
+        else:
+            return False
         if position >= 0:
             accused.deaths += 1
         else:
@@ -81,7 +85,7 @@ class Recovery:
         level = logging.WARNING if worker.overdue is None else logging.INFO  # a timeout is what the caller asked for
         report(level, "%s", self._death(worker, code, index, phase, accused))
         if accused.deaths <= self._retries and accused.idle_deaths <= max(self._retries, IDLE_DEATHS):
-            return
+            return True
         failed = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
         if chunk.operation is not None:
             for _, call in chunk.calls[failed]:
@@ -91,6 +95,7 @@ class Recovery:
             for sent in chunk.gradients[failed]:
                 sent.reply.fail(self._death(worker, code, index, phase, accused))
             del chunk.gradients[failed]
+        return True
 
     def _death(
         self,

@@ -184,9 +184,8 @@ class Staff:
         died.exit_code = worker.exit_code = self.bury(worker, died)
         self.deaths += 1
         self.kills += is_ours
-        if blames and chunks and (chunks[0].calls or chunks[0].gradients):
-            self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
-        elif blames and self._life.broken is None:
+        is_blamed = blames and chunks and self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
+        if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
             report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, died.exit_code, words))
         self._recovery.take_apart(worker, chunks)

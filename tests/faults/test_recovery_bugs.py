@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
 import torch
 from conftest import linux_only, staffed
@@ -193,8 +192,8 @@ def test_a_pool_is_collected_while_locks_are_held(nursery: mpgrad.Pool, moment: 
             monkeypatch.setattr("mpgrad.engines.launch.NurseryProcess.alive", collecting)
             mpgrad.Pool(1).terminate()
         else:
-            memory = psutil.virtual_memory
-            monkeypatch.setattr("psutil.virtual_memory", lambda: (gc.collect(), memory())[1])
+            free = mpgrad.memory.arena.free_memory
+            monkeypatch.setattr("mpgrad.memory.arena.free_memory", lambda: (gc.collect(), free())[1])
             with pytest.raises(mpgrad.PoolClosedError):
                 y.backward(torch.ones(5000) * 2)
     finally:
@@ -610,7 +609,8 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
-    Recovery({}, None, 0, Lifecycle(), lambda operation: None).blame(worker, -9, worker.under_way.chunks[2], -1, -1)  # type: ignore[arg-type]
+    recovery = Recovery({}, None, 0, Lifecycle(), lambda operation: None)  # type: ignore[arg-type]
+    assert not recovery.blame(worker, -9, worker.under_way.chunks[2], -1, -1)
 
 
 LARGE = 10 << 20  # elements, whose memory is a slab of its own
