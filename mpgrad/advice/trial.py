@@ -66,10 +66,11 @@ class Subject:
 
     def timed(self, item: Any) -> tuple[float, float, Any]:
         """Seconds forward and backward, and the result."""
+        inputs = inputs_of([item], self.captures)
         start = time.perf_counter()
         result = self.run(item)
         middle = time.perf_counter()
-        differentiate([result], [item], self.captures)
+        differentiate([result], inputs)
         return middle - start, time.perf_counter() - middle, result
 
     def loop(self, items: Sequence[Any]) -> list[tuple[float, float]]:
@@ -77,10 +78,16 @@ class Subject:
         return [self.timed(item)[:2] for item in copies(items)]
 
 
-def differentiate(results: Sequence[Any], items: Sequence[Any], captures: Sequence[torch.Tensor]) -> None:
-    """One backward from all results to all that needs gradients, which are thrown away."""
+def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All that needs gradients."""
+    return [*differentiable(items), *(each for each in captures if each.requires_grad)]
+
+
+def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+    """One backward from all results, as a caller would have it; the gradients are thrown away."""
     outputs = differentiable(results)
-    inputs = [*differentiable(items), *(each for each in captures if each.requires_grad)]
+    if len(outputs) > 1 and len({(each.shape, each.dtype, each.device) for each in outputs}) == 1 and not outputs[0].dim():
+        outputs = [torch.stack(outputs).sum()]  # losses: a gradient for each would take a third of a tiny item's time
     if outputs and inputs:
         torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
@@ -165,8 +172,9 @@ def in_turns(
             loops.append(subject.loop(sample))
         for workers, pool in pools.items():
             own = copies(sample)
+            inputs = inputs_of(own, captures)
             start = time.perf_counter()
-            differentiate(pool.map(function, own), own, captures)
+            differentiate(pool.map(function, own), inputs)
             if number >= WARM_UPS:
                 rounds[workers].append(time.perf_counter() - start)
         if number >= WARM_UPS and time.perf_counter() > end:
@@ -186,7 +194,7 @@ def in_a_batch(subject: Subject, sample: Sequence[Any]) -> float | None:
         for _ in range(2):
             start = time.perf_counter()
             result = batched(torch.stack(own))
-            differentiate([result], own, subject.captures)
+            differentiate([result], inputs_of(own, subject.captures))
             times.append(time.perf_counter() - start)
         same = torch.allclose(result.detach(), wanted, rtol=1e-3, equal_nan=True)
     except Exception:  # whatever vmap or the function says: it is no way for this function
