@@ -76,6 +76,7 @@ class PretendedWorker:
         self._loop = asyncio.get_running_loop()
         self._requests: deque[Forward | Backward | Collect] = deque()
         self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of the inputs of calls that need gradients
+        self._items: dict[int, int] = {}  # of these calls
         self._returns: list[tuple[int, int]] = []
         self._position = 0  # in the first request
         self._free_at = 0.0  # on the loop's clock
@@ -91,6 +92,7 @@ class PretendedWorker:
             elif isinstance(message, Release):
                 for call in message.calls:
                     self._shapes.pop(call, None)
+                    self._items.pop(call, None)
         if self._requests and not self._is_busy:
             self._free_at = self._loop.time()
             self._go_on()
@@ -103,7 +105,7 @@ class PretendedWorker:
             calls: Sequence[Any] = [] if isinstance(request, Collect) else request.calls
             if self._position < len(calls) and request.chunk not in self.skipped:
                 self._say([Begun(request.chunk, self._position)], 0)
-                items = len(calls[self._position].bundle) or 1 if isinstance(request, Forward) else 1
+                items = self._items_of(calls[self._position])
                 at_once = isinstance(request, Forward) and request.ahead
                 self._free_at += self._half * items * (2 if at_once else 1)
                 self._position += 1
@@ -113,6 +115,9 @@ class PretendedWorker:
             done, self._position = self._position, 0
             self._requests.popleft()
             self._answer(request, done)
+
+    def _items_of(self, call: Any) -> int:
+        return len(call.bundle) or 1 if isinstance(call, ForwardCall) else self._items.get(call.call, 1)
 
     def _answer(self, request: Forward | Backward | Collect, done: int) -> None:
         zeros = Zeros()
@@ -128,12 +133,14 @@ class PretendedWorker:
                 self._returns += [(ref.place, 1) for ref in lent(each.tensors)]
         else:
             gradients: list[Any] = []
+            spent = self._half * sum(map(self._items_of, request.calls[:done]))
             for call in request.calls[:done]:
                 shapes = self._shapes.pop(call.call)
+                del self._items[call.call]
                 gradients.append(zeros.refs([shapes[number] for number in call.wanted], 0) if call.wanted else [])
             for grad in request.calls:
                 self._returns += [(ref.place, 1) for ref in lent(grad.grads)]
-            answer = Gradients(request.chunk, gradients, self._half * done, [], [], 0)
+            answer = Gradients(request.chunk, gradients, spent, [], [], 0)
         returns, self._returns = self._returns, []
         self._say([Returned(returns), answer] if returns else [answer], zeros.nbytes)
 
@@ -147,7 +154,7 @@ class PretendedWorker:
         elif request.ahead:
             gradients = zeros.refs(shapes, 0)
         else:
-            self._shapes[call.call] = shapes
+            self._shapes[call.call], self._items[call.call] = shapes, count
         return Result(None, losses, bool(shapes), gradients, [(None, 1)] * count if call.bundle else ())
 
 
