@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from mpgrad.workers.backward_ahead import Ahead, may_go_ahead
 from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.capture_sums import CaptureSums
@@ -88,7 +89,11 @@ class ForwardHandler:
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         reached = () if function is None else function.search.take_found()
         warned = self._warnings.take()
-        return Results(chunk, outcomes, seconds, own_seconds, ahead_seconds, mutated, warned, dropped, nbytes, reached), payload
+        staying = self._loans.take_staying()
+        results = Results(
+            chunk, outcomes, seconds, own_seconds, ahead_seconds, mutated, warned, dropped, nbytes, reached, staying
+        )
+        return results, payload
 
     def _run(
         self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
@@ -112,7 +117,9 @@ class ForwardHandler:
                 graph = graph if ahead.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
             for_one = gradients is not None and ahead is not None and ahead.for_one
-            refs = self._loans.lend(placed, payload)
+            # sparse ones are looked at before anybody asks for them
+            may_stay = message.may_stay and all(each.layout is torch.strided for each in run.tensors)
+            refs = self._loans.lend(placed, payload, may_stay)
             result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, for_one)
             del run, placed, ahead
             if graph is not None:

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.outcomes import Failed
+from mpgrad.calls.outcomes import Failed, Staying
 from mpgrad.calls.output import report
 from mpgrad.calls.submitted import Submitted
 from mpgrad.errors import add_note
@@ -35,6 +35,10 @@ class Desk(Protocol):
     """What results need of the scheduler."""
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def bring(self, staying: Staying, timeout: float | None = None) -> bool: ...
+
+    def fetch(self, staying: Staying, then: Callable[[], None]) -> None: ...
 
     def admit(self, operation: Operation) -> None: ...
 
@@ -228,6 +232,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._failed: Failed | None = None
         self._is_abandoned = False
         self._tells = False  # somebody, when it is done
+        self._telling = threading.Lock()
         operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts
@@ -237,7 +242,12 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
     @not_compiled
     def result(self, timeout: float | None = None) -> R:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
+        begun = time.monotonic()
         failed = self._await_failure(timeout)
+        if failed is None and (staying := self._operation.staying) is not None:
+            if not self._desk.bring(staying, None if timeout is None else begun + timeout - time.monotonic()):
+                raise late(timeout)
+            failed = staying.failed
         if failed is not None:
             raise failed.error().with_traceback(None)
         value: R = self._operation.take()
@@ -259,7 +269,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         if not self.done():
             self._wait(timeout)
         if not self.done():
-            raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
+            raise late(timeout)
         if self.cancelled():
             raise concurrent.futures.CancelledError
         self._uncollected.collected(self._number)
@@ -284,6 +294,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         return cancelled
 
     def _wait(self, timeout: float | None) -> None:
+        self._operation.is_awaited = True
         try:
             self._desk.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
@@ -315,7 +326,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is."""
-        self._tells = True
+        with self._telling:
+            self._tells = self._operation.is_awaited = True
         super().add_done_callback(fn)
 
     def _claim(self) -> Claim | None:
@@ -326,6 +338,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
     def _starts(self) -> bool:
         """A call begins, unless it was cancelled; of that the future is told once."""
+        self._operation.is_awaited |= bool(self._waiters)  # of `concurrent.futures.wait` and `as_completed`
         if self.running() or self._told:
             return not self._told
         self._told = not self.set_running_or_notify_cancel()
@@ -337,12 +350,29 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
         if not self._starts():
             return  # cancelled
+        staying = self._operation.staying
+        if staying is None:
+            self._end(outcome if isinstance(outcome, Failed) else None)
+            return
+        with self._telling:  # callbacks ask for the value in this thread, which could not bring it
+            if not self._tells:
+                self.set_result(cast(R, None))
+        if not self.done():
+            self._desk.fetch(staying, lambda: self._end(staying.failed))
+        elif self._operation.is_awaited:
+            self._desk.fetch(staying, lambda: None)
+
+    def _end(self, failed: Failed | None) -> None:
         try:
-            self._failed = outcome if isinstance(outcome, Failed) else None
-            if self._failed is None or self._failed.is_cancelled:
+            self._failed = failed
+            if failed is None or failed.is_cancelled:
                 self.set_result(cast(R, None))  # the value is made by who asks for it
             else:
-                self._uncollected.note(self._number, self._failed)
+                self._uncollected.note(self._number, failed)
                 self.set_exception(ExceptionOfTask())  # and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
+
+
+def late(timeout: float | None) -> BaseException:
+    return concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")

@@ -4,14 +4,16 @@
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, mirrored here, shared with all workers of the site
 Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the caller's offset, so addresses
-in frames stay valid. What a worker lends the caller travels inside its frames.
+in frames stay valid. What a worker lends the caller travels inside its frames; or it stays, in a slab that the worker shows us.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
+                   ("keep", address, nbytes): write there what a worker has left there   ("release", a worker's slab)
+                   ("fetch", number, [(address, nbytes) ...])
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
-                   ("overrun", worker, chunk, position)
+                   ("overrun", worker, chunk, position) ("content", number of the fetch, [bytes ...]; None: it is lost)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
@@ -36,10 +38,11 @@ from typing import Any, NamedTuple
 
 from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence
+from mpgrad.cluster.worker_slabs import WorkerSlabs
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
-from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere
+from mpgrad.wire.asides import Lacking, LastWords, SlabHere, Whereabouts, WhereaboutsHere
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
 __all__ = ["Hello", "Site", "hello"]
@@ -133,7 +136,7 @@ class SiteWorker(Pipe):
         self.alarm: asyncio.TimerHandle | None = None
         self.bytes_seen = 0  # of a frame on its way, when the alarm was set
 
-    def hear(self, frame: RawFrame) -> None:
+    def hear(self, frame: RawFrame, slabs: WorkerSlabs) -> None:
         """What the worker says to us."""
         for message in pickle.loads(frame.body):
             descriptor = self.take_descriptor()
@@ -141,6 +144,8 @@ class SiteWorker(Pipe):
                 continue
             if isinstance(message, LastWords):
                 self._last_words = descriptor
+            elif isinstance(message, SlabHere):
+                slabs.show(message.number, descriptor, message.nbytes)
             elif isinstance(message, WhereaboutsHere):
                 with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
                     memory = memoryview(mmap.mmap(descriptor, 0))
@@ -176,6 +181,7 @@ class Site:
         self._launcher: Launcher = process_launcher(None)
         self._workers: dict[int, SiteWorker] = {}
         self._slabs: dict[int, MirroredSlab] = {}
+        self._theirs = WorkerSlabs()
         self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
         self._arriving = Sequence()
         self._next_number = 0
@@ -229,6 +235,14 @@ class Site:
                 self._slabs[number] = MirroredSlab(nbytes)
             case "write":
                 self._write_mirror(*rest)
+            case "keep":
+                self._write_mirror(rest[0], self._theirs.read(*rest))
+            case "fetch":
+                number, pieces = rest
+                found = [pickle.PickleBuffer(each) for piece in pieces if (each := self._theirs.read(*piece)) is not None]
+                self._say("content", number, found if len(found) == len(pieces) else None)
+            case "release":
+                self._theirs.release(*rest)
             case "forget":
                 self._slabs.pop(rest[0]).close()
                 self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
@@ -252,10 +266,13 @@ class Site:
                 if not self._burials:
                     self._say("closed")
 
-    def _write_mirror(self, address: int, content: memoryview) -> None:
+    def _write_mirror(self, address: int, content: memoryview | None) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
         slab = self._slabs[slab_of(address)]
         lacking = [piece for piece in self._lacking if piece[0] != address]
+        if content is None:  # the worker that has left it here had no way to show it
+            self._lacking = [*lacking, (address, 1, f"node {socket.gethostname()} had no descriptor free for a result")]
+            return
         try:
             slab.write(address & OFFSET_MASK, content)
         except OSError as error:
@@ -312,7 +329,7 @@ class Site:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
                 if frame.header[2]:  # with descriptors, which end at this machine's border
-                    worker.hear(frame)
+                    worker.hear(frame, self._theirs)
                     continue
                 self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:

@@ -33,6 +33,7 @@ class Loopback:
     could_start = keeps_time = False
     overrun: tuple[int, int] | None = None
     shares_memory = takes_descriptors = True
+    keeper = None
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -10,13 +10,13 @@ the two sides share no memory, the links mirror it (see `wire.mirror`).
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from mpgrad.wire.link import Link
 from mpgrad.wire.pipe import Traffic
 
-__all__ = ["Engine", "Traits", "WorkerLink"]
+__all__ = ["Engine", "Keeper", "Traits", "WorkerLink"]
 
 
 class Traits(NamedTuple):
@@ -31,6 +31,26 @@ class Traits(NamedTuple):
     remote: bool = False  # workers may be on other machines, behind a site
 
 
+class Keeper(Protocol):
+    """Has results that stay where they were made until somebody needs them. One thread uses it."""
+
+    def note(self, address: int) -> None:
+        """A worker has said that it stays."""
+        ...
+
+    def has(self, address: int) -> bool:
+        """Its workers can read it without our help."""
+        ...
+
+    def fetch(self, pieces: Sequence[tuple[int, int]], then: Callable[[Sequence[memoryview] | None], None]) -> None:
+        """Have the contents of what lies at these addresses, of these sizes, brought to `then`; None: it is lost."""
+        ...
+
+    def let_go(self, address: int) -> None:
+        """Nobody will ask for it any more."""
+        ...
+
+
 class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
@@ -41,6 +61,11 @@ class WorkerLink(Link, Protocol):
     @property
     def node(self) -> str:
         """The name of the machine that it is on; "" for this one."""
+        ...
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """None: what it gives comes with its answers."""
         ...
 
     @property

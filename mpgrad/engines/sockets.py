@@ -30,6 +30,7 @@ class SocketLink(Channel):
     last_words = ""
     could_start = keeps_time = False
     overrun: tuple[int, int] | None = None
+    keeper = None
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)

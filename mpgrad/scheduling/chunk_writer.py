@@ -45,6 +45,7 @@ class ChunkWriter:
         self._graphs = graphs
         self._sums = sums
         self._loans = loans
+        self.may_stay = False  # results may, where nobody waits for them
         self.functions: set[int] = set()
         self.codes: set[int] = set()
         self._states: Recent[bool] = Recent()  # of the user's modules, by number
@@ -56,7 +57,10 @@ class ChunkWriter:
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         stops, ahead = operation.stop_at_failure, operation.ahead
-        messages.append(Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent))
+        stay = self.may_stay and operation.may_stay
+        messages.append(
+            Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent, stay)
+        )
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
     def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest], note_spent: Callable[[], None]) -> Written:

@@ -68,7 +68,7 @@ class Receiver:
         self._notes = deliveries.notes
         self.items_done = 0  # forwards; counted before anybody hears of them
         self.backwards_done = 0
-        self._answers = Answers(memory.lenders, settings.recoverable)
+        self._answers = Answers(memory.lenders, memory.stays, settings.recoverable)
 
     def serve(self, worker: WorkerHandle) -> None:
         """Read what `worker` sent, or see that it has died."""

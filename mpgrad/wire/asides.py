@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Lacking", "LastWords", "Whereabouts", "WhereaboutsHere"]
+__all__ = ["Lacking", "LastWords", "SlabHere", "Whereabouts", "WhereaboutsHere"]
 
 
 class Lacking(NamedTuple):
@@ -21,6 +21,13 @@ class Lacking(NamedTuple):
 
 class LastWords(NamedTuple):
     """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
+
+
+class SlabHere(NamedTuple):
+    """Worker to site: a slab in which results stay, whose descriptor travels with the frame; the site looks there for them."""
+
+    number: int
+    nbytes: int
 
 
 class Whereabouts:
