@@ -48,15 +48,33 @@ def stay_on_loopback() -> None:
         constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
 
 
+def address_of(options: Ray) -> str:
+    """As far as it is known."""
+    return os.environ.get("RAY_ADDRESS", "") if options.address == "auto" else options.address
+
+
 def check_that_somebody_listens(address: str) -> None:
     """Ray itself would try for minutes.
 
     Raises:
         OSError: nobody does.
     """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), CONNECT_PATIENCE).close()
+
+
+def check_that_it_is_no_client(address: str) -> None:
+    """Ray Client does not say which nodes have room, and has each message take a detour.
+
+    Raises:
+        ConnectionError: the address is one of Ray Client.
+    """
+    if address.startswith("ray://"):
+        raise ConnectionError(
+            "Ray Client (ray://) cannot be used; run the script in the cluster (ray job submit), or on a machine that has "
+            f"joined it without workers (ray start --address=HOST:6379 --num-cpus=0) (address: {address!r})"
+        )
 
 
 class OwnCluster:
@@ -75,9 +93,10 @@ class RayCarrier:
 
         Raises:
             ImportError: Ray is not installed.
-            ConnectionError: there is no cluster at the address, or none can be started.
+            ConnectionError: there is no cluster at the address, or none can be started; or it is one of Ray Client.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        check_that_it_is_no_client(address_of(options))
         self._starts_own = options.address == "local"
         if self._starts_own:
             stay_on_loopback()
@@ -102,7 +121,7 @@ class RayCarrier:
         if self._starts_own:
             how |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
         try:
-            check_that_somebody_listens(os.environ.get("RAY_ADDRESS", "") if options.address == "auto" else options.address)
+            check_that_somebody_listens(address_of(options))
             self._ray.init(**how)
         except Exception as error:  # Ray raises many kinds, among them just this one
             can = "started" if self._starts_own else "joined"

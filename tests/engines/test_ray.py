@@ -175,6 +175,14 @@ def test_no_ray_cluster_there() -> None:
     assert "ConnectionError: no Ray cluster can be joined" in ended.stderr and "ray start --head" in ended.stderr
 
 
+def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConnectionError, match=r"Ray Client .* cannot be used; .*ray job submit.*ray://10\.0\.0\.1:10001"):
+        mpgrad.Pool(1, engine="ray", ray=mpgrad.Ray(address="ray://10.0.0.1:10001"))
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConnectionError, match="cannot be used"):
+        mpgrad.Pool(1, engine="ray")
+
+
 def test_a_cluster_of_its_own(tmp_path: Path) -> None:
     code = (
         "import mpgrad, psutil, torch\n"
