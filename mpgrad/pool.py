@@ -94,8 +94,8 @@ class Pool:
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
         timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
-            given up like one whose worker died; starting a worker is no call. None for no limit. Engines "process" and
-            "ray" only.
+            given up like one whose worker died. Starting a worker is no call, but the first call of a function in a
+            worker also imports its modules. None for no limit. Engines "process" and "ray" only.
 
     Expert arguments:
         graphs: what workers do with the graphs of calls, from the forward to the backward.
