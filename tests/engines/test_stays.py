@@ -154,6 +154,7 @@ def test_several_tensors_and_others_that_travel(on_two_nodes: mpgrad.Pool) -> No
     assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
 
 
+@pytest.mark.slow
 def test_a_call_on_another_node_has_it_fetched(nursery: mpgrad.Pool) -> None:
     with cluster(*ONE_EACH) as (pool, _):
         staffed(pool, 2)
@@ -171,6 +172,7 @@ def test_a_call_on_another_node_has_it_fetched(nursery: mpgrad.Pool) -> None:
         assert torch.equal(x.grad, 4 * grad_of(lambda own: product(double(own)), x))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_without_retries_results_come_at_once(nursery: mpgrad.Pool) -> None:
     with cluster(TWO[0], retries=0) as (pool, _):
         futures = chain(pool, leaf())
@@ -204,6 +206,7 @@ def test_those_who_wait_for_several(on_two_nodes: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize("ended", ["terminate", "join"])
+@pytest.mark.slow
 def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
     x = leaf()
     with cluster(*TWO) as (pool, _):
@@ -220,8 +223,10 @@ def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
 # --- what is lost
 
 
-@pytest.mark.parametrize("kill", [kill_sites, kill_workers])
-@pytest.mark.parametrize("read", ["last", "first", "all", "dependant"])
+@pytest.mark.parametrize("kill", [kill_sites, pytest.param(kill_workers, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "read", ["all", *(pytest.param(each, marks=pytest.mark.slow) for each in ("last", "first", "dependant"))]
+)
 def test_what_is_lost_is_made_again(nursery: mpgrad.Pool, kill: Callable[[Any], None], read: str) -> None:
     with cluster(*TWO) as (pool, _):
         staffed(pool, 4)
@@ -246,6 +251,7 @@ def test_what_is_lost_is_made_again(nursery: mpgrad.Pool, kill: Callable[[Any], 
 
 
 @pytest.mark.parametrize("kill", [kill_sites, kill_workers])
+@pytest.mark.slow
 def test_backwards_through_what_is_lost(nursery: mpgrad.Pool, kill: Callable[[Any], None]) -> None:
     """Graphs are made again from arguments that had stayed where they were, and were lost too."""
     with cluster(*ONE_EACH) as (pool, _):
@@ -266,6 +272,7 @@ def test_backwards_through_what_is_lost(nursery: mpgrad.Pool, kill: Callable[[An
         assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_again(nursery: mpgrad.Pool) -> None:
     with cluster(*TWO) as (pool, _):
         noise = pool.submit(torch.rand, SIZE)
@@ -302,6 +309,7 @@ def lent(_: Any) -> int:
 
 
 @linux_only("num_fds")
+@pytest.mark.slow
 def test_nothing_is_left_on_the_nodes(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 2)) as (pool, carrier):
         staffed(pool, 2)
