@@ -273,7 +273,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         if self.cancelled():
             raise concurrent.futures.CancelledError
         self._uncollected.collected(self._number)
-        return self._failed
+        staying = self._operation.staying
+        return self._failed if staying is None else staying.failed
 
     def cancel(self, force: bool = False) -> bool:
         """Cancel the call, unless it runs or is done; calls that were given its result then fail.

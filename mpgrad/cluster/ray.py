@@ -48,7 +48,7 @@ def stay_on_loopback() -> None:
         constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
 
 
-def address_of(options: Ray) -> str:
+def cluster_address(options: Ray) -> str:
     """As far as it is known."""
     return os.environ.get("RAY_ADDRESS", "") if options.address == "auto" else options.address
 
@@ -96,7 +96,7 @@ class RayCarrier:
             ConnectionError: there is no cluster at the address, or none can be started; or it is one of Ray Client.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        check_that_it_is_no_client(address_of(options))
+        check_that_it_is_no_client(cluster_address(options))
         self._starts_own = options.address == "local"
         if self._starts_own:
             stay_on_loopback()
@@ -121,7 +121,7 @@ class RayCarrier:
         if self._starts_own:
             how |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
         try:
-            check_that_somebody_listens(address_of(options))
+            check_that_somebody_listens(cluster_address(options))
             self._ray.init(**how)
         except Exception as error:  # Ray raises many kinds, among them just this one
             can = "started" if self._starts_own else "joined"

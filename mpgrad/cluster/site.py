@@ -234,9 +234,11 @@ class Site:
                 number, nbytes = rest
                 self._slabs[number] = MirroredSlab(nbytes)
             case "write":
-                self._write_mirror(*rest)
+                address, content = rest
+                self._write_mirror(address, len(content), content)
             case "keep":
-                self._write_mirror(rest[0], self._theirs.read(*rest))
+                address, nbytes = rest
+                self._write_mirror(address, nbytes, self._theirs.read(address, nbytes))
             case "fetch":
                 number, pieces = rest
                 found = [pickle.PickleBuffer(each) for piece in pieces if (each := self._theirs.read(*piece)) is not None]
@@ -266,17 +268,16 @@ class Site:
                 if not self._burials:
                     self._say("closed")
 
-    def _write_mirror(self, address: int, content: memoryview | None) -> None:
+    def _write_mirror(self, address: int, nbytes: int, content: memoryview | None) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
         slab = self._slabs[slab_of(address)]
         lacking = [piece for piece in self._lacking if piece[0] != address]
-        if content is None:  # the worker that has left it here had no way to show it
-            self._lacking = [*lacking, (address, 1, f"node {socket.gethostname()} had no descriptor free for a result")]
-            return
         try:
+            if content is None:  # no descriptor was free when a worker showed what it has left here
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             slab.write(address & OFFSET_MASK, content)
         except OSError as error:
-            lacking.append((address, len(content), no_room(len(content), error)))
+            lacking.append((address, nbytes, no_room(nbytes, error)))
         self._lacking = lacking
         if slab.descriptor >= 0 and slab.awaited:
             awaited, slab.awaited = slab.awaited, []

@@ -290,11 +290,11 @@ def test_a_call_that_fails_when_it_is_run_again(nursery: mpgrad.Pool, tmp_path: 
     with cluster(*TWO) as (pool, _):
         future = pool.submit(once, torch.ones(SIZE))
         wait_until(future.done)
-        if not staying(pool):
-            pytest.skip("somebody waited")
+        assert staying(pool)
         kill_sites(pool)
         with pytest.raises(FileExistsError):
             future.result()
+        assert isinstance(future.exception(), FileExistsError)
         with pytest.raises(mpgrad.AncestorFailedError):
             pool.submit(double, future).result()
 
