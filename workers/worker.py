@@ -59,7 +59,7 @@ class Worker:
         self._station = station
         self.before_answer: Callable[[], None] = lambda: None
         self._loans = loans = Loans(number, link, station)
-        self._tracker = tracker = Tracker(loans.arena, None if link.shares_memory else self._tell_begun)
+        self._tracker = tracker = Tracker(loans.arena, None if self._has_onlooker else self._tell_begun)
         self._warnings = task_warnings = TaskWarnings()
         functions = FunctionTable(loans, station)
         runner = CallRunner(loans, tracker, station)
@@ -87,12 +87,17 @@ class Worker:
             Record: self._record,
         }
 
+    @property
+    def _has_onlooker(self) -> bool:
+        """The caller, or the site, reads where we are."""
+        return self._link.shares_memory or self._link.takes_descriptors
+
     def take_warnings(self) -> None:
         """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they do for a serial loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site, which writes there for the caller
+        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site, which reads and writes there for the caller
             here = WhereaboutsHere(self._tracker.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
             self._link.send([here], (), [self._tracker.descriptor])
         self._send(Ready(pid, self._tracker.address))

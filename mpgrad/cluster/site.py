@@ -9,10 +9,12 @@ in frames stay valid. What a worker lends the caller travels inside its frames; 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
+                   ("follow", worker, seconds for which it is said where it is)
                    ("keep", address, nbytes): write there what a worker has left there   ("release", a worker's slab)
                    ("fetch", number, [(address, nbytes) ...])
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
+                   ("at", worker, what it has written in its `Whereabouts`): before the next, and before it is gone
                    ("overrun", worker, chunk, position) ("content", number of the fetch, [bytes ...]; None: it is lost)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
@@ -48,10 +50,11 @@ from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 __all__ = ["Hello", "Site", "hello"]
 
 PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
-MOST_WAITING = 2  # exchanges
+MOST_WAITING = 4  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
 RESIDENT_EVERY = 1.0  # seconds
+FOLLOWING_EVERY = 0.02  # seconds
 AMID_FRAME = 1.0  # seconds in which more of a frame has to come that is on its way, or its worker is at a call for too long
 
 
@@ -135,6 +138,8 @@ class SiteWorker(Pipe):
         self.overrun: tuple[int, int] | None = None  # chunk and position of a call that takes too long, once that was said
         self.alarm: asyncio.TimerHandle | None = None
         self.bytes_seen = 0  # of a frame on its way, when the alarm was set
+        self.followed_until = 0.0  # on the same clock; it is said where it is
+        self.told: list[int] = []  # where that was last
 
     def hear(self, frame: RawFrame, slabs: WorkerSlabs) -> None:
         """What the worker says to us."""
@@ -152,17 +157,22 @@ class SiteWorker(Pipe):
                     self.whereabouts = memory[message.offset : message.offset + message.nbytes].cast("q")
                 os.close(descriptor)
 
+    def where(self) -> list[int]:
+        """What it has written of where it is; nothing where it goes on in this moment, or nobody could be shown it."""
+        if (numbers := self.whereabouts) is None:
+            return []
+        found = list(numbers[: Whereabouts.SKIPPED])
+        return found if found[Whereabouts.CHUNK] == numbers[Whereabouts.CHUNK] else []
+
     def next_overrun(self) -> tuple[int, int, float]:
         """The first chunk with a limit, the call that it is at, and when that will have taken too long.
 
         The position is -1 where it has not begun that chunk. Only who has sent it knows whether it has something else to do.
         """
-        at, position, started = -1, -1, 0.0
-        if (numbers := self.whereabouts) is not None:
-            at, position = numbers[Whereabouts.CHUNK], numbers[Whereabouts.POSITION]
-            started = numbers[Whereabouts.STARTED] / 1e9
-            if at != numbers[Whereabouts.CHUNK]:  # it goes on in this moment
-                at = Whereabouts.BETWEEN
+        at, position, started = Whereabouts.BETWEEN, -1, 0.0
+        if found := self.where():
+            at, position = found[Whereabouts.CHUNK], found[Whereabouts.POSITION]
+            started = found[Whereabouts.STARTED] / 1e9
         for chunk in [chunk for chunk in self.limits if chunk < at]:
             del self.limits[chunk]
         chunk, seconds = next(iter(self.limits.items()), (-1, math.inf))
@@ -256,6 +266,12 @@ class Site:
                     whereabouts[place] = chunk
             case "limit" if rest[0] in self._workers:
                 self._set_limit(*rest)
+            case "follow" if rest[0] in self._workers:
+                number, seconds = rest
+                is_followed = self._workers[number].followed_until
+                self._workers[number].followed_until = time.monotonic() + seconds
+                if not is_followed:
+                    self._follow(number)
             case "kill" if rest[0] in self._workers:
                 self._launcher.kill(*rest)
             case "watch" if rest[0] in self._workers:
@@ -362,7 +378,25 @@ class Site:
             worker.alarm = self._loop.call_later(left if left > 0 else AMID_FRAME, self._look_at_clock, number)
         else:
             worker.overrun = chunk, position
+            self._tell_where(number, worker)
             self._say("overrun", number, chunk, position)
+
+    def _tell_where(self, number: int, worker: SiteWorker) -> None:
+        """Before anything is said of the call that it is at."""
+        if (found := worker.where()) and found != worker.told:
+            worker.told = found
+            self._say("at", number, found)
+
+    def _follow(self, number: int) -> None:
+        """Say where the worker is as soon as it goes on, for a while."""
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        self._tell_where(number, worker)
+        if time.monotonic() < worker.followed_until:
+            self._loop.call_later(FOLLOWING_EVERY, self._follow, number)
+        else:
+            worker.followed_until = 0.0
 
     def _look_at_clock(self, number: int) -> None:
         if number in self._workers:
@@ -384,6 +418,7 @@ class Site:
         self._loop.remove_reader(worker.fileno())
         self._loop.remove_writer(worker.fileno())
         worker.close()
+        self._tell_where(number, worker)
         burial = self._loop.create_task(self._see_end(number, worker))
         self._burials.add(burial)
         burial.add_done_callback(self._buried)

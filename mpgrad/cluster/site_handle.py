@@ -28,6 +28,7 @@ from mpgrad.cluster.site import Hello
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
+from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.frames import Frame, unframed
 from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
@@ -192,6 +193,8 @@ class SiteHandle:
             if kind == "frame":
                 link.frames.append(rest[1:])
                 link.overrun = None  # it has gone on since
+            elif kind == "at":
+                link.note_whereabouts(rest[1])
             elif kind == "overrun":
                 link.overrun = rest[1:]
             elif kind == "gone":
@@ -288,6 +291,7 @@ class SiteLink:
         self.last_words = ""
         self.nbytes_resident = 0
         self.overrun: tuple[int, int] | None = None
+        self.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         site.links[number] = self
@@ -356,6 +360,14 @@ class SiteLink:
 
     def skip(self, place: int, chunk: int) -> None:
         self.site.tell("skip", self.number, place, chunk)
+
+    def follow(self, seconds: float) -> None:
+        self.site.tell("follow", self.number, seconds)
+
+    def note_whereabouts(self, numbers: Sequence[int]) -> None:
+        """What the worker has written, by its own clock."""
+        for place, number in enumerate(numbers):
+            self.whereabouts[place] = number
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         self.site.tell("limit", self.number, chunk, seconds)

@@ -33,7 +33,7 @@ class Loopback:
     could_start = keeps_time = False
     overrun: tuple[int, int] | None = None
     shares_memory = takes_descriptors = True
-    keeper = None
+    whereabouts = keeper = None
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -68,6 +68,9 @@ class Loopback:
         return bool(self.frames)
 
     def skip(self, place: int, chunk: int) -> None:
+        """Both ends look at the same memory."""
+
+    def follow(self, seconds: float) -> None:
         """Both ends look at the same memory."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:

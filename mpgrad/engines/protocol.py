@@ -59,6 +59,11 @@ class WorkerLink(Link, Protocol):
     overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
 
     @property
+    def whereabouts(self) -> memoryview | None:
+        """A copy of the worker's `Whereabouts`, of int64; None: they are shared, or the worker tells us what it begins."""
+        ...
+
+    @property
     def node(self) -> str:
         """The name of the machine that it is on; "" for this one."""
         ...
@@ -93,6 +98,10 @@ class WorkerLink(Link, Protocol):
 
     def skip(self, place: int, chunk: int) -> None:
         """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where nobody can."""
+        ...
+
+    def follow(self, seconds: float) -> None:
+        """Keep the copy of the `whereabouts` up to date for so long; else it is what it was at an overrun, or at the end."""
         ...
 
     def limit(self, chunk: int, seconds: float | None) -> None:

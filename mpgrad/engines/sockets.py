@@ -30,7 +30,7 @@ class SocketLink(Channel):
     last_words = ""
     could_start = keeps_time = False
     overrun: tuple[int, int] | None = None
-    keeper = None
+    whereabouts = keeper = None
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)
@@ -51,6 +51,9 @@ class SocketLink(Channel):
 
     def skip(self, place: int, chunk: int) -> None:
         """Nothing but bytes passes, and these are read when the worker has done what it is at."""
+
+    def follow(self, seconds: float) -> None:
+        """The worker tells us what it begins."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         """The worker's clock is ours."""

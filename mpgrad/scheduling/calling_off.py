@@ -22,7 +22,6 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
-from mpgrad.scheduling.under_way import MERCY
 from mpgrad.scheduling.worker_handle import Doom, WorkerHandle
 from mpgrad.wire.messages import FAREWELL
 
@@ -143,7 +142,7 @@ class CallingOff:
         if not self._can_kill:
             under_way.end_at = math.inf
         elif under_way.is_at_wanted:
-            under_way.end_at = time.monotonic() + MERCY  # others wait for this part, and perhaps not for the next
+            under_way.wait_for_end()  # others wait for this part, and perhaps not for the next
         elif self._recoverable or not worker.has_others:
             self._staff.kill(worker)
         else:  # what others want of it could not be had again

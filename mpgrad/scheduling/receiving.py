@@ -137,8 +137,9 @@ class Receiver:
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
                 worker.under_way.can_skip = True
         else:
-            worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
-            worker.under_way.tell_skipped = worker.link.skip
+            copy = worker.link.whereabouts
+            worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q") if copy is None else copy
+            worker.under_way.link = worker.link
         worker.pid = message.pid
         worker.ready_at = time.monotonic()
         worker.ready = True

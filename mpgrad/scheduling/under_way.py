@@ -1,8 +1,8 @@
 """The chunks that a worker has been sent and has not answered, and how far it has come with them. Caller's side.
 
 A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and looks there, before each
-call, whether the caller has called the chunk off. Where no memory is shared the worker sends `Begun`, and a site writes for us
-what is to be skipped, some time later: so nothing can be taken back, but what was skipped in time comes back unrun.
+call, whether the caller has called the chunk off. Where no memory is shared a site reads and writes there for us, some time
+later: so nothing can be taken back, but what was skipped in time comes back unrun. Without a site the worker sends `Begun`.
 
 Assumes: called by the scheduling thread.
 """
@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
+from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunks import Chunk
 from mpgrad.wire.asides import Whereabouts
 
@@ -31,7 +32,7 @@ class UnderWay:
         self.chunks: dict[int, Chunk] = {}
         self.whereabouts: memoryview | None = None  # of int64, see `Whereabouts`
         self.can_skip = False  # the worker sees at once what we write there
-        self.tell_skipped: Callable[[int, int], None] | None = None  # else: the place and chunk go to whoever can write it
+        self.link: WorkerLink | None = None  # else: to whoever can read and write there for us
         self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
@@ -46,7 +47,7 @@ class UnderWay:
         self.chunks[number] = chunk
 
     def note_begun(self, chunk: int, position: int) -> None:
-        """As the worker would write it, by our clock."""
+        """As the worker would write it, by our clock: where there is neither shared memory nor a site."""
         assert self.whereabouts is not None
         self.whereabouts[Whereabouts.STARTED] = time.monotonic_ns()
         self.whereabouts[Whereabouts.OFFSET] = -1
@@ -121,8 +122,8 @@ class UnderWay:
         free = [place for place in places if whereabouts[place] not in self.chunks]
         if free and all(whereabouts[place] != number for place in places):
             whereabouts[free[0]] = number
-            if self.tell_skipped is not None:
-                self.tell_skipped(free[0], number)
+            if self.link is not None:
+                self.link.skip(free[0], number)
 
     def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
         """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.
@@ -213,4 +214,10 @@ class UnderWay:
         if next(iter(self.chunks), None) not in self.given_up:
             self.end_at = math.inf
         elif self.end_at == math.inf:
-            self.end_at = time.monotonic() + MERCY
+            self.wait_for_end()
+
+    def wait_for_end(self) -> None:
+        """The worker gets some more time for what it is at."""
+        self.end_at = time.monotonic() + MERCY
+        if self.link is not None:
+            self.link.follow(2 * MERCY)
