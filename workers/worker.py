@@ -97,7 +97,7 @@ class Worker:
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site, which reads and writes there for the caller
+        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site: it looks there for the caller
             here = WhereaboutsHere(self._tracker.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
             self._link.send([here], (), [self._tracker.descriptor])
         self._send(Ready(pid, self._tracker.address))

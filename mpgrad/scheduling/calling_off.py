@@ -147,6 +147,8 @@ class CallingOff:
             self._staff.kill(worker)
         else:  # what others want of it could not be had again
             under_way.end_at = math.inf
+            if under_way.has_calls_behind and worker.link.whereabouts is not None:
+                under_way.wait_for_end()  # for its site, which has yet to say that they are skipped
             worker.retiring = True
             self._staff.fill()
 

@@ -2,7 +2,8 @@
 
 A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and looks there, before each
 call, whether the caller has called the chunk off. Where no memory is shared a site reads and writes there for us, some time
-later: so nothing can be taken back, but what was skipped in time comes back unrun. Without a site the worker sends `Begun`.
+later: so of a chunk that runs nothing can be taken back, but what was skipped in time comes back unrun. Without a site the
+worker sends `Begun`.
 
 Assumes: called by the scheduling thread.
 """
@@ -60,6 +61,8 @@ class UnderWay:
         self.seconds += now - self.since
         self.since = now
         chunk = self.chunks.pop(number)
+        if self.link is not None:
+            self.link.skipped.discard(number)
         if self.given_up:
             self.end_at = math.inf
             self.look_at_given_up()
@@ -172,11 +175,17 @@ class UnderWay:
         Assumes: its answers were read after they were skipped, and its first chunk has none.
         """
         taken = []
-        for chunk in self._behind().values() if self.can_skip else ():
-            assert chunk.operation is not None
-            taken.append((chunk.operation, [call for _, call in chunk.calls]))
-            chunk.calls.clear()
+        for number, chunk in self._behind().items():
+            if self.can_skip or (self.link is not None and number in self.link.skipped):
+                assert chunk.operation is not None
+                taken.append((chunk.operation, [call for _, call in chunk.calls]))
+                chunk.calls.clear()
         return taken
+
+    @property
+    def has_calls_behind(self) -> bool:
+        """They wait for its first chunk; and perhaps for a site to say that they are skipped."""
+        return any(chunk.calls for chunk in self._behind().values())
 
     def _behind(self) -> dict[int, Chunk]:
         behind = itertools.islice(self.chunks.items(), 1, None)

@@ -145,6 +145,40 @@ def test_what_nobody_wants_any_more_is_left_out(nursery: mpgrad.Pool, tmp_path: 
         assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
 
 
+def test_workers_say_nothing_between_two_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    """Each word of theirs would wake the site and the caller, which costs both as much as a small call."""
+    pool, _ = on_two_nodes
+    before = pool.stats().frames_received
+    pool.map(abs, range(80), chunksize=20)
+    assert pool.stats().frames_received - before <= 8  # an answer for each chunk, and perhaps one to give memory back
+
+
+@pytest.mark.slow
+def test_what_waits_behind_an_endless_call_goes_to_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """Without retries its worker cannot be killed: others want a graph of it. The calls behind it waited for ever."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
+
+    def stuck() -> None:
+        begun.touch()
+        while not go.exists():
+            time.sleep(0.01)
+
+    weight = torch.ones(2, requires_grad=True)
+    with cluster(Node("a", "alpha", 2), processes=1, retries=0) as (pool, _):
+        pool.map(abs, range(100))  # so short that they are sent behind others
+        (kept,) = pool.map(lambda x: (x * weight).sum(), [torch.ones(2)])
+        future = pool.submit(stuck)
+        while not begun.exists():
+            time.sleep(0.01)
+        behind = pool.submit(abs, -1)
+        pool._scheduler.call_off(future._operation)
+        assert behind.result() == 1
+        go.touch()
+        kept.backward()  # waits for the worker
+        assert torch.equal(weight.grad, torch.ones(2))  # type: ignore[arg-type]
+        assert pool.stats().deaths == 0
+
+
 @pytest.mark.slow
 def test_workers_come_to_their_end(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """They were killed, though the pool was closed and joined."""
@@ -294,8 +328,8 @@ def test_workers_that_do_nothing_at_all_are_overrun(nursery: mpgrad.Pool) -> Non
 @pytest.mark.slow
 def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
     with cluster(Node("a", "alpha", 1)) as (pool, _):
-        with pytest.raises(mpgrad.WorkerDiedError, match="node: alpha"):
-            pool.map(lambda x: os.kill(os.getpid(), signal.SIGKILL), [0])
+        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 2.*node: alpha"):
+            pool.map(lambda x: os.kill(os.getpid(), signal.SIGKILL) if x == 2 else x, range(4), chunksize=4)
         with pytest.raises(mpgrad.CallTimeoutError):
             pool.map(time.sleep, [60], timeout=0.3)
         future = pool.submit(time.sleep, 60)
