@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import math
 import threading
@@ -43,7 +44,9 @@ class Dispatcher(Scheduler):
         self._waiters: list[Waiter] = []
         self._is_over = False  # the thread does nothing more
         self._woken = False
-        self._sleeping = False
+        self._sleeps = itertools.count(1)
+        self._sleep = 0  # its number, while it sleeps
+        self._ended_sleep = 0  # the last one that somebody has ended
         self._sleeping_soundly = False  # without the timer that sends the news
         self._news_due = math.inf
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
@@ -64,9 +67,13 @@ class Dispatcher(Scheduler):
     # --- any thread
 
     def wake(self) -> None:
+        # Each wake costs the caller the interpreter lock, so one is enough for a sleep. The number is noted after it, for a
+        # caller could be interrupted; one who is so late that he notes an old number causes another wake, and no more.
         self._woken = True
-        if self._sleeping:  # only the dispatcher itself clears it: a caller could be interrupted, or too late
+        sleep = self._sleep
+        if sleep and sleep != self._ended_sleep:
             self.engine.wake()
+            self._ended_sleep = sleep
 
     def hand_over(self) -> None:
         # A thread that wants the interpreter lock gets it after 5 ms from one that computes: far too late for a worker that
@@ -151,7 +158,7 @@ class Dispatcher(Scheduler):
         self._sleeping_soundly = True  # before looking for news: what comes after the look will wake us
         has_news = self.deliveries.has_news()
         self._sleeping_soundly = not has_news
-        self._sleeping = True
+        self._sleep = next(self._sleeps)
         while self._handed_over:
             self._handed_over.popleft().release()
         patience = self.keep_time()
@@ -162,7 +169,7 @@ class Dispatcher(Scheduler):
         else:
             self._news_due = math.inf
         links = self.engine.wait(0 if self._woken or self.life.is_stopping or self.inbox else patience)
-        self._sleeping = self._sleeping_soundly = False
+        self._sleep, self._sleeping_soundly = 0, False
         self.look_at_room()
         if has_news and time.monotonic() >= self._news_due:  # though others may keep us busy
             self._news_due = math.inf

@@ -1,6 +1,6 @@
 """Sites whose workers only pretend to work: each call is answered after the time that it is said to take. Runs at the sites.
 
-    frame ──► PretendedSite ──► PretendedWorker: Begun, a pause, Begun, a pause, ..., Results or Gradients ──► frame
+    frame ──► PretendedSite ──► PretendedWorker: a pause for each call, then Results or Gradients ──► frame
 The site is mpgrad's own, with its way of gathering what is to be said. The workers say what real ones say, in frames of the
 same size and number, but no call is run: losses and gradients are zeros.
 """
@@ -22,7 +22,6 @@ from mpgrad.cluster.site import Site
 from mpgrad.wire.frames import unframed
 from mpgrad.wire.messages import (
     Backward,
-    Begun,
     Collect,
     Collected,
     Forward,
@@ -104,7 +103,6 @@ class PretendedWorker:
             request = self._requests[0]
             calls: Sequence[Any] = [] if isinstance(request, Collect) else request.calls
             if self._position < len(calls) and request.chunk not in self.skipped:
-                self._say([Begun(request.chunk, self._position)], 0)
                 items = self._items_of(calls[self._position])
                 at_once = isinstance(request, Forward) and request.ahead
                 self._free_at += self._half * items * (2 if at_once else 1)
@@ -181,6 +179,7 @@ class PretendedSite(Site):
                 worker.hear(rest[1])
             elif kind == "skip":
                 worker.skipped[rest[1] % TRACKED] = rest[2]
+                self._say("skipped", rest[0], rest[2])
             else:
                 del self._pretended[rest[0]]
                 self._say("gone", rest[0], 0, "")
