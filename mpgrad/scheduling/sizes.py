@@ -46,6 +46,11 @@ class Grain(NamedTuple):
 
     shortest: float
     longest: float
+    care: float = 0.0  # that a chunk takes the parent, which is to keep up with all workers
+
+    def least(self, workers: int) -> float:
+        """The shortest, for so many workers."""
+        return min(self.longest, max(self.shortest, workers * self.care))
 
     @property
     def one_by_one(self) -> float:
@@ -54,7 +59,7 @@ class Grain(NamedTuple):
 
 
 NEAR = Grain(1e-3, 20e-3)
-FAR = Grain(10e-3, 100e-3)  # to another machine: some ms on the way, and 1 ms of CPU time at each end
+FAR = Grain(10e-3, 100e-3, 0.7e-3)  # to another machine: some ms on the way, and up to 1 ms of CPU time at each end
 
 
 def first_wave(seconds: float) -> int:
@@ -76,7 +81,7 @@ def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
 
 def chunk_size(seconds: float, left: int, workers: int, grain: Grain) -> int:
     """How many of the calls that are `left`, of so many seconds each, a worker is sent at once."""
-    return min(MOST_CALLS, guided_size(seconds, left, workers, *grain))
+    return min(MOST_CALLS, guided_size(seconds, left, workers, grain.least(workers), grain.longest))
 
 
 def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:

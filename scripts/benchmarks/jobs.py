@@ -54,9 +54,9 @@ def items_of(work: Work, seconds: float, total: float) -> tuple[Function, list[T
     return work.function(size), [work.item(size) for _ in range(count)]
 
 
-def log_normal(count: int, sigma: float) -> list[float]:
+def log_normal(count: int, sigma: float, seed: int = 0) -> list[float]:
     """Heavy-tailed costs of mean 1: a few items cost as much as all others."""
-    generator = random.Random(0)
+    generator = random.Random(seed)
     drawn = [generator.lognormvariate(0, sigma) for _ in range(count)]
     return [cost * count / sum(drawn) for cost in drawn]
 

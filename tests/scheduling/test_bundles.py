@@ -25,7 +25,7 @@ from conftest import first_are_quick
 import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.sizes import bundle_size, fed, guided_size
+from mpgrad.scheduling.sizes import FAR, NEAR, bundle_size, chunk_size, fed, guided_size
 from mpgrad.submission.feeding import Feeder
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES
 
@@ -391,6 +391,13 @@ def test_workers_that_a_parent_cannot_feed() -> None:
     assert guided_size(1e-3, 1000, 64, shortest=1e-3, longest=20e-3) == 1000 // (2 * 41)
     assert guided_size(1e-3, 1000, 8, shortest=1e-3, longest=20e-3) == 20  # ms of work
     assert guided_size(math.inf, 1000, 64, shortest=1e-3, longest=20e-3) == 1
+
+
+def test_a_caller_keeps_up_with_many_machines() -> None:
+    """Towards the end of a map chunks are short; many workers asked for more of them than one caller can hand out."""
+    assert [FAR.least(workers) for workers in (2, 64, 1000)] == [10e-3, pytest.approx(45e-3, rel=0.1), 100e-3]
+    assert NEAR.least(1000) == NEAR.shortest  # `fed` cares for that
+    assert chunk_size(1e-3, 1, 64, FAR) >= 40 > chunk_size(1e-3, 1, 2, FAR) == 10
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import statistics
 import time
@@ -15,7 +16,7 @@ import psutil
 import torch
 from common import Function, Outcome, WrongResultError, calibrated
 from descendants import cpu_seconds
-from figures import Figure, interleaved, median_figure, ratios
+from figures import WARM_UPS, Figure, interleaved, median_figure, ratios
 from jobs import PYTHON, backward_at_once, log_normal
 from losses import doubled, priced_loss, python_loss, weighted_loss
 from torch import Tensor
@@ -154,10 +155,18 @@ def check(job: Job, ways: dict[str, Way], reference: Way) -> None:
 # --- rows of jobs
 
 
-def job_figures(job: Job, ways: dict[str, Way], reference: Way, plan: Plan) -> Iterator[Figure]:
+def job_figures(
+    job: Job, ways: dict[str, Way], reference: Way, plan: Plan, draws: Sequence[Job] | None = None
+) -> Iterator[Figure]:
+    """`draws`: jobs like it, of which each round takes another one, the same for all."""
     check(job, ways, reference)
     children = set(psutil.Process().children(recursive=True))  # workers, and all that belongs to the cluster
-    runs = interleaved({name: partial(taken, way, job, children) for name, way in ways.items()}, plan.rounds)
+
+    def turn(way: Way) -> Callable[[], Taken]:
+        jobs = itertools.cycle(draws or [job])
+        return lambda: taken(way, next(jobs), children)
+
+    runs = interleaved({name: turn(way) for name, way in ways.items()}, plan.rounds)
     for name, own in runs.items():
         yield median_figure(job.title, name, [1e3 * run.wall for run in own], "ms")
     for name, own in runs.items():
@@ -213,11 +222,19 @@ class Rows:
         yield from self._both(Job(title, partial(weighted_loss, steps=steps), items, 1 + torch.rand(floats)))
 
     def tail(self) -> Iterator[Figure]:
+        """Each round has other costs: by luck, the halves of a single draw may cost the same (those of seed 0 do)."""
         items = self._items(64)
         steps = 10 * self._steps / self._plan.shrink
-        prices = [float(max(1, round(steps * cost))) for cost in log_normal(len(items), 1.0)]
-        priced = [torch.cat([torch.tensor([price]), item]) for price, item in zip(prices, items, strict=True)]
-        yield from self._both(Job(f"{len(items)} items of log-normal cost (mean 10 ms, sigma 1)", priced_loss, priced))
+        title = f"{len(items)} items of log-normal cost (mean 10 ms, sigma 1), forward and backward"
+        draws, halves = [], []
+        for seed in range(WARM_UPS + self._plan.rounds):
+            costs = log_normal(len(items), 1.0, seed)
+            halves.append(max(sum(costs[::2]), sum(costs[1::2])) / (sum(costs) / 2))
+            prices = [float(max(1, round(steps * cost))) for cost in costs]
+            priced = [torch.cat([torch.tensor([price]), item]) for price, item in zip(prices, items, strict=True)]
+            draws.append(Job(title, priced_loss, priced))
+        yield from job_figures(draws[0], ways_of(self._found), partial(mapped, serial), self._plan, draws)
+        yield median_figure(title, "work of the larger half by hand, over the mean of both", halves[WARM_UPS:], "x")
 
     def tiny(self) -> Iterator[Figure]:
         """What an item costs the caller; and from that, on paper, for how many workers one caller is enough."""
