@@ -14,8 +14,8 @@ in frames stay valid. What a worker lends the caller travels inside its frames; 
                    ("fetch", number, [(address, nbytes) ...])
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
-                   ("at", worker, what it has written in its `Whereabouts`): before the next, and before it is gone
-                   ("skipped", worker, chunk): behind all that it had answered; what it had not begun then, it will not begin
+                   ("at", worker, what it has written in its `Whereabouts`): when followed, before "overrun", before "gone"
+                   ("skipped", worker, place, chunk): written, and all that it had answered by then has been passed on
                    ("overrun", worker, chunk, position) ("content", number of the fetch, [bytes ...]; None: it is lost)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
@@ -266,7 +266,7 @@ class Site:
                 if (whereabouts := self._workers[number].whereabouts) is not None:
                     whereabouts[place] = chunk
                     self._read(number)  # what it answered before it could see that
-                    self._say("skipped", number, chunk)
+                    self._say("skipped", number, place, chunk)
             case "limit" if rest[0] in self._workers:
                 self._set_limit(*rest)
             case "follow" if rest[0] in self._workers:

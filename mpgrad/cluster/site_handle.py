@@ -196,7 +196,7 @@ class SiteHandle:
             elif kind == "at":
                 link.note_whereabouts(rest[1])
             elif kind == "skipped":
-                link.skipped.add(rest[1])
+                link.skipped[rest[1]] = rest[2]
             elif kind == "overrun":
                 link.overrun = rest[1:]
             elif kind == "gone":
@@ -294,7 +294,7 @@ class SiteLink:
         self.nbytes_resident = 0
         self.overrun: tuple[int, int] | None = None
         self.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, int] = {}
         self._mirror = Mirror()  # of the worker's slabs
         self._descriptors: deque[int] = deque()
         site.links[number] = self

@@ -37,7 +37,7 @@ class Loopback:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, int] = {}
         self.other: Loopback = self
         self.frames: deque[Frame] = deque()  # that have come
         self._descriptors: deque[int] = deque()

@@ -57,7 +57,7 @@ class WorkerLink(Link, Protocol):
     number: int  # of the worker
     keeps_time: bool  # which calls take too long is seen on the worker's machine, by its clock; else by ours
     overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
-    skipped: set[int]  # chunks: the worker has seen it, or will, and all that it had answered by then has come
+    skipped: dict[int, int]  # what a site has written, by place: all that the worker had answered by then has come
 
     @property
     def whereabouts(self) -> memoryview | None:

@@ -35,7 +35,7 @@ class SocketLink(Channel):
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)
         self.number = number
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, int] = {}
         self._engine = engine
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:

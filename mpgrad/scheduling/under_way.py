@@ -61,8 +61,6 @@ class UnderWay:
         self.seconds += now - self.since
         self.since = now
         chunk = self.chunks.pop(number)
-        if self.link is not None:
-            self.link.skipped.discard(number)
         if self.given_up:
             self.end_at = math.inf
             self.look_at_given_up()
@@ -176,7 +174,7 @@ class UnderWay:
         """
         taken = []
         for number, chunk in self._behind().items():
-            if self.can_skip or (self.link is not None and number in self.link.skipped):
+            if self.can_skip or (self.link is not None and number in self.link.skipped.values()):
                 assert chunk.operation is not None
                 taken.append((chunk.operation, [call for _, call in chunk.calls]))
                 chunk.calls.clear()

@@ -587,7 +587,10 @@ def test_a_worker_dies(nursery: mpgrad.Pool) -> None:
     expected = gradients(serial, lambda: None)
     with mpgrad.Pool(2, send="always", deterministic=True) as pool:
         for number in (0, 1):
-            same(gradients(pool.map, lambda number=number: os.kill(pool.stats().workers[number].pid, signal.SIGKILL)), expected)
+            same(
+                gradients(pool.map, lambda number=number: os.kill(staffed(pool).stats().workers[number].pid, signal.SIGKILL)),
+                expected,
+            )
 
 
 # --- hooks of leaves

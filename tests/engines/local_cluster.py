@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mpgrad.cluster.carrier import Node
 from mpgrad.cluster.engine import ClusterEngine
 from mpgrad.cluster.local import LocalCarrier
@@ -57,7 +59,15 @@ def pytest_configure() -> None:
     ENGINES["process"] = Kind(TRAITS, make)
 
 
-def pytest_collection_modifyitems() -> None:
+OF_ONE_MACHINE = {  # tests that wait for what never happens here, and why
+    "test_a_pool_without_workers_for_a_moment": "the caller needs no descriptor to start a worker",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if (why := OF_ONE_MACHINE.get(item.name)) is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
     if os.environ.get("MPGRAD_CLUSTER") == "ray":  # it keeps sockets and processes of its own, which come and go
         conftest: Any = importlib.import_module("conftest")
         conftest.leftovers = lambda before: {}

@@ -179,7 +179,7 @@ class PretendedSite(Site):
                 worker.hear(rest[1])
             elif kind == "skip":
                 worker.skipped[rest[1] % TRACKED] = rest[2]
-                self._say("skipped", rest[0], rest[2])
+                self._say("skipped", *rest)
             else:
                 del self._pretended[rest[0]]
                 self._say("gone", rest[0], 0, "")
