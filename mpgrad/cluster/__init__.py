@@ -8,6 +8,7 @@ the memory that the caller lends them, and passes frames on as they are. What ca
     engine        the engine: places workers on sites, notices which are gone
     site_handle   the caller's end of a site: what was sent, lent and heard
     site          on the node: workers, mirrored slabs, relayed frames; needs no torch
+    site_worker   on the node: a worker, as the site sees it
     keeper        results that stay at a site, as the caller knows it; worker_slabs: as the site has them
     records       what is said, as bytes
     sequence      exchanges put in order again, on both sides

@@ -34,6 +34,7 @@ from mpgrad.cluster.engine import ClusterEngine, placed
 from mpgrad.cluster.local import LocalCarrier
 from mpgrad.cluster.records import packed, unpacked
 from mpgrad.cluster.sequence import Sequence
+from mpgrad.cluster.site_worker import SiteWorker
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.asides import Whereabouts
@@ -251,7 +252,7 @@ def test_time_is_kept_on_the_node(nursery: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_the_call_that_is_next_to_take_too_long() -> None:
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(site.SiteWorker(ours)) as worker:
+    with theirs, contextlib.closing(SiteWorker(ours)) as worker:
         assert worker.next_overrun()[2] == float("inf")
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
