@@ -78,8 +78,9 @@ class Stuck(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        may_go = (ctx.folder / "go").exists()  # before it is said: who reads that may say `go` at once
         (ctx.folder / f"begun {int(grad.sum())}").touch()
-        if not (ctx.folder / "go").exists():
+        if not may_go:
             ctx.busy()
         return grad * 2, None, None
 
