@@ -181,7 +181,7 @@ class ClusterEngine:
             site.is_missed = True
             log.warning(
                 "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs: end them, or "
-                "ask for less (processes; workers_per_node or cpus_per_worker of mpgrad.Ray)",
+                "ask for less (processes; workers_per_node or cpus_per_worker of mpgrad.Ray); or an autoscaler still adds a node",
                 site.slots,
                 f"on node {site.name}" if site.name else "wherever there is room",
                 WAITING,
@@ -295,7 +295,8 @@ def placed(nodes: Sequence[Node], workers: int, packs: bool) -> list[tuple[Node 
             given[node.id] += number
             left -= number
     found: list[tuple[Node | None, int]] = [(node, given[node.id]) for node in nodes if given[node.id]]
-    largest = max((node.slots for node in nodes), default=0) or left
+    # where no node has room, nobody says how large those will be that an autoscaler adds: any of them has room for one worker
+    largest = max((node.slots for node in nodes), default=0) or 1
     while left:
         number = min(left, largest)
         found.append((None, number))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,3 +204,94 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert ended.stdout == "[3.0, 3.0, 3.0] 0\n", ended.stderr[-3000:]
+
+
+@contextlib.contextmanager
+def autoscaled(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """A head without CPUs that can add two nodes of one CPU: its address, and the environment in which to join it.
+
+    Ray's own `AutoscalingCluster` stops all that this user has of Ray, and needs a file that is not in the wheel.
+    """
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    small = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "node_config": {}, "min_workers": 0, "max_workers": 2}
+    settings = ("launch_multiple", "use_node_id_as_ip", "disable_node_updaters", "disable_launch_config_check")
+    config = {
+        "cluster_name": "pretended",
+        "max_workers": 2,
+        "idle_timeout_minutes": 0.1,
+        "upscaling_speed": 1.0,
+        "provider": {"type": "fake_multinode", "gcs_address": address, **dict.fromkeys(settings, True)},
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "small": small,
+        },
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{f"{name}_commands": [] for name in ("initialization", "setup", "head_setup", "worker_setup")},
+        **{name: [] for name in ("head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files")},
+        **{name: [] for name in ("rsync_exclude", "rsync_filter")},
+        "file_mounts_sync_continuously": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    environment = os.environ | {
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback interface only
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_TMPDIR": str(folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    start = f"start --block --head --num-cpus=0 --include-dashboard=false --dashboard-agent-listen-port=0 --port={address[10:]}"
+    command = [str(Path(sys.executable).with_name("ray")), *start.split(), "--node-ip-address=127.0.0.1"]
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(
+            [*command, f"--autoscaling-config={folder / 'config.json'}"], env=environment, stdout=log, stderr=log
+        ) as head,
+    ):
+        try:
+            deadline = time.monotonic() + 30
+            while "Ray runtime started" not in (folder / "log").read_text():
+                assert head.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+                time.sleep(0.1)
+            yield address, environment
+        finally:
+            of_it = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+            for each in of_it:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+    assert gone([each.pid for each in of_it], within=10)
+
+
+def test_an_autoscaler_adds_nodes_and_removes_them() -> None:
+    code = """if True:
+        import sys, time, mpgrad, ray, torch
+        there = mpgrad.Ray(address=sys.argv[1])
+        def nodes():
+            return sum(node["Alive"] for node in ray.nodes())
+        try:
+            mpgrad.Pool(engine="ray", ray=there)
+        except RuntimeError as error:
+            print(error)
+        weight = torch.linspace(1, 2, 5, requires_grad=True)
+        with mpgrad.Pool(2, engine="ray", ray=there, send="always") as pool:
+            pool.map(time.sleep, [0.05] * 40, 1)
+            sum(pool.map(lambda k: (weight * k).sum(), range(4))).backward()
+            while len({worker.pid for worker in pool.stats().workers if worker.calls}) < 2:
+                pool.map(time.sleep, [0.05] * 4, 1)
+            print(weight.grad.tolist(), nodes())
+        while nodes() > 1:
+            time.sleep(0.2)
+        print("released")
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True) as folder,
+        autoscaled(Path(folder)) as (address, environment),
+    ):
+        faulthandler.cancel_dump_traceback_later()  # it would leave the head behind; the caller has a limit of its own
+        command = [sys.executable, "-c", code, address]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    refused = "no node of the cluster has room for a worker; free some CPUs, or ask for `processes`"
+    assert ended.stdout.splitlines() == [refused, "[6.0, 6.0, 6.0, 6.0, 6.0] 3", "released"], ended.stderr[-3000:]
