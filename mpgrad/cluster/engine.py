@@ -180,9 +180,9 @@ class ClusterEngine:
         elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
             site.is_missed = True
             log.warning(
-                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs, or an autoscaler "
-                "has yet to add a node: end them, wait, or ask for less (processes; workers_per_node or cpus_per_worker of "
-                "mpgrad.Ray)",
+                "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs, or an "
+                "autoscaler has yet to add a node: end them, wait, or ask for less (processes; workers_per_node or "
+                "cpus_per_worker of mpgrad.Ray)",
                 site.slots,
                 f"on node {site.name}" if site.name else "wherever there is room",
                 WAITING,
