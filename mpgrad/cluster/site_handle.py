@@ -308,6 +308,10 @@ class SiteLink:
         return self.site.name
 
     @property
+    def has_place(self) -> bool:
+        return self.site.hello is not None
+
+    @property
     def lost(self) -> str:
         return f"its site was lost: {self.site.lost}" if self.site.lost else self._refused
 

@@ -30,6 +30,7 @@ class Loopback:
     node = ""
     lost = ""
     last_words = ""
+    has_place = True
     could_start = keeps_time = False
     overrun: tuple[int, int] | None = None
     shares_memory = takes_descriptors = True

@@ -70,6 +70,11 @@ class WorkerLink(Link, Protocol):
         ...
 
     @property
+    def has_place(self) -> bool:
+        """The worker is there, or will be in a moment; else it waits for room on a cluster, for ever perhaps."""
+        ...
+
+    @property
     def keeper(self) -> Keeper | None:
         """None: what it gives comes with its answers."""
         ...

@@ -28,6 +28,7 @@ class SocketLink(Channel):
     node = ""
     lost = ""
     last_words = ""
+    has_place = True
     could_start = keeps_time = False
     overrun: tuple[int, int] | None = None
     whereabouts = keeper = None

@@ -134,7 +134,7 @@ class Recovery:
     def revive(self, item: SentGradients | CaptureRequest, gone: WorkerHandle) -> None:
         """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
 
-        Assumes: there is another worker, or all has ended.
+        Assumes: there is another worker that has a place, or all has ended.
         """
         reason = self._life.broken or self._life.ended  # why nothing is done again any more
         if item.reply.arrived:  # it was called off
@@ -165,9 +165,10 @@ class Recovery:
         else:
             assert isinstance(recipe, PackedCall)
             self._codes.number(recipe.conditions.function)
-            there = [each for each in self._workers.values() if each.device == gone.device]
+            placed = [each for each in self._workers.values() if each.link.has_place]
+            there = [each for each in placed if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there
-            worker = min(active or self._workers.values(), key=lambda each: each.load)
+            worker = min(active or placed, key=lambda each: each.load)
         gone.note_spent()
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker

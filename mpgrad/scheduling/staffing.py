@@ -85,10 +85,7 @@ class Staff:
             self._bear(error)
         for worker in active[self.wanted :]:
             worker.retiring = True
-        if self._workers:
-            stranded, self.stranded = self.stranded, []
-            for gone in stranded:
-                self.rescue(gone)
+        self._rescue_stranded()
 
     def _bear(self, error: OSError) -> None:
         """No further worker can be started: try again soon, for a while at least where none is left."""
@@ -132,6 +129,7 @@ class Staff:
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
+        self._rescue_stranded()
 
     def retire(self, worker: WorkerHandle) -> None:
         """It takes no new calls; it stays while it keeps graphs."""
@@ -209,8 +207,9 @@ class Staff:
 
     def rescue(self, worker: WorkerHandle) -> None:
         """What waited for a worker that is gone."""
-        if not self._workers and not self._life.has_ended:
-            self.stranded.append(worker)
+        if not (any(each.link.has_place for each in self._workers.values()) or self._life.has_ended):
+            if worker not in self.stranded:
+                self.stranded.append(worker)
             return
         while worker.backlog:
             try:
@@ -219,6 +218,11 @@ class Staff:
                 break
             self._recovery.revive(item, worker)
         self._driver.tell_waiters()
+
+    def _rescue_stranded(self) -> None:
+        stranded, self.stranded = self.stranded, []
+        for gone in stranded:
+            self.rescue(gone)
 
     def dissolve(self, reason: BaseException, gently: bool) -> None:
         """The last of them end."""

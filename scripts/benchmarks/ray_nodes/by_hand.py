@@ -1,8 +1,8 @@
-"""What is written by hand with Ray alone: an actor on each node, half of the items for each, forward and backward in one call.
+"""What is written by hand with Ray alone: an actor on each node, a share of the items for each, forward and backward at once.
 
 It gets to know that the loss is a sum, so the actors need nothing from the caller between forward and backward. Arrays
-travel, and a weight travels once a step for all actors. It has no balancing, recovery, hooks, general loss or higher
-derivatives.
+travel, and a weight travels once a step for all actors. It has no balancing, hooks, general loss or higher derivatives.
+Recovery only where it is asked for: Ray starts a lost actor again, and repeats its share.
 """
 
 from __future__ import annotations
@@ -13,25 +13,40 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from common import Function, Outcome
 from torch import Tensor
 
+T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[np.float32]]
+STAYS = {"num_cpus": 0}
+# Half a CPU: two find room on the node that is left, and none on the head, which has no CPUs. With a whole one a lost actor
+# would wait until another node joins. With none, Ray 2.60 puts actors whose affinity is soft onto the head, too.
+COMES_AGAIN = {"num_cpus": 0.5, "max_restarts": -1, "max_task_retries": -1}
+PATIENCE = 60.0  # seconds for a step; with Ray's own settings one with a death takes some 16
 
 
 class ByHand:
-    def __init__(self, nodes: Sequence[str]) -> None:
-        """`nodes`: ids, for an actor on each."""
+    def __init__(self, nodes: Sequence[str], comes_again: bool = False) -> None:
+        """`nodes`: ids, for an actor on each. `comes_again`: elsewhere, if its node dies; its call is repeated."""
         self._ray = importlib.import_module("ray")
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         actor = self._ray.remote(NodeActor)
+        options = COMES_AGAIN if comes_again else STAYS
         self._actors = [
-            actor.options(num_cpus=0, scheduling_strategy=affinity(node_id=node, soft=False)).remote() for node in nodes
+            actor.options(**options, scheduling_strategy=affinity(node_id=node, soft=comes_again)).remote() for node in nodes
         ]
+
+    @property
+    def shares(self) -> int:
+        return len(self._actors)
+
+    def close(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
 
     def forward(self, function: Function, items: Sequence[Tensor]) -> list[Tensor]:
         parts = parted([item.detach().numpy() for item in items], len(self._actors))
@@ -44,7 +59,7 @@ class ByHand:
         put = None if weight is None else self._ray.put(weight.detach().numpy())
         parts = parted([item.detach().numpy() for item in items], len(self._actors))
         asked = [actor.both.remote(function, part, put) for actor, part in zip(self._actors, parts, strict=True)]
-        losses, gradients, sums = zip(*self._ray.get(asked), strict=True)
+        losses, gradients, sums = zip(*self._ray.get(asked, timeout=PATIENCE), strict=True)
         of_weight = [] if weight is None else [torch.from_numpy(np.sum(sums, axis=0))]
         return Outcome(tensors(losses), [*tensors(gradients), *of_weight])
 
@@ -56,7 +71,7 @@ class ByHand:
         return self._ray.get(reference)
 
 
-def parted(items: Sequence[Array], parts: int) -> list[Sequence[Array]]:
+def parted(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     return [items[first::parts] for first in range(parts)]
 
 

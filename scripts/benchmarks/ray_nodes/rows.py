@@ -8,8 +8,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -22,7 +22,7 @@ from losses import doubled, priced_loss, python_loss, weighted_loss
 from torch import Tensor
 
 import mpgrad
-from ray_nodes.by_hand import ByHand
+from ray_nodes.by_hand import ByHand, parted
 
 PROCESS, HAND, KEEP, AHEAD = "process, keep", "by hand", "ray, keep", "ray, ahead"
 REFERENCE = 3e-3  # seconds of the work that others are multiples of
@@ -43,10 +43,11 @@ class Plan:
     flight_seconds: float = 5.0
     flight_turns: int = 1
     applies: int = 30  # a round
+    deaths: int = 3  # rounds of the row `death`, in which each contender takes a quarter of a minute
     limit: int = 1800  # seconds of the whole run
 
 
-QUICK = Plan(rounds=1, shrink=16, capture_floats=10_000, tiny_items=50, flight_seconds=0.3, applies=3, limit=150)
+QUICK = Plan(rounds=1, shrink=16, capture_floats=10_000, tiny_items=50, flight_seconds=0.3, applies=3, deaths=1, limit=240)
 
 
 class Contenders(NamedTuple):
@@ -126,7 +127,8 @@ class Taken(NamedTuple):
     others: float
 
 
-def taken(way: Way, job: Job, children: set[psutil.Process]) -> Taken:
+def taken(way: Way, jobs: Iterator[Job], children: set[psutil.Process]) -> Taken:
+    job = next(jobs)
     items, weight = job.leaves
     others, caller, began = cpu_seconds(children), own_cpu(), time.perf_counter()
     outcome = way(job, items, weight)
@@ -144,29 +146,29 @@ def check(job: Job, ways: dict[str, Way], reference: Way) -> None:
     """Raise WrongResultError unless each way gives what the serial loop gives."""
     expected = reference(job, *job.leaves)
     for name, way in ways.items():
-        outcome = way(job, *job.leaves)
-        for kind, given, right in zip(("value", "gradient"), outcome, expected, strict=True):
-            try:
-                torch.testing.assert_close(list(given), list(right))
-            except AssertionError as error:
-                raise WrongResultError(f"{job.title}: {name}: a {kind} differs from the serial loop's") from error
+        compare(f"{job.title}: {name}", way(job, *job.leaves), expected)
+
+
+def compare(what: str, outcome: Outcome, expected: Outcome) -> None:
+    """Raise WrongResultError unless they are the same."""
+    for kind, given, right in zip(("value", "gradient"), outcome, expected, strict=True):
+        try:
+            torch.testing.assert_close(list(given), list(right))
+        except AssertionError as error:
+            raise WrongResultError(f"{what}: a {kind} differs from the serial loop's") from error
 
 
 # --- rows of jobs
 
 
-def job_figures(
-    job: Job, ways: dict[str, Way], reference: Way, plan: Plan, draws: Sequence[Job] | None = None
-) -> Iterator[Figure]:
-    """`draws`: jobs like it, of which each round takes another one, the same for all."""
+def job_figures(jobs: Sequence[Job], ways: dict[str, Way], reference: Way, plan: Plan) -> Iterator[Figure]:
+    """`jobs`: one for all rounds, or one for each, warm-ups included. They differ in what their items hold only."""
+    job = jobs[0]
     check(job, ways, reference)
     children = set(psutil.Process().children(recursive=True))  # workers, and all that belongs to the cluster
-
-    def turn(way: Way) -> Callable[[], Taken]:
-        jobs = itertools.cycle(draws or [job])
-        return lambda: taken(way, next(jobs), children)
-
-    runs = interleaved({name: turn(way) for name, way in ways.items()}, plan.rounds)
+    # each has an iterator of its own: all of them do the same job within a round
+    turns = {name: partial(taken, way, itertools.cycle(jobs), children) for name, way in ways.items()}
+    runs = interleaved(turns, plan.rounds)
     for name, own in runs.items():
         yield median_figure(job.title, name, [1e3 * run.wall for run in own], "ms")
     for name, own in runs.items():
@@ -181,26 +183,42 @@ def job_figures(
         yield median_figure(job.title, f"{name}, CPU of all processes", [1e3 * (run.caller + run.others) for run in own], "ms")
 
 
+@cache
+def steps_of_a_ms() -> float:
+    """Forward and backward."""
+    return calibrated(PYTHON, REFERENCE, backward_at_once) / REFERENCE / 1e3
+
+
+def equal(count: int, ms: float, shrink: int) -> Job:
+    items = random_items(count, shrink)
+    steps = max(1, round(ms * steps_of_a_ms() / shrink))
+    return Job(f"{len(items)} items of {ms:g} ms", partial(python_loss, steps=steps), items)
+
+
+def random_items(count: int, shrink: int) -> list[Tensor]:
+    return [torch.randn(FLOATS) for _ in range(max(2, count // shrink))]
+
+
+def priced(steps: int, item: Tensor) -> Tensor:
+    """What `priced_loss` takes."""
+    return torch.cat([torch.tensor([float(steps)]), item])
+
+
+def largest_share(costs: Sequence[float], shares: int) -> float:
+    """Of those that are dealt by hand, over their mean: what nobody balances costs so much more time."""
+    return shares * max(sum(share) for share in parted(costs, shares)) / sum(costs)
+
+
 class Rows:
     def __init__(self, found: Contenders, plan: Plan) -> None:
         self._found = found
         self._plan = plan
 
-    @cached_property
-    def _steps(self) -> float:
-        """Of a millisecond, forward and backward."""
-        return calibrated(PYTHON, REFERENCE, backward_at_once) / REFERENCE / 1e3
-
-    def _items(self, count: int) -> list[Tensor]:
-        return [torch.randn(FLOATS) for _ in range(max(2, count // self._plan.shrink))]
-
     def _equal(self, count: int, ms: float) -> Job:
-        items = self._items(count)
-        steps = max(1, round(ms * self._steps / self._plan.shrink))
-        return Job(f"{len(items)} items of {ms:g} ms", partial(python_loss, steps=steps), items)
+        return equal(count, ms, self._plan.shrink)
 
-    def _both(self, job: Job) -> Iterator[Figure]:
-        titled = Job(f"{job.title}, forward and backward", job.function, job.items, job.weight)
+    def _both(self, *jobs: Job) -> Iterator[Figure]:
+        titled = [replace(job, title=f"{job.title}, forward and backward") for job in jobs]
         yield from job_figures(titled, ways_of(self._found), partial(mapped, serial), self._plan)
 
     def short(self) -> Iterator[Figure]:
@@ -209,38 +227,38 @@ class Rows:
     def forward(self) -> Iterator[Figure]:
         job = self._equal(256, 3)
         titled = Job(f"{job.title}, the forward alone", job.function, job.items)
-        yield from job_figures(titled, forward_ways_of(self._found), partial(mapped_forward, serial), self._plan)
+        yield from job_figures([titled], forward_ways_of(self._found), partial(mapped_forward, serial), self._plan)
 
     def middle(self) -> Iterator[Figure]:
         yield from self._both(self._equal(64, 10))
 
     def capture(self) -> Iterator[Figure]:
         floats = self._plan.capture_floats
-        items = self._items(32)
-        steps = max(1, round(34 * self._steps / self._plan.shrink))
+        items = random_items(32, self._plan.shrink)
+        steps = max(1, round(34 * steps_of_a_ms() / self._plan.shrink))
         title = f"{len(items)} items of 34 ms with a weight of {4 * floats / 1e6:g} MB"
         yield from self._both(Job(title, partial(weighted_loss, steps=steps), items, 1 + torch.rand(floats)))
 
     def tail(self) -> Iterator[Figure]:
-        """Each round has other costs: by luck, the halves of a single draw may cost the same (those of seed 0 do)."""
-        items = self._items(64)
-        steps = 10 * self._steps / self._plan.shrink
-        title = f"{len(items)} items of log-normal cost (mean 10 ms, sigma 1), forward and backward"
-        draws, halves = [], []
-        for seed in range(WARM_UPS + self._plan.rounds):
-            costs = log_normal(len(items), 1.0, seed)
-            halves.append(max(sum(costs[::2]), sum(costs[1::2])) / (sum(costs) / 2))
-            prices = [float(max(1, round(steps * cost))) for cost in costs]
-            priced = [torch.cat([torch.tensor([price]), item]) for price, item in zip(prices, items, strict=True)]
-            draws.append(Job(title, priced_loss, priced))
-        yield from job_figures(draws[0], ways_of(self._found), partial(mapped, serial), self._plan, draws)
-        yield median_figure(title, "work of the larger half by hand, over the mean of both", halves[WARM_UPS:], "x")
+        """Each round has other costs: in one draw the static shares may be as good as equal, in another far from it."""
+        items = random_items(64, self._plan.shrink)
+        steps = 10 * steps_of_a_ms() / self._plan.shrink
+        title = f"{len(items)} items of log-normal cost (mean 10 ms, sigma 1), other costs in each round"
+        draws = [
+            [max(1, round(steps * cost)) for cost in log_normal(len(items), 1.0, seed)]
+            for seed in range(WARM_UPS + self._plan.rounds)
+        ]
+        jobs = [Job(title, priced_loss, [priced(*each) for each in zip(draw, items, strict=True)]) for draw in draws]
+        figures = list(self._both(*jobs))
+        yield from figures
+        largest = [largest_share(draw, self._found.hand.shares) for draw in draws[WARM_UPS:]]
+        yield median_figure(figures[0].row, "the largest share by hand, over the mean", largest, "x")
 
     def tiny(self) -> Iterator[Figure]:
         """What an item costs the caller; and from that, on paper, for how many workers one caller is enough."""
         items = [torch.randn(10) for _ in range(self._plan.tiny_items)]
         job = Job(f"{len(items)} items of one step, all sent, forward and backward", partial(python_loss, steps=1), items)
-        figures = list(job_figures(job, ways_of(self._found), partial(mapped, serial), self._plan))
+        figures = list(job_figures([job], ways_of(self._found), partial(mapped, serial), self._plan))
         yield from figures
         spent = {figure.name: figure.value for figure in figures}
         for name in (PROCESS, KEEP, AHEAD):
