@@ -97,7 +97,7 @@ class ClusterEngine:
         if self._packs:
             nodes = [node for node in nodes if any(site.on(node) for site in planned)] or nodes
         node = max(nodes, key=lambda node: node.slots, default=None)
-        if self.room is None:
+        if self.room is None and (node is not None or not any(site.is_refusing for site in self._sites)):
             return self._enlarged(planned, node)
         if node is None:  # a site wherever there is room would take that of one which is to have the whole node
             raise OSError("no node has room for a worker now")

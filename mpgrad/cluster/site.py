@@ -14,11 +14,11 @@ in frames stay valid. What a worker lends the caller travels inside its frames; 
                    ("fetch", number, [(address, nbytes) ...])
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
-                   ("at", worker, what it has written in its `Whereabouts`): when followed, before "overrun", before "gone"
+                   ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed, each second
                    ("skipped", worker, place, chunk): written, and all that it had answered by then has been passed on
                    ("overrun", worker, chunk, position) ("content", number of the fetch, [bytes ...]; None: it is lost)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
-An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has two of them here at a time.
+An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
 
@@ -324,9 +324,15 @@ class Site:
 
     def _tell_where(self, number: int, worker: SiteWorker) -> None:
         """Before anything is said of the call that it is at."""
-        if (found := worker.where()) and found != worker.told:
-            worker.told = found
-            self._say("at", number, found)
+        if self._note_where(number, worker):
+            self._answer_soon()
+
+    def _note_where(self, number: int, worker: SiteWorker) -> bool:
+        if not (found := worker.where()) or found == worker.told:
+            return False
+        worker.told = found
+        self._news.append(("at", number, found))
+        return True
 
     def _follow(self, number: int) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
@@ -380,6 +386,9 @@ class Site:
 
     def _say(self, *record: Any) -> None:
         self._news.append(record)
+        self._answer_soon()
+
+    def _answer_soon(self) -> None:
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
@@ -397,7 +406,9 @@ class Site:
 
     def _tell_resident(self) -> None:
         if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
-            self._news.append(("resident", found))  # which can wait for something to ride with
+            self._news.append(("resident", found))  # which can wait for something to ride with, as the next
+        for number, worker in self._workers.items():  # should this site be lost, nobody else could say
+            self._note_where(number, worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:

@@ -38,7 +38,7 @@ __all__ = ["SiteHandle", "SiteLink"]
 
 POLLS = 2  # exchanges that wait at the site for news
 MOST_PENDING = 8  # of them, if a site does not answer
-AFTER_REFUSAL = 5.0  # seconds for which no worker is started where none could be
+AFTER_REFUSAL = 1.0  # seconds for which no worker is started where none could be
 
 
 class SiteHandle:
@@ -85,7 +85,12 @@ class SiteHandle:
 
     @property
     def free(self) -> int:
-        return 0 if self.lost or time.monotonic() < self._full_until else self.slots - len(self.links)
+        return 0 if self.lost or self.is_refusing else self.slots - sum(not link.is_leaving for link in self.links.values())
+
+    @property
+    def is_refusing(self) -> bool:
+        """No worker could be started a moment ago."""
+        return not self.lost and time.monotonic() < self._full_until
 
     @property
     def name(self) -> str:
@@ -288,6 +293,7 @@ class SiteLink:
         self.keeper = site.keeper
         self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
         self._refused = ""  # why it could not be started
+        self.is_leaving = False
         self.ended = False  # the worker is gone, and `frames` has its last words
         self.exit_code: int | None = None
         self.last_words = ""
@@ -309,7 +315,7 @@ class SiteLink:
 
     @property
     def has_place(self) -> bool:
-        return self.site.hello is not None
+        return self.site.hello is not None and not self.ended
 
     @property
     def lost(self) -> str:

@@ -31,7 +31,7 @@ class Loopback:
     lost = ""
     last_words = ""
     has_place = True
-    could_start = keeps_time = False
+    could_start = keeps_time = is_leaving = False
     overrun: tuple[int, int] | None = None
     shares_memory = takes_descriptors = True
     whereabouts = keeper = None

@@ -57,6 +57,7 @@ class WorkerLink(Link, Protocol):
     number: int  # of the worker
     keeps_time: bool  # which calls take too long is seen on the worker's machine, by its clock; else by ours
     overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
+    is_leaving: bool  # it is given no more calls: its place may be another's
     skipped: dict[int, int]  # what a site has written, by place: all that the worker had answered by then has come
 
     @property

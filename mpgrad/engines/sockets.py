@@ -29,7 +29,7 @@ class SocketLink(Channel):
     lost = ""
     last_words = ""
     has_place = True
-    could_start = keeps_time = False
+    could_start = keeps_time = is_leaving = False
     overrun: tuple[int, int] | None = None
     whereabouts = keeper = None
 

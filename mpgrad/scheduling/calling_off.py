@@ -149,7 +149,7 @@ class CallingOff:
             under_way.end_at = math.inf
             if under_way.has_calls_behind and worker.link.whereabouts is not None:
                 under_way.wait_for_end()  # for its site, which has yet to say that they are skipped
-            worker.retiring = True
+            worker.send_home()
             self._staff.fill()
 
     def _drain(self, worker: WorkerHandle) -> None:

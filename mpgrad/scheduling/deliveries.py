@@ -67,7 +67,7 @@ class Deliveries:
         if worker.backlog:
             self.transmit(worker, *worker.backward(next(self._chunk_numbers)))
             return
-        if worker.retiring:
+        if worker.retiring and not (worker.is_last and self._line.has_calls):  # results that were lost are made again
             self.retire(worker)
             return
         if worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which

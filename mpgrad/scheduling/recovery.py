@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.calls.operations import Operation
@@ -33,6 +33,9 @@ IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's 
 GRAPH_LOST = "the graph that backward needs was lost with it, and is only made again with retries (retries: 0)"
 SUM_LOST = "the sum of gradients was lost with it"
 OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
+
+
+Part = PackedCall | SentGradients
 
 
 class Recovery:
@@ -55,47 +58,54 @@ class Recovery:
         self._kills_for_memory = kills_for_memory()
         self.reruns = 0  # calls and backwards that were given to another worker
 
-    def blame(self, worker: WorkerHandle, code: int | None, chunk: Chunk, position: int, offset: int) -> bool:
+    def blame(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk], position: int, offset: int) -> bool:
         """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
 
-        False where all of the chunk had been taken back.
+        False where all of the first chunk had been taken back.
 
-        `offset` is that of the item, where the call was running and is a bundle.
+        `position` in the first chunk; `offset` is that of the item, where the call was running and is a bundle. If the site was
+        lost, both are as old as what it said last.
 
-        Without retries so are those before it, which were done: their inputs may have been written to.
+        Without retries so are those before it, which were done: their inputs may have been written to; and all that a lost site
+        had been given.
         """
-        place = max(position, 0)
-        accused: PackedCall | SentGradients
-        index: int | range | None
-        if chunk.calls:
-            _, accused = chunk.calls[place]
-            index = accused.item
-            if accused.bundle:
-                index = accused.item + offset if position >= 0 and offset >= 0 else None
-        elif chunk.gradients:
-            accused = chunk.gradients[place]
-            index = accused.what.items
-        else:
+        if self._retries == 0 and worker.link.lost:
+            return self._fail_all(worker, code, chunks)
+        chunk, place = chunks[0], max(position, 0)
+        if not parts_of(chunk):
             return False
+        accused = parts_of(chunk)[place]
         if position >= 0:
             accused.deaths += 1
         else:
             accused.idle_deaths += 1
-        phase = "backward" if chunk.operation is None else "forward" if position >= 0 else "loading the function"
+        is_known = position >= 0 or worker.link.lost
+        phase = "backward" if chunk.operation is None else "forward" if is_known else "loading the function"
+
+        def error(_: Part = accused) -> BaseException:
+            return self._death(worker, code, item_of(accused, position, offset), phase, accused)
+
         level = logging.WARNING if worker.overdue is None else logging.INFO  # a timeout is what the caller asked for
-        report(level, "%s", self._death(worker, code, index, phase, accused))
-        if accused.deaths <= self._retries and accused.idle_deaths <= max(self._retries, IDLE_DEATHS):
-            return True
-        failed = slice(0 if self._retries == 0 and position >= 0 else place, place + 1)
-        if chunk.operation is not None:
-            for _, call in chunk.calls[failed]:
-                chunk.operation.deliver(call.index, self._death(worker, code, index, phase, accused))
-            del chunk.calls[failed]
-        else:
-            for sent in chunk.gradients[failed]:
-                sent.reply.fail(self._death(worker, code, index, phase, accused))
-            del chunk.gradients[failed]
+        report(level, "%s", error())
+        if accused.deaths > self._retries or accused.idle_deaths > max(self._retries, IDLE_DEATHS):
+            fail(chunk, slice(0 if self._retries == 0 and position >= 0 else place, place + 1), error)
         return True
+
+    def _fail_all(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk]) -> bool:
+        """Of some a result may have been on its way."""
+        parts = [part for chunk in chunks for part in parts_of(chunk)]
+
+        def error(part: Part) -> BaseException:
+            phase = "forward" if isinstance(part, PackedCall) else "backward"
+            return self._death(worker, code, item_of(part), phase, part)
+
+        for part in parts:
+            part.deaths += 1
+        if parts:
+            report(logging.WARNING, "%s", error(parts[0]))
+        for chunk in chunks:
+            fail(chunk, slice(None), error)
+        return bool(parts)
 
     def _death(
         self,
@@ -103,7 +113,7 @@ class Recovery:
         code: int | None,
         index: int | range | None,
         phase: str,
-        accused: PackedCall | SentGradients,
+        accused: Part,
     ) -> BaseException:
         """The error of a call that fails: what is known of the death, and how often it was tried."""
         names = (accused.conditions.function if isinstance(accused, PackedCall) else accused.what.graph.home).names
@@ -131,10 +141,10 @@ class Recovery:
             if chunk.captures is not None:
                 worker.backlog.appendleft(chunk.captures)
 
-    def revive(self, item: SentGradients | CaptureRequest, gone: WorkerHandle) -> None:
+    def revive(self, item: SentGradients | CaptureRequest, gone: WorkerHandle) -> bool:
         """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
 
-        Assumes: there is another worker that has a place, or all has ended.
+        False where there is no other that has a place.
         """
         reason = self._life.broken or self._life.ended  # why nothing is done again any more
         if item.reply.arrived:  # it was called off
@@ -149,12 +159,19 @@ class Recovery:
             number, call = names.number(index), names.words(index)
             item.reply.fail(WorkerDiedError(number, "backward", gone.number, gone.exit_code, GRAPH_LOST, call=call))
         else:
+            worker = self._rehome(item.what.graph)
+            if worker is None:
+                return False
             self.reruns += 1
             item.set_apart()
-            self._rehome(item.what.graph).backlog.append(item)
+            worker.backlog.append(item)
+        return True
 
-    def _rehome(self, graph: RemoteGraph) -> WorkerHandle:
-        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do."""
+    def _rehome(self, graph: RemoteGraph) -> WorkerHandle | None:
+        """The worker of a graph; a new one if that is gone: with the graph that it derives from, or where least is to do.
+
+        None where nobody has a place.
+        """
         gone = graph.worker
         assert isinstance(gone, WorkerHandle)
         if gone.gone is None:
@@ -168,11 +185,38 @@ class Recovery:
             placed = [each for each in self._workers.values() if each.link.has_place]
             there = [each for each in placed if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there
-            worker = min(active or placed, key=lambda each: each.load)
+            worker = min(active or placed, key=lambda each: each.load, default=None)
+        if worker is None:
+            return None
         gone.note_spent()
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker
+
+
+def parts_of(chunk: Chunk) -> Sequence[Part]:
+    return [call for _, call in chunk.calls] or chunk.gradients
+
+
+def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
+    """The number of its item, or of its items; None where it is a bundle, and nobody knows which item was running."""
+    if not isinstance(part, PackedCall):
+        return part.what.items
+    if part.bundle:
+        return part.item + offset if position >= 0 and offset >= 0 else None
+    return part.item
+
+
+def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> None:
+    """The calls or the gradients in that part of it; nobody runs them again."""
+    if chunk.operation is not None:
+        for _, call in chunk.calls[part]:
+            chunk.operation.deliver(call.index, error(call))
+        del chunk.calls[part]
+    else:
+        for sent in chunk.gradients[part]:
+            sent.reply.fail(error(sent))
+        del chunk.gradients[part]
 
 
 def can_be_made(graph: RemoteGraph) -> bool:

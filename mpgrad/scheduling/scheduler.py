@@ -295,7 +295,7 @@ class Scheduler(ABC):
         return sum(operation.items_left for operation in list(self.admissions.unfinished))
 
     def _backwards_left(self) -> int:
-        return sum(worker.backwards_left for worker in list(self.workers.values()))
+        return sum(worker.backwards_left for worker in [*self.staff.stranded, *self.workers.values()])
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -353,7 +353,8 @@ class Scheduler(ABC):
                 self.life.enter(Phase.STOPPING)
 
     def _is_idle(self) -> bool:
-        busy = any(worker.under_way or worker.backlog for worker in self.workers.values())
+        awaited = self.staff.stranded if self.workers else []  # without any, nobody comes who could do that
+        busy = any(worker.under_way or worker.backlog for worker in [*awaited, *self.workers.values()])
         return not (busy or self._line.has_calls or self.memory.stays.aside)
 
     def look_at_room(self) -> None:

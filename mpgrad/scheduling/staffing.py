@@ -65,7 +65,7 @@ class Staff:
         self.deaths = 0
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
-        self.stranded: list[WorkerHandle] = []  # that are gone, and nobody was there to take over what waited for them
+        self.stranded: list[WorkerHandle] = []  # that are gone, and nobody has a place who could take over what waits for them
         self._numbers = itertools.count(1)
         self._failed_starts = 0
         self._started_before_failure = 0  # the last worker that did
@@ -76,15 +76,21 @@ class Staff:
         if self._life.has_ended:
             return
         self.again_at = math.inf
-        active = [worker for worker in self._workers.values() if not worker.retiring]
+        # whose site is lost is as good as gone; who waits for room is the first to be dispensed with
+        active = [worker for worker in self._workers.values() if not (worker.retiring or worker.link.lost)]
+        active.sort(key=lambda each: not each.link.has_place)
         try:
             for _ in range(self.wanted - len(active)):
                 self.hire()
             self._understaffed_since = None
         except OSError as error:
             self._bear(error)
-        for worker in active[self.wanted :]:
-            worker.retiring = True
+        too_many = active[self.wanted :]
+        for worker in too_many:
+            worker.send_home()
+        for worker in too_many:
+            if not worker.link.has_place:  # else it is told when it has done what it was given
+                self.retire(worker)
         self._rescue_stranded()
 
     def _bear(self, error: OSError) -> None:
@@ -133,8 +139,10 @@ class Staff:
 
     def retire(self, worker: WorkerHandle) -> None:
         """It takes no new calls; it stays while it keeps graphs."""
+        if worker.gone is not None:  # `fill` has seen to it
+            return
         if not worker.retiring:
-            worker.retiring = True
+            worker.send_home()
             self.fill()
         if worker.is_done or self._is_forsaken(worker):
             self._deliveries.transmit(worker, [Stop()])
@@ -183,7 +191,7 @@ class Staff:
         died.exit_code = worker.exit_code = self.bury(worker, died)
         self.deaths += 1
         self.kills += is_ours
-        is_blamed = blames and chunks and self._recovery.blame(worker, died.exit_code, chunks[0], begun[0], offset)
+        is_blamed = blames and chunks and self._recovery.blame(worker, died.exit_code, chunks, begun[0], offset)
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
             report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, died.exit_code, words))
@@ -207,16 +215,18 @@ class Staff:
 
     def rescue(self, worker: WorkerHandle) -> None:
         """What waited for a worker that is gone."""
-        if not (any(each.link.has_place for each in self._workers.values()) or self._life.has_ended):
-            if worker not in self.stranded:
-                self.stranded.append(worker)
-            return
+        waiting = []
         while worker.backlog:
             try:
                 item = worker.backlog.popleft()
             except IndexError:  # after the end several threads may do this
                 break
-            self._recovery.revive(item, worker)
+            if not self._recovery.revive(item, worker):
+                waiting.append(item)
+        if waiting:
+            worker.backlog.extendleft(reversed(waiting))
+            if worker not in self.stranded:
+                self.stranded.append(worker)
         self._driver.tell_waiters()
 
     def _rescue_stranded(self) -> None:

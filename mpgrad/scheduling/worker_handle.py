@@ -43,7 +43,7 @@ class WorkerHandle:
         self.device = device  # its code
         self.direct = device == 0  # it and we can read each other's slots on its device
         self.ready = False
-        self.retiring = False  # takes no new calls: it has done as many as one worker may
+        self.retiring = False  # see `send_home`
         self.is_last = False  # when it has ended no other will make again what is missing
         self.pid = -1
         self.ready_at = 0.0  # since when it is, on the clock of time.monotonic
@@ -90,6 +90,10 @@ class WorkerHandle:
         now, since = time.monotonic(), self.under_way.since
         seconds = self.under_way.seconds + (max(0.0, now - since) if self.under_way else 0.0)
         return min(1.0, seconds / (now - self.ready_at)) if now > self.ready_at else 0.0
+
+    def send_home(self) -> None:
+        """It takes no new calls, and ends when it keeps no graph any more; its successor may have its place at once."""
+        self.retiring = self.link.is_leaving = True
 
     # --- what is left to do
 

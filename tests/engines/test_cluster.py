@@ -16,9 +16,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections import abc
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any
@@ -706,42 +704,6 @@ def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.Mon
         carrier.sites[0].process.send_signal(signal.SIGCONT)
         assert found.get() == [1]
     assert caplog.text.count("has not come") == 1
-
-
-class Crowded(LocalCarrier):
-    """There is room on the nodes that were named; a site that may be anywhere waits until some is made."""
-
-    def __init__(self, nodes: abc.Sequence[Node]) -> None:
-        super().__init__(nodes)
-        self.waiting: list[Any] = []
-
-    def start_site(self, options: SiteOptions) -> Any:
-        site = super().start_site(options)
-        if options.node is None:
-            site.process.send_signal(signal.SIGSTOP)
-            self.waiting.append(site)
-        return site
-
-    def lose(self, *nodes: str) -> None:
-        for node, each in zip(nodes, list(self.sites), strict=False):
-            self.part(node)
-            each.process.kill()
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-def test_graphs_of_a_lost_node_wait_for_no_worker_without_room(nursery: mpgrad.Pool, lost: int) -> None:
-    """They were given to the worker with the least to do, which was one that never came."""
-    xs = [torch.full((3,), float(k), requires_grad=True) for k in range(8)]
-    nodes = [node._replace(slots=1) for node in TWO]
-    with ThreadPoolExecutor(1) as thread, cluster(*nodes, carrier=Crowded, processes=2) as (pool, carrier):
-        staffed(pool, 2)
-        total = sum(pool.map(lambda x: x.sin().sum(), xs, 1))
-        carrier.lose(*"ab"[:lost])
-        eventually(lambda: len(carrier.waiting) == lost)
-        gradients = thread.submit(torch.autograd.grad, total, xs)
-        if lost == 2:
-            carrier.waiting[-1].process.send_signal(signal.SIGCONT)
-        assert all(torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True))
 
 
 @pytest.mark.quick

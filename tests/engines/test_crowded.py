@@ -1,0 +1,203 @@
+"""Clusters without room for all: what is lost, or left over, must not wait for a worker that may never come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from test_cluster import cluster, eventually, staffed
+from test_stays import ONE_EACH, chain, grad_of, leaf, serial
+
+import mpgrad
+from mpgrad.cluster.carrier import Node, SiteOptions
+from mpgrad.cluster.local import LocalCarrier
+
+
+class Crowded(LocalCarrier):
+    """There is room on the nodes that were named; a site that may be anywhere waits until some is made."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        super().__init__(nodes)
+        self.waiting: list[Any] = []
+
+    def start_site(self, options: SiteOptions) -> Any:
+        site = super().start_site(options)
+        if options.node is None:
+            site.process.send_signal(signal.SIGSTOP)
+            self.waiting.append(site)
+        return site
+
+    def lose(self, *nodes: str) -> None:
+        """In their order, from the first."""
+        for node, site in zip(nodes, list(self.sites), strict=False):
+            self.part(node)
+            site.process.kill()
+
+    def make_room(self) -> None:
+        """For the site that came last."""
+        self.waiting[-1].process.send_signal(signal.SIGCONT)
+
+
+def leaves() -> list[torch.Tensor]:
+    return [torch.full((3,), float(k), requires_grad=True) for k in range(8)]
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().sum()
+
+
+# --- a node is lost, and there is no room elsewhere
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_graphs_are_made_again_by_those_who_are_there(nursery: mpgrad.Pool, lost: int) -> None:
+    """They were given to the worker with the least to do, which was one that never came."""
+    xs = leaves()
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier):
+        staffed(pool, 2)
+        total = sum(pool.map(sine, xs, 1))
+        carrier.lose(*"ab"[:lost])
+        eventually(lambda: len(carrier.waiting) == lost)
+        gradients = thread.submit(torch.autograd.grad, total, xs)
+        if lost == 2:
+            eventually(lambda: pool.stats().backwards_left > 0)  # which is said, though no worker has them
+            carrier.make_room()
+        assert all(torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True))
+
+
+def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> None:
+    xs = leaves()
+    with ThreadPoolExecutor(2) as threads, cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier):
+        staffed(pool, 2)
+        total = sum(pool.map(sine, xs, 1))
+        carrier.lose("a", "b")
+        eventually(lambda: len(carrier.waiting) == 2)
+        gradients = threads.submit(torch.autograd.grad, total, xs)
+        eventually(lambda: pool.stats().backwards_left > 0)
+        pool.close()
+        joined = threads.submit(pool.join)
+        carrier.make_room()
+        assert all(torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True))
+        joined.result(20)
+
+
+def test_without_retries_the_error_comes_at_once(nursery: mpgrad.Pool) -> None:
+    """It waited for room, where the graph could not be made again anyway."""
+    xs = leaves()
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH, carrier=Crowded, processes=2, retries=0) as (pool, carrier):
+        staffed(pool, 2)
+        total = sum(pool.map(sine, xs, 1))
+        carrier.lose("a", "b")
+        eventually(lambda: len(carrier.waiting) == 2)
+        with pytest.raises(mpgrad.WorkerDiedError, match="only made again with retries"):
+            thread.submit(torch.autograd.grad, total, xs).result(20)
+
+
+def test_without_retries_no_call_runs_twice(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """A site that is lost does not say what its workers had begun."""
+
+    def note(k: int) -> int:
+        with (tmp_path / str(k)).open("a") as file:
+            file.write("x")
+        time.sleep(0.2)
+        return k
+
+    with cluster(*ONE_EACH, carrier=Crowded, processes=2, retries=0) as (pool, carrier):
+        staffed(pool, 2)
+        futures = [pool.submit(note, k) for k in range(8)]
+        eventually(lambda: len(list(tmp_path.iterdir())) >= 2)
+        carrier.lose("a")
+        errors = [future.exception(20) for future in futures]
+        assert any(errors) and not all(errors)
+        for error in errors:
+            assert error is None or isinstance(error, mpgrad.WorkerDiedError)
+            assert error is None or "phase: forward" in str(error)
+        assert all(file.read_text() == "x" for file in tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) -> None:
+    """And not the first of its chunk."""
+
+    def last_one_kills(k: int) -> int:
+        if k == 2:
+            time.sleep(2.5)  # its site says each second where its workers are
+            psutil.Process().parents()[1].kill()  # beyond the nursery
+            time.sleep(60)
+        return k
+
+    with cluster(Node("a", "alpha", 1), processes=1, retries=1) as (pool, _):
+        with pytest.raises(mpgrad.WorkerDiedError) as caught:
+            pool.map(last_one_kills, range(3), 3)
+        assert caught.value.item == 2
+
+
+def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpgrad.Pool) -> None:
+    """After `Executor.shutdown` workers take no new calls; these are old ones."""
+    with cluster(*ONE_EACH) as (pool, carrier):
+        staffed(pool, 2)
+        xs = [leaf() for _ in range(4)]
+        chains = [chain(pool, x) for x in xs]
+        total = sum(each[-1].result().sum() for each in chains)
+        del chains
+        pool._scheduler.leave()
+        eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
+        carrier.sites[0].process.kill()
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(torch.autograd.grad, total, xs).result(20)
+        assert all(torch.equal(grad, grad_of(serial, x)) for grad, x in zip(found, xs, strict=True))
+
+
+# --- places
+
+
+def test_a_replaced_worker_leaves_its_place_to_its_successor(nursery: mpgrad.Pool) -> None:
+    """It keeps graphs, and its successor was to find room elsewhere."""
+    xs = [torch.full((3,), float(k), requires_grad=True) for k in range(24)]
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH, carrier=Crowded, processes=2, maxtasksperchild=4) as (pool, _):
+        results = thread.submit(pool.map, sine, xs, 1).result(30)
+        assert all(torch.equal(found, x.cos()) for found, x in zip(torch.autograd.grad(sum(results), xs), xs, strict=True))
+
+
+def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
+    """Every second one was kept, and half of them had not come."""
+    with cluster(Node("a", "alpha", 2), carrier=Crowded, processes=4) as (pool, carrier):
+        staffed(pool, 2)
+        eventually(lambda: len(carrier.waiting) == 1)
+        pool.resize(2)
+        staffed(pool, 2)
+        assert {worker.state for worker in pool.stats().workers} <= {"idle", "busy"}
+        eventually(lambda: len(carrier.sites) == 1)  # nobody waits for room any more
+
+
+def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool) -> None:
+    """It was to find room elsewhere, while its place was free."""
+    with cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier):
+        staffed(pool, 1)
+        (site,) = pool._scheduler.engine._sites  # type: ignore[attr-defined]
+        site._full_until = time.monotonic() + 0.5
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(pool.map, abs, [-1]).result(20) == [1]
+        assert not carrier.waiting
+
+
+def test_a_lost_node_costs_no_worker_elsewhere(nursery: mpgrad.Pool) -> None:
+    """With nodes that are followed: its dead workers were counted, and a living one sent home."""
+    with cluster(Node("a", "alpha", 2), Node("b", "beta", 2)) as (pool, carrier):
+        staffed(pool, 4)
+        kept = {worker.pid for worker in pool.stats().workers if worker.node == "beta"}
+        carrier.part("a")
+        carrier.sites[0].process.kill()
+        eventually(lambda: pool.stats().deaths == 2)
+        assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+        workers = pool.stats().workers
+        assert {worker.pid for worker in workers} == kept and {worker.state for worker in workers} <= {"idle", "busy"}
