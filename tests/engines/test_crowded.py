@@ -142,7 +142,7 @@ def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) ->
 
 def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpgrad.Pool) -> None:
     """After `Executor.shutdown` workers take no new calls; these are old ones."""
-    with cluster(*ONE_EACH) as (pool, carrier):
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
         staffed(pool, 2)
         xs = [leaf() for _ in range(4)]
         chains = [chain(pool, x) for x in xs]
@@ -151,8 +151,7 @@ def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpg
         pool._scheduler.leave()
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         carrier.sites[0].process.kill()
-        with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(torch.autograd.grad, total, xs).result(20)
+        found = thread.submit(torch.autograd.grad, total, xs).result(20)
         assert all(torch.equal(grad, grad_of(serial, x)) for grad, x in zip(found, xs, strict=True))
 
 
@@ -173,20 +172,19 @@ def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
         staffed(pool, 2)
         eventually(lambda: len(carrier.waiting) == 1)
         pool.resize(2)
-        staffed(pool, 2)
+        pool.map(abs, range(8), 1)
         assert {worker.state for worker in pool.stats().workers} <= {"idle", "busy"}
         eventually(lambda: len(carrier.sites) == 1)  # nobody waits for room any more
 
 
 def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool) -> None:
     """It was to find room elsewhere, while its place was free."""
-    with cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier):
+    with ThreadPoolExecutor(1) as thread, cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier):
         staffed(pool, 1)
         (site,) = pool._scheduler.engine._sites  # type: ignore[attr-defined]
         site._full_until = time.monotonic() + 0.5
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
-        with ThreadPoolExecutor(1) as thread:
-            assert thread.submit(pool.map, abs, [-1]).result(20) == [1]
+        assert thread.submit(pool.map, abs, [-1]).result(20) == [1]
         assert not carrier.waiting
 
 
