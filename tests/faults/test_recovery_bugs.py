@@ -599,7 +599,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     from mpgrad.wire.asides import Whereabouts
 
     operation: Any = types.SimpleNamespace(limit=9)
-    worker = WorkerHandle(1, None)  # type: ignore[arg-type]
+    worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
     worker.under_way.whereabouts, worker.under_way.can_skip = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q"), True
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
@@ -610,7 +610,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
     recovery = Recovery({}, None, 0, Lifecycle(), lambda operation: None)  # type: ignore[arg-type]
-    assert not recovery.blame(worker, -9, worker.under_way.chunks[2], -1, -1)
+    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1)
 
 
 LARGE = 10 << 20  # elements, whose memory is a slab of its own
