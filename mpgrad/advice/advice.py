@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["Advice", "Obstacle", "Way"]
 
@@ -23,7 +24,7 @@ class Way:
         measured: by running a sample in this way; otherwise it is what the model says.
     """
 
-    name: str
+    name: Literal["loop", "pool", "threads", "vmap"]
     processes: int
     seconds: float
     speed_up: float
@@ -74,10 +75,10 @@ class Advice:
         start_seconds: what the first pool took to start.
     """
 
-    use: str
+    use: Literal["pool", "loop", "threads", "vmap"]
     processes: int
     threads_per_worker: int
-    graphs: str
+    graphs: Literal["ahead", "keep"]
     ways: tuple[Way, ...]
     obstacles: tuple[Obstacle, ...]
     items: int

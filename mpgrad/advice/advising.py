@@ -27,8 +27,9 @@ def advise(
 
     Args:
         fn: as for `Pool.map`.
-        items: likewise; at least one.
-        seconds: for the trial, about. Some items are run several times whatever they take, and the first pool has to start.
+        items: likewise; at least one. A generator is used up by it.
+        seconds: for the trial, about. Whatever they take, two items are run in the loop, one of them twice, and both in a pool,
+            which has to start.
         processes: the most workers to try; None for as many as there are CPUs.
         show: print the page.
 
@@ -37,6 +38,7 @@ def advise(
 
     Raises:
         ValueError: there are no items; `seconds` is not above 0; `processes` is less than 1.
+        TypeError: `seconds` is no number.
         Exception: what `fn` raised.
 
     Example:
@@ -48,6 +50,8 @@ def advise(
     fn, items = callable_of(fn), list(items)
     if not items:
         raise ValueError("advice needs at least one item (items: [])")
+    if not isinstance(seconds, int | float):
+        raise TypeError(f"seconds must be a number (seconds: {seconds!r})")
     if not seconds > 0:
         raise ValueError(f"seconds must be above 0 (seconds: {seconds})")
     if processes is not None:

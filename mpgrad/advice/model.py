@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mpgrad.advice.advice import BUSY, Obstacle, Way, length_of, size_of
 
@@ -19,6 +20,7 @@ __all__ = ["Measured", "best_of", "obstacles_of", "pool_seconds", "spread_of", "
 
 LEAST_GAIN = 1.15  # below which a pool is not worth the change
 LARGE_SHARE = 0.2  # of the work, that copying may take before it is worth a remark
+LONG = 0.02  # seconds of an item, for which what sending costs does not count
 FEW_CPUS, MANY_CPUS = 0.7, 1.3  # of one thread that is to use one CPU
 OTHERS_SHARE = 0.15  # of the CPUs, from which on others make the figures doubtful
 
@@ -30,6 +32,7 @@ class Measured:
     Attributes:
         items: how many there are.
         seconds: of each item that was run, in the loop; the largest first of all.
+        one_backward: seconds of the loop over them with one backward from all results.
         pools: seconds of a map of the same items and its backward, by number of workers.
         others: seconds of the same items in other ways, by their names.
         cpus: that may be used.
@@ -37,19 +40,22 @@ class Measured:
         cpus_of_others: that other programs took of them meanwhile.
         item_bytes, result_bytes: of tensors; the mean.
         capture_bytes: of tensors.
+        gradient_bytes: of those that need gradients.
         bytes_per_second: of a copy.
     """
 
     items: int
     seconds: Sequence[float]
+    one_backward: float
     pools: Mapping[int, float]
-    others: Mapping[str, float]
+    others: Mapping[Literal["threads", "vmap"], float]
     cpus: int
     cpus_taken: float
     cpus_of_others: float
     item_bytes: float
     result_bytes: float
     capture_bytes: int
+    gradient_bytes: int
     bytes_per_second: float
 
     @property
@@ -59,8 +65,8 @@ class Measured:
 
     @property
     def loop(self) -> float:
-        """Seconds of the loop over all items."""
-        return sum(self.seconds) * self.scale
+        """Seconds of the loop over all items, in the order that is faster: a backward after each, or one in the end."""
+        return min(sum(self.seconds), self.one_backward) * self.scale
 
 
 def pool_seconds(measured: Mapping[int, float], workers: int) -> float:
@@ -124,11 +130,16 @@ def obstacles_of(trial: Measured, pool: Way | None) -> Iterator[Obstacle]:
         )
     if 1 in trial.pools and trial.loop < trial.pools[1] * trial.scale:
         sending = trial.pools[1] / len(trial.seconds) - mean
-        if sending > LARGE_SHARE * mean:
+        more = f"an item takes {length_of(mean)} on average, and a pool of one {length_of(sending)} more"
+        if sending > LARGE_SHARE * mean and mean < LONG:
             yield Obstacle(
-                "items too small",
-                f"an item takes {length_of(mean)}, and a pool of one {length_of(sending)} more",
-                "Put several items into one (stack them, torch.vmap), or stay with the loop.",
+                "items too small", more, "Put several items into one (stack them, torch.vmap), or stay with the loop."
+            )
+        elif sending > LARGE_SHARE * mean and trial.gradient_bytes:
+            yield Obstacle(
+                "captures too large",
+                f"{more}: each adds to gradients of captured tensors ({size_of(trial.gradient_bytes)})",
+                "Give each item its part as an argument.",
             )
     if trial.cpus_of_others > OTHERS_SHARE * trial.cpus:
         yield Obstacle(

@@ -32,8 +32,10 @@ __all__ = ["Found", "tried"]
 Function = Callable[[Any], Any]
 
 SAMPLE_SHARE, ROUNDS_SHARE = 0.1, 0.5  # of the time: for the first run of the sample, and for those in turns
+LONG_SHARE = 0.3  # of the time: if the first run of so few items takes it, all else is run once, or left out
 MOST_SAMPLED = 2000
-FEWEST_SAMPLED = 4  # that are run whatever it takes
+FEWEST_SAMPLED = 4  # unless they are long
+FEWEST_LONG = 2
 WARM_UPS = 2  # rounds in which pools learn what an item costs
 MOST_ROUNDS = 5
 COPIED = 1 << 24  # bytes, to see how fast a copy is
@@ -45,7 +47,7 @@ class Found:
     measured: Measured
     graphs: Literal["ahead", "keep"]
     backward_share: float
-    operation_share: float
+    operation_share: float | None
     start_seconds: float
 
 
@@ -56,6 +58,7 @@ class Subject:
         pickled = pickled_function(function)
         self.captures = copies(pickled.captures)
         self.capture_bytes = sum(map(bytes_of, pickled.captures))
+        self.gradient_bytes = sum(bytes_of(each) for each in self.captures if each.requires_grad)
         own = len(self.captures)
         names: Any = Live({})
         if pickled.state is not None and pickled.state.tensors:
@@ -70,12 +73,20 @@ class Subject:
         start = time.perf_counter()
         result = self.run(item)
         middle = time.perf_counter()
-        differentiate([result], inputs)
-        return middle - start, time.perf_counter() - middle, result
+        has_backward = differentiate([result], inputs)
+        return middle - start, time.perf_counter() - middle if has_backward else 0.0, result
 
     def loop(self, items: Sequence[Any]) -> list[tuple[float, float]]:
         """Seconds of each item forward and backward."""
         return [self.timed(item)[:2] for item in copies(items)]
+
+    def one_backward(self, items: Sequence[Any]) -> float:
+        """Seconds of the loop, and of a backward from all results."""
+        own = copies(items)
+        inputs = inputs_of(own, self.captures)
+        start = time.perf_counter()
+        differentiate([self.run(item) for item in own], inputs)
+        return time.perf_counter() - start
 
 
 def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -83,26 +94,30 @@ def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[to
     return [*differentiable(items), *(each for each in captures if each.requires_grad)]
 
 
-def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-    """One backward from all results, as a caller would have it; the gradients are thrown away."""
+def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> bool:
+    """One backward from all results, as a caller would have it, if there is anything; the gradients are thrown away."""
     outputs = differentiable(results)
     if len(outputs) > 1 and len({(each.shape, each.dtype, each.device) for each in outputs}) == 1 and not outputs[0].dim():
         outputs = [torch.stack(outputs).sum()]  # losses: a gradient for each would take a third of a tiny item's time
-    if outputs and inputs:
-        torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
+    if not (outputs and inputs):
+        return False
+    torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
+    return True
 
 
 def tried(function: Function, items: Sequence[Any], seconds: float, most: int | None) -> Found:
     """Run a sample for about `seconds`. `most`: workers; None for as many as there are CPUs."""
     threads, cpus = torch.get_num_threads(), min(usable_cpus(), most or usable_cpus())
+    end = time.perf_counter() + seconds
     found, subject, clock = Found(), Subject(function), OthersClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # as in a worker
-        sample, result, taken = first_run(subject, items, SAMPLE_SHARE * seconds)
+        sample, first, result, taken = first_run(subject, items, seconds)
+        is_long = sum(map(sum, first)) > LONG_SHARE * seconds
         found.graphs = "ahead" if is_loss(result) else "keep"
-        found.operation_share = operation_share(subject, sample[0])
+        found.operation_share = None if is_long else operation_share(subject, sample[0])
         start = time.perf_counter()
         pools = {}
         for workers in sorted({*(1 << power for power in range(cpus.bit_length()) if 1 << power <= cpus), cpus}):
@@ -111,20 +126,25 @@ def tried(function: Function, items: Sequence[Any], seconds: float, most: int | 
             pools[workers] = pool
             if workers == 1:
                 found.start_seconds = time.perf_counter() - start
-        loops, in_pools = in_turns(subject, function, sample, pools, time.perf_counter() + ROUNDS_SHARE * seconds)
+        at_once: list[float] = []
+        if is_long:
+            loops, in_pools = [first], in_pools_once(function, sample, pools, end)
+        else:
+            loops, at_once, in_pools = in_turns(subject, function, sample, pools, time.perf_counter() + ROUNDS_SHARE * seconds)
         cpus_of_others = max(0.0, clock.cpus() - (len(own_cpus()) - cpus))  # where we are not, they are welcome
-        others = {}
-        if cpus > 1:
+        others: dict[Literal["threads", "vmap"], float] = {}
+        if cpus > 1 and time.perf_counter() < end:
             torch.set_num_threads(cpus)
             others["threads"] = sum(map(sum, subject.loop(sample)))
             torch.set_num_threads(1)
-        if (batched := in_a_batch(subject, sample)) is not None:
+        if time.perf_counter() < end and (batched := in_a_batch(subject, sample)) is not None:
             others["vmap"] = batched
     total = [statistics.median(map(sum, each)) for each in zip(*loops, strict=True)]
     found.backward_share = sum(statistics.median(back for _, back in each) for each in zip(*loops, strict=True)) / sum(total)
     found.measured = Measured(
         items=len(items),
         seconds=total,
+        one_backward=statistics.median(at_once) if at_once else sum(total),
         pools=in_pools,
         others=others,
         cpus=cpus,
@@ -133,13 +153,16 @@ def tried(function: Function, items: Sequence[Any], seconds: float, most: int | 
         item_bytes=statistics.fmean(sum(map(bytes_of, tensors_in(item))) for item in sample),
         result_bytes=sum(map(bytes_of, tensors_in(result))),
         capture_bytes=subject.capture_bytes,
+        gradient_bytes=subject.gradient_bytes,
         bytes_per_second=bytes_per_second(),
     )
     return found
 
 
-def first_run(subject: Subject, items: Sequence[Any], seconds: float) -> tuple[list[Any], Any, float]:
-    """The items that are to be run, the largest first, others at random; one's result; CPUs that one thread takes."""
+def first_run(
+    subject: Subject, items: Sequence[Any], seconds: float
+) -> tuple[list[Any], list[tuple[float, float]], Any, float]:
+    """The items that are to be run, the largest first, others at random; what they took; a result; CPUs that a thread takes."""
     sizes = [sum(map(bytes_of, tensors_in(item))) for item in items]
     largest = max(range(len(items)), key=sizes.__getitem__)
     others = [number for number in range(len(items)) if number != largest]
@@ -147,39 +170,60 @@ def first_run(subject: Subject, items: Sequence[Any], seconds: float) -> tuple[l
     order = [largest, *others][:MOST_SAMPLED]
     subject.timed(copies([items[largest]])[0])  # for what comes once
     sample: list[Any] = []
+    taken: list[tuple[float, float]] = []
     result: Any = None
     start, cpu = time.perf_counter(), time.process_time()
     for number in order:
-        *_, result = subject.timed(copies([items[number]])[0])
+        *both, result = subject.timed(copies([items[number]])[0])
         sample.append(items[number])
-        if len(sample) >= FEWEST_SAMPLED and time.perf_counter() - start > seconds:
+        taken.append((both[0], both[1]))
+        so_far = time.perf_counter() - start
+        if len(sample) >= FEWEST_SAMPLED and so_far > SAMPLE_SHARE * seconds:
             break
-    return sample, result, (time.process_time() - cpu) / (time.perf_counter() - start)
+        if len(sample) >= FEWEST_LONG and so_far > LONG_SHARE * seconds:
+            break
+    return sample, taken, result, (time.process_time() - cpu) / (time.perf_counter() - start)
 
 
 def in_turns(
     subject: Subject, function: Function, sample: Sequence[Any], pools: dict[int, Pool], end: float
-) -> tuple[list[list[tuple[float, float]]], dict[int, float]]:
-    """Of each round, seconds of the loop's items, forward and backward; and of a pool's map and backward, the median.
+) -> tuple[list[list[tuple[float, float]]], list[float], dict[int, float]]:
+    """Of each round, seconds of the loop's items, forward and backward, and of the loop with one backward; and of a pool's map
+    and backward, the median.
 
     Noise of the machine meets all alike, as they take turns.
     """
-    captures = pickled_function(function).captures
     loops: list[list[tuple[float, float]]] = []
+    at_once: list[float] = []
     rounds: dict[int, list[float]] = {workers: [] for workers in pools}
     for number in range(WARM_UPS + MOST_ROUNDS):
         if number >= WARM_UPS:
             loops.append(subject.loop(sample))
+            at_once.append(subject.one_backward(sample))
         for workers, pool in pools.items():
-            own = copies(sample)
-            inputs = inputs_of(own, captures)
-            start = time.perf_counter()
-            differentiate(pool.map(function, own), inputs)
+            seconds = in_a_pool(pool, function, sample)
             if number >= WARM_UPS:
-                rounds[workers].append(time.perf_counter() - start)
+                rounds[workers].append(seconds)
         if number >= WARM_UPS and time.perf_counter() > end:
             break
-    return loops, {workers: statistics.median(each) for workers, each in rounds.items()}
+    return loops, at_once, {workers: statistics.median(each) for workers, each in rounds.items()}
+
+
+def in_pools_once(function: Function, sample: Sequence[Any], pools: dict[int, Pool], end: float) -> dict[int, float]:
+    """Seconds, for the most workers, and for fewer while there is time."""
+    found: dict[int, float] = {}
+    for workers in sorted(pools, reverse=True):
+        if not found or time.perf_counter() < end:
+            found[workers] = in_a_pool(pools[workers], function, sample)
+    return found
+
+
+def in_a_pool(pool: Pool, function: Function, sample: Sequence[Any]) -> float:
+    own = copies(sample)
+    inputs = inputs_of(own, pickled_function(function).captures)
+    start = time.perf_counter()
+    differentiate(pool.map(function, own), inputs)
+    return time.perf_counter() - start
 
 
 def in_a_batch(subject: Subject, sample: Sequence[Any]) -> float | None:
@@ -218,10 +262,9 @@ class OperationClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operation_share(subject: Subject, item: Any) -> float:
-    """Of the time of an item, the part in operations of PyTorch."""
-    forward, backward, _ = subject.timed(copies([item])[0])
+    """Of the time of an item, the part in operations of PyTorch; both by the same run, which the clock slows down."""
     with OperationClock() as clock:
-        subject.timed(copies([item])[0])
+        forward, backward, _ = subject.timed(copies([item])[0])
     inside: float = clock.seconds
     return min(1.0, inside / (forward + backward))
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from mpgrad.others_clock import OthersClock
 TRIAL = Measured(
     items=100,
     seconds=[0.01] * 10,
+    one_backward=0.1,
     pools={1: 0.11, 2: 0.06},
     others={},
     cpus=2,
@@ -29,6 +31,7 @@ TRIAL = Measured(
     item_bytes=80.0,
     result_bytes=8.0,
     capture_bytes=100,
+    gradient_bytes=0,
     bytes_per_second=1e9,
 )
 
@@ -66,6 +69,7 @@ def test_the_way_to_take() -> None:
 
     assert best() == ("pool", 2)
     assert best(pools={1: 0.11, 2: 0.095}) == ("loop", 0)  # hardly faster
+    assert best(one_backward=0.06) == ("loop", 0)  # as the loop is in its faster order
     assert best(others={"vmap": 0.01}) == ("vmap", 0)
     assert best(others={"threads": 0.055}) == ("threads", 0)
     assert best(others={"threads": 0.07}) == ("pool", 2)
@@ -79,6 +83,10 @@ def test_what_stands_in_the_way() -> None:
     assert obstacles(item_bytes=5e6) == ["items too large"]
     assert obstacles(items=10, seconds=[0.08, *[0.002] * 9]) == ["one item dominates"]
     assert obstacles(pools={1: 0.15, 2: 0.14}) == ["items too small"]
+    assert obstacles(seconds=[0.1] * 10, one_backward=1.0, pools={1: 1.5, 2: 1.4}) == []  # whatever it is, they are not small
+    assert obstacles(seconds=[0.1] * 10, one_backward=1.0, pools={1: 1.5, 2: 1.4}, gradient_bytes=10**8) == [
+        "captures too large"
+    ]
     assert obstacles(cpus_taken=2.0) == ["threads"]
     assert obstacles(cpus_taken=0.5) == ["waiting"]
     assert obstacles(cpus_taken=0.5, cpus_of_others=0.6) == ["busy machine"]
@@ -180,3 +188,23 @@ def test_wrong_arguments() -> None:
         mpgrad.advise(abs, [1], seconds=0)
     with pytest.raises(ValueError, match="processes"):
         mpgrad.advise(abs, [1], processes=0)
+
+
+def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Half-second items took 40 s, whatever `seconds` said."""
+
+    def long(x: torch.Tensor) -> torch.Tensor:
+        with (tmp_path / "calls").open("a") as file:
+            file.write("x")
+        time.sleep(0.5)
+        return x.sum()
+
+    advice = advice_on(long, [torch.ones(3)] * 12, capsys)
+    assert (advice.use, advice.sampled) == ("pool", 2)
+    assert advice.backward_share == 0 and advice.operation_share is None  # nothing needs gradients
+    assert len((tmp_path / "calls").read_text()) <= 7
+
+
+def test_seconds_that_are_no_number() -> None:
+    with pytest.raises(TypeError, match="seconds must be a number \\(seconds: '5'\\)"):
+        mpgrad.advise(abs, [1], seconds="5")  # type: ignore[arg-type]
