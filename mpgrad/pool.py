@@ -241,7 +241,8 @@ class Pool:
             iterable: tensors, or structures with tensors anywhere inside.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
             progress: True or a description for a bar of tqdm's, in notebooks its widget; or a function of (done, total, seconds
-                left), called in a thread of its own when they change, at most ten times a second; None where not known.
+                left), called in a thread of its own when they change, at most ten times a second; None where not known. Whoever
+                asks has all calls sent, also cheap ones, which otherwise may run in the caller.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
                 exception stands in the place of the result, and gradients flow to all other items.
@@ -682,7 +683,8 @@ class Pool:
         """Show, until the block ends, how much of what the pool has to do is done: futures of `submit`, backwards, all.
 
         The total grows as more is asked for. A backward of an item counts as its forward did; cheap items that travelled
-        together have one backward for all.
+        together have one backward for all. With `graphs="auto"` or "ahead" backwards may have run with the forwards: then there
+        is nothing left to do in a backward, and nothing to show.
 
         Args:
             progress: as for `map`.

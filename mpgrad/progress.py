@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +20,12 @@ from typing import Any, NamedTuple
 
 __all__ = ["Progress", "Reporter", "Standing", "reported"]
 
-Show = Callable[[int, int | None, float | None], object]  # done, in all, seconds left; None where that is not known
+Show = Callable[
+    [int, int | None, float | None], object
+]  # done, in all, seconds left; None where that is not known, or there is nothing yet
 Progress = bool | str | Show  # False: nothing; True: a bar; a string: a bar with this description
+
+log = logging.getLogger("mpgrad")
 
 INTERVAL = 0.1  # seconds between two looks
 PAUSE = 20  # or so many times what the last one took
@@ -36,13 +42,15 @@ class Reporter:
 
     Raises:
         ImportError: a bar is asked for, and tqdm is not installed.
-        TypeError: `progress` is none of what it may be.
+        TypeError: `progress` is none of what it may be, or a function that does not take done, total and seconds left.
     """
 
     def __init__(self, progress: Progress, look: Callable[[], Standing]) -> None:
         self._look = look
+        self._name = progress
         self._display: contextlib.AbstractContextManager[Show]
         if callable(progress):
+            check_takes_three(progress)
             self._display = contextlib.nullcontext(progress)
         elif isinstance(progress, bool | str):
             self._display = Bar(progress if isinstance(progress, str) else None, look().total)
@@ -60,23 +68,49 @@ class Reporter:
             self._thread.join()
 
     def _run(self) -> None:
-        began, shown = time.monotonic(), None
-        with self._display as show:
-            while True:
-                is_last = self._has_ended.is_set()  # asked before the look
-                now = time.monotonic()
-                found = self._look()
-                if found[:2] != shown:
-                    shown = found[:2]
-                    show(*shown, seconds_left(now - began, *shown))
-                if is_last or found.is_over:
-                    return
-                self._has_ended.wait(max(INTERVAL, PAUSE * (time.monotonic() - now)))
+        try:
+            with self._display as show:
+                self._show_all(show)
+        except Exception as error:  # of the caller's function, or of its terminal: no reason for the work to stop
+            log.warning("progress is not shown any more: %r raised %s: %s", self._name, type(error).__name__, error)
+
+    def _show_all(self, show: Show) -> None:
+        first = shown = None
+        while True:
+            is_last = self._has_ended.is_set()  # asked before the look
+            now = time.monotonic()
+            found = self._look()
+            if found.done and first is None:
+                first = now, found.done
+            if found[:2] != shown:
+                shown = found[:2]
+                show(found.done, found.total or None, None if first is None else seconds_left(now, *first, found))
+            if is_last or found.is_over:
+                return
+            self._has_ended.wait(max(INTERVAL, PAUSE * (time.monotonic() - now)))
 
 
-def seconds_left(seconds: float, done: int, total: int | None) -> float | None:
-    """If what is left goes on as what is `done` has gone, for so many `seconds`."""
-    return seconds / done * (total - done) if done and total is not None else None
+def check_takes_three(show: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(show)
+    except ValueError:  # of some that are written in C nothing is known
+        return
+    try:
+        signature.bind(0, None, None)
+    except TypeError as error:
+        expected = "progress must take three arguments: how many are done, how many there are, and the seconds left"
+        raise TypeError(f"{expected} ({error}; progress: {show!r})") from None
+
+
+def seconds_left(now: float, since: float, done: int, found: Standing) -> float | None:
+    """If what is left goes on as it has since so many were done; what came before that also held the start of workers."""
+    if found.total is None:
+        return None
+    if found.done >= found.total:
+        return 0.0
+    if found.done <= done:
+        return None
+    return (now - since) / (found.done - done) * (found.total - found.done)
 
 
 class Bar:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from common import Function, at_least_1, batch_of, limited, surroundings
+from common import Function, at_least_1, batch_of, limited, serial, surroundings
 from figures import Figure, add_options, fail, interleaved, print_figures, report
 from jobs import OP, PYTHON, backward_at_once, items_of, one_backward
 from torch import Tensor
@@ -56,15 +56,20 @@ def bench(names: Sequence[str], processes: int, seconds: float, total: float, ro
 
 
 def in_full(function: Function, items: Sequence[Tensor], counts: set[int], graphs: str, rounds: int) -> dict[int, list[float]]:
-    """Seconds of all items, forward and backward, by number of workers; 0 is the loop."""
+    """Seconds of all items, forward and backward, by number of workers; 0 is the loop, in the order that is faster."""
     pools = {count: mpgrad.Pool(count, graphs=graphs) for count in counts if count}
     try:
-        turns: dict[str, Callable[[], float]] = {"0": lambda: timed(lambda batch: backward_at_once(function, batch), items)}
+        turns: dict[str, Callable[[], float]] = {
+            "at once": lambda: timed(lambda batch: backward_at_once(function, batch), items),
+            "in the end": lambda: timed(lambda batch: one_backward(serial, function, batch), items),
+        }
         for count, pool in pools.items():
             turns[str(count)] = lambda pool=pool: timed(  # type: ignore[misc]
                 lambda batch: one_backward(pool.map, function, batch), items
             )
-        return {int(name): seconds for name, seconds in interleaved(turns, rounds).items()}
+        found = interleaved(turns, rounds)
+        orders = [found.pop("at once"), found.pop("in the end")]
+        return {0: min(orders, key=statistics.median), **{int(name): seconds for name, seconds in found.items()}}
     finally:
         for pool in pools.values():
             pool.terminate()

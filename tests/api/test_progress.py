@@ -89,15 +89,29 @@ def test_the_pool_goes_on_while_the_function_waits(pool2: mpgrad.Pool) -> None:
     assert result.get() == [7, 6, 5, 4, 3, 2, 1]
 
 
-def test_a_function_that_raises_stops_nothing(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
-
+def test_a_function_that_raises_stops_nothing(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
     def broken(done: int, total: int | None, left: float | None) -> None:
         raise KeyError(done)
 
     assert pool2.map(abs, ITEMS, progress=broken) == [7, 6, 5, 4, 3, 2, 1]
-    assert [each.exc_type for each in raised] == [KeyError]
+    (record,) = caplog.records
+    assert "progress is not shown any more" in record.message and "broken" in record.message and "KeyError" in record.message
+
+
+@pytest.mark.quick
+def test_a_function_of_other_arguments_is_refused(pool2: mpgrad.Pool) -> None:
+    with pytest.raises(TypeError, match=r"progress must take three arguments: .* \(too many positional"):
+        pool2.map(abs, ITEMS, progress=lambda done: None)  # type: ignore[arg-type, misc]
+    assert pool2.map(abs, ITEMS, progress=max) == [7, 6, 5, 4, 3, 2, 1]  # which tells nothing of its arguments
+
+
+def test_nothing_is_told_of_a_total_of_nothing(pool2: mpgrad.Pool) -> None:
+    """Who divides by it would fail."""
+    told: list[Any] = []
+    assert pool2.map(abs, [], progress=lambda *found: told.append(found)) == []
+    with pool2.progress(lambda *found: told.append(found)):
+        pass
+    assert set(told) <= {(0, None, None)}
 
 
 def test_nothing_is_made_where_nothing_is_asked_for(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +186,9 @@ def test_an_iterator_that_is_dropped_takes_its_bar_along(pool2: mpgrad.Pool) -> 
 
 @pytest.mark.quick
 def test_seconds_left() -> None:
-    assert seconds_left(3.0, 1, 4) == 9.0
-    assert seconds_left(3.0, 4, 4) == 0.0
-    assert seconds_left(3.0, 0, 4) is None and seconds_left(3.0, 2, None) is None
+    assert seconds_left(5.0, 2.0, 1, Standing(2, 4)) == 6.0
+    assert seconds_left(5.0, 2.0, 1, Standing(4, 4)) == 0.0
+    assert seconds_left(5.0, 2.0, 1, Standing(1, 4)) is None and seconds_left(5.0, 2.0, 1, Standing(2, None)) is None
 
 
 def test_a_function_is_told_of_changes_only_and_of_the_end() -> None:
