@@ -1,7 +1,7 @@
 """mpgrad: a worker pool for PyTorch whose `map`, `reduce` and friends are differentiable.
 
 ``pool.map(fn, items)`` is the serial loop ``[fn(x) for x in items]`` run on worker processes: the same values, the same
-gradients, the same exceptions. Only the time differs.
+gradients, the same exceptions. Only the time differs; docs/guarantees.md lists what else may be told.
 """
 
 import importlib as _importlib

@@ -98,7 +98,8 @@ class Pool:
             worker also imports its modules. None for no limit. Engines "process" and "ray" only.
 
     Expert arguments:
-        graphs: what workers do with the graphs of calls, from the forward to the backward.
+        graphs: what workers do with the graphs of calls, from the forward to the backward. Leave "auto", but take "recompute"
+            (or `graph_memory`) where memory is short, and "ahead" where losses get other gradients in each map.
             "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
             else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
             right after the forward, while the graph is hot in its cache, with the gradient that came before. If another

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["Progress", "Reporter", "Standing", "reported"]
 
-Show = Callable[
-    [int, int | None, float | None], object
-]  # done, in all, seconds left; None where that is not known, or there is nothing yet
+# done, in all, seconds left; None where that is not known, or there is nothing yet
+Show = Callable[[int, int | None, float | None], object]
 Progress = bool | str | Show  # False: nothing; True: a bar; a string: a bar with this description
 
 log = logging.getLogger("mpgrad")

@@ -57,7 +57,8 @@ class PoolStats(NamedTuple):
         operations: maps, submitted calls and the like that have not ended.
         calls: that workers have run, so far; also workers that have ended.
         calls_left: of these operations, sent or waiting.
-        backwards: that workers have run, so far; items that travelled together have one for all.
+        backwards: that workers were asked for and have run, so far; items that travelled together have one for all. Those that
+            ran right after their forwards (`graphs="auto"` or "ahead") are not counted.
         backwards_left: sent or waiting.
         frames_sent: to workers, so far; a frame holds the messages of many calls.
         frames_received: from workers.

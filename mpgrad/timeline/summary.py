@@ -23,7 +23,7 @@ REASONS = {
     "the caller packed items and functions": ("packs", "pickles"),
     "the caller made results": ("makes results",),
     "items ran in the caller": ("runs in the caller", "runs in the caller, in vain"),
-    "the caller waited for other workers": ("waits for results", "waits for gradients"),
+    "the caller waited for workers": ("waits for results", "waits for gradients"),
     "the caller ran its part of a backward": ("runs backward",),
 }
 OTHERWISE = "the caller did something else"
@@ -116,12 +116,14 @@ class Summary:
         bytes_back = sum(each["args"].get("bytes", 0) for each in self._of_caller["receives"])
         here = self._of_caller["runs in the caller"]
         deaths = sum(each["cat"] == "lost" for each in self._slices)
+        ahead = sum(bool(each["args"].get("ahead")) for each in self._slices)
         lines = [
             f"{self._end / 1e6:.2f} s, engine {self._about['engine']}, {plural(len(self._numbers), 'worker')}",
             f"busy: {self._busy_in_words()}",
             f"workers: {shares_in_words(self.shares())}",
             f"idle while: {shares_in_words(self.idle())}",
-            f"calls: {counted(calls, 'forward')} forward, {counted(calls, 'backward')} backward (of items, by the worker)",
+            f"calls: {counted(calls, 'forward')} forward, {counted(calls, 'backward')} backward, {ahead} right after their "
+            "forwards (of items, by the worker)",
             f"tensors: {bytes_in_words(bytes_there)} to the workers, {bytes_in_words(bytes_back)} back",
         ]
         if longest := self.longest():

@@ -158,7 +158,10 @@ class Track:
                 continue
             item = items[offset] if isinstance(items, range) and chunk.phase == "forward" else items
             if did == Did.BACKWARD:
-                self._add(began, ended, "backward", "backward", item=whole(item), function=function or None, again=again)
+                ahead = True if chunk.phase == "forward" else None  # it came right after its forward
+                self._add(
+                    began, ended, "backward", "backward", item=whole(item), function=function or None, again=again, ahead=ahead
+                )
             elif chunk.phase == "forward":
                 self._add(began, ended, "forward", "forward", item=whole(item), function=function or None, again=again)
             else:
