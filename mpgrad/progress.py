@@ -130,7 +130,7 @@ class Bar:
         self._bar.close()
 
     def _move(self, done: int, total: int | None, _: float | None) -> None:
-        if total != self._bar.total:
+        if total is not None and total != self._bar.total:
             self._bar.total = total
             if (widget := getattr(self._bar, "container", None)) is not None:
                 widget.children[1].max = total

@@ -28,8 +28,8 @@ def advise(
     Args:
         fn: as for `Pool.map`.
         items: likewise; at least one. A generator is used up by it.
-        seconds: for the trial, about. Whatever they take, two items are run in the loop, one of them twice, and both in a pool,
-            which has to start.
+        seconds: for the trial, about: it ends what it has begun, and the first pool has to start. If two items take a third of
+            it, they are run in a pool once more, and in other ways only as long as there is time.
         processes: the most workers to try; None for as many as there are CPUs.
         show: print the page.
 

@@ -133,11 +133,12 @@ def tried(function: Function, items: Sequence[Any], seconds: float, most: int | 
             loops, at_once, in_pools = in_turns(subject, function, sample, pools, time.perf_counter() + ROUNDS_SHARE * seconds)
         cpus_of_others = max(0.0, clock.cpus() - (len(own_cpus()) - cpus))  # where we are not, they are welcome
         others: dict[Literal["threads", "vmap"], float] = {}
-        if cpus > 1 and time.perf_counter() < end:
+        has_time = not is_long or time.perf_counter() < end
+        if cpus > 1 and has_time:
             torch.set_num_threads(cpus)
             others["threads"] = sum(map(sum, subject.loop(sample)))
             torch.set_num_threads(1)
-        if time.perf_counter() < end and (batched := in_a_batch(subject, sample)) is not None:
+        if has_time and (batched := in_a_batch(subject, sample)) is not None:
             others["vmap"] = batched
     total = [statistics.median(map(sum, each)) for each in zip(*loops, strict=True)]
     found.backward_share = sum(statistics.median(back for _, back in each) for each in zip(*loops, strict=True)) / sum(total)
@@ -210,9 +211,9 @@ def in_turns(
 
 
 def in_pools_once(function: Function, sample: Sequence[Any], pools: dict[int, Pool], end: float) -> dict[int, float]:
-    """Seconds, for the most workers, and for fewer while there is time."""
+    """Seconds, for the most workers that all have an item, and for fewer while there is time."""
     found: dict[int, float] = {}
-    for workers in sorted(pools, reverse=True):
+    for workers in sorted((each for each in pools if each <= len(sample)), reverse=True):
         if not found or time.perf_counter() < end:
             found[workers] = in_a_pool(pools[workers], function, sample)
     return found

@@ -82,7 +82,7 @@ class ClusterEngine:
     def start(self, number: int) -> SiteLink:
         """
         Raises:
-            OSError: nodes are followed, and those that are there have no room.
+            OSError: nodes are followed, and those that are there have no room; or one could start no worker a moment ago.
         """
         sites = [site for site in self._sites if site.free > 0]
         if not sites:
@@ -97,7 +97,8 @@ class ClusterEngine:
         if self._packs:
             nodes = [node for node in nodes if any(site.on(node) for site in planned)] or nodes
         node = max(nodes, key=lambda node: node.slots, default=None)
-        if self.room is None and (node is not None or not any(site.is_refusing for site in self._sites)):
+        may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
+        if self.room is None and (node is not None or not may_have_room_soon):
             return self._enlarged(planned, node)
         if node is None:  # a site wherever there is room would take that of one which is to have the whole node
             raise OSError("no node has room for a worker now")

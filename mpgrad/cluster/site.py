@@ -408,7 +408,7 @@ class Site:
         if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
             self._news.append(("resident", found))  # which can wait for something to ride with, as the next
         for number, worker in self._workers.items():  # should this site be lost, nobody else could say
-            self._note_where(number, worker)
+            self._tell_where(number, worker) if worker.followed_until else self._note_where(number, worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:

@@ -38,7 +38,7 @@ __all__ = ["SiteHandle", "SiteLink"]
 
 POLLS = 2  # exchanges that wait at the site for news
 MOST_PENDING = 8  # of them, if a site does not answer
-AFTER_REFUSAL = 1.0  # seconds for which no worker is started where none could be
+AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0  # seconds for which no worker is started where one, or several in a row, could not be
 
 
 class SiteHandle:
@@ -75,6 +75,7 @@ class SiteHandle:
         self._arriving = Arriving()
         self._numbering = threading.Lock()
         self._pending: set[int] = set()  # exchanges
+        self.refusals = 0  # in a row
         self._full_until = 0.0  # no worker could be started, on the clock of time.monotonic
         self.is_closing = False  # its workers have been asked to end, and not all have
         self.refusal = ""  # why what is installed there cannot be used
@@ -208,7 +209,8 @@ class SiteHandle:
                 link.last_words = rest[2]
                 link.end_with(rest[1])
             else:  # refused
-                self._full_until = time.monotonic() + AFTER_REFUSAL
+                self.refusals += 1
+                self._full_until = time.monotonic() + (AFTER_REFUSAL if self.refusals == 1 else AFTER_REFUSALS)
                 link.end_with(None, f"no process can be started there: {rest[1]}")
 
     def lose(self, why: str) -> None:
@@ -359,6 +361,7 @@ class SiteLink:
         self._descriptors.extend(mirrors)
         for message in messages:
             if isinstance(message, Ready):
+                self.site.refusals = 0
                 self.site.tell("watch", self.number, message.pid)
             elif isinstance(message, SlabsGone):
                 self.site.keeper.drop(message.numbers)

@@ -345,7 +345,9 @@ class Scheduler(ABC):
         self.memory.tidy()
         self.feed()
         phase = self.life.phase
-        if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle() and not self.memory.stays.bring_rest():
+        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers):
+            self.life.enter(Phase.STOPPING)  # also if there was something to make again: nobody is left who could
+        elif phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle() and not self.memory.stays.bring_rest():
             if phase is Phase.LEAVING:
                 self.staff.send_away()
             if phase is Phase.DRAINING or not self.workers:

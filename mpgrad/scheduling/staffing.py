@@ -182,7 +182,9 @@ class Staff:
         """It died. All that it had been given goes to others, but for a call that kills too often."""
         is_ours = not blames or worker.doomed is not None
         begun, offset = worker.under_way.begun(), worker.under_way.offset
-        if worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
+        if worker.link.lost:
+            worker.overdue = None  # it has not ended for that
+        elif worker.doomed is not None and worker.doomed.begun != begun:  # what took too long was done in that moment
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.notes.recording is not None:

@@ -213,6 +213,8 @@ def test_a_notebooks_widget_hears_of_a_total_that_grows(monkeypatch: pytest.Monk
     bar.update = lambda by: setattr(bar, "n", bar.n + by)
     monkeypatch.setattr(importlib.import_module("tqdm.auto"), "tqdm", lambda **_: bar)
     with Bar(None, 4) as show:
+        show(0, None, None)
+        assert (bar.total, scale.max) == (4, 4)  # a widget takes no total of None
         show(3, 9, None)
     assert (bar.n, bar.total, scale.max) == (3, 9, 9)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,32 @@ def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpg
         assert all(torch.equal(grad, grad_of(serial, x)) for grad, x in zip(found, xs, strict=True))
 
 
+@pytest.mark.slow
+def test_nobody_is_left_to_make_results_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """The backward waited for ever: workers that have been sent home have no successors."""
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        tempfile.mkstemp(dir=tmp_path)
+        time.sleep(1.0)
+        return x * 2
+
+    with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
+        staffed(pool, 2)
+        xs = [leaf() for _ in range(2)]
+        first = [pool.submit(slow, x) for x in xs]
+        total = sum(pool.submit(torch.sin, each).result().sum() for each in first)
+        del first
+        pool._scheduler.leave()
+        eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
+        sites = list(carrier.sites)
+        sites[0].process.kill()
+        gradients = thread.submit(torch.autograd.grad, total, xs)
+        eventually(lambda: len(list(tmp_path.iterdir())) == 3)  # one of the two runs again
+        sites[1].process.kill()
+        with pytest.raises((mpgrad.PoolClosedError, mpgrad.WorkerDiedError)):
+            gradients.result(20)
+
+
 # --- places
 
 
@@ -177,15 +204,20 @@ def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
         eventually(lambda: len(carrier.sites) == 1)  # nobody waits for room any more
 
 
-def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool) -> None:
-    """It was to find room elsewhere, while its place was free."""
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool, refusals: int) -> None:
+    """It was to find room elsewhere, while its place was free; so it is only where a node goes on to refuse."""
     with ThreadPoolExecutor(1) as thread, cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier):
         staffed(pool, 1)
         (site,) = pool._scheduler.engine._sites  # type: ignore[attr-defined]
-        site._full_until = time.monotonic() + 0.5
+        site.refusals, site._full_until = refusals, time.monotonic() + 0.5
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
-        assert thread.submit(pool.map, abs, [-1]).result(20) == [1]
-        assert not carrier.waiting
+        found = thread.submit(pool.map, abs, [-1])
+        if refusals > 1:
+            eventually(lambda: carrier.waiting)
+            carrier.make_room()
+        assert found.result(20) == [1]
+        assert len(carrier.waiting) == refusals - 1
 
 
 def test_a_lost_node_costs_no_worker_elsewhere(nursery: mpgrad.Pool) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.advice import trial
 from mpgrad.advice.advice import Advice
 from mpgrad.advice.model import Measured, best_of, obstacles_of, pool_seconds, spread_of, ways_of
 from mpgrad.others_clock import OthersClock
@@ -203,6 +204,16 @@ def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capsys: pytest.Cap
     assert (advice.use, advice.sampled) == ("pool", 2)
     assert advice.backward_share == 0 and advice.operation_share is None  # nothing needs gradients
     assert len((tmp_path / "calls").read_text()) <= 7
+
+
+@pytest.mark.slow
+def test_long_items_for_more_workers_than_were_run(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of four took as long for two items as one of two, and was thought to be no faster."""
+    monkeypatch.setattr(trial, "usable_cpus", lambda: 4)
+    advice = mpgrad.advise(time.sleep, [0.4] * 16, seconds=1.0, processes=4, show=False)
+    found = {way.processes: way for way in advice.ways if way.name == "pool"}
+    assert found[2].measured and not found[4].measured
+    assert advice.processes == 4 and found[4].speed_up > 1.5 * found[2].speed_up > 2
 
 
 def test_seconds_that_are_no_number() -> None:
