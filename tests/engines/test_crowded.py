@@ -130,7 +130,7 @@ def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) ->
 
     def last_one_kills(k: int) -> int:
         if k == 2:
-            time.sleep(2.5)  # its site says each second where its workers are
+            time.sleep(2.0)  # its site says each second where its workers are
             psutil.Process().parents()[1].kill()  # beyond the nursery
             time.sleep(60)
         return k
