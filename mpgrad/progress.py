@@ -46,7 +46,7 @@ class Reporter:
 
     def __init__(self, progress: Progress, look: Callable[[], Standing]) -> None:
         self._look = look
-        self._name = progress
+        self._progress = progress
         self._display: contextlib.AbstractContextManager[Show]
         if callable(progress):
             check_takes_three(progress)
@@ -71,7 +71,7 @@ class Reporter:
             with self._display as show:
                 self._show_all(show)
         except Exception as error:  # of the caller's function, or of its terminal: no reason for the work to stop
-            log.warning("progress is not shown any more: %r raised %s: %s", self._name, type(error).__name__, error)
+            log.warning("progress is not shown any more: %r raised %s: %s", self._progress, type(error).__name__, error)
 
     def _show_all(self, show: Show) -> None:
         first = shown = None

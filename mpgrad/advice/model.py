@@ -131,11 +131,12 @@ def obstacles_of(trial: Measured, pool: Way | None) -> Iterator[Obstacle]:
     if 1 in trial.pools and trial.loop < trial.pools[1] * trial.scale:
         sending = trial.pools[1] / len(trial.seconds) - mean
         more = f"an item takes {length_of(mean)} on average, and a pool of one {length_of(sending)} more"
-        if sending > LARGE_SHARE * mean and mean < LONG:
+        is_large = sending > LARGE_SHARE * mean
+        if is_large and mean < LONG:
             yield Obstacle(
                 "items too small", more, "Put several items into one (stack them, torch.vmap), or stay with the loop."
             )
-        elif sending > LARGE_SHARE * mean and trial.gradient_bytes:
+        elif is_large and trial.gradient_bytes:
             yield Obstacle(
                 "captures too large",
                 f"{more}: each adds to gradients of captured tensors ({size_of(trial.gradient_bytes)})",

@@ -52,10 +52,12 @@ class Found:
 
 
 class Subject:
-    """The function as a worker would have it, with captures of its own."""
+    """The function, and as a worker would have it: with captures of its own."""
 
     def __init__(self, function: Function) -> None:
         pickled = pickled_function(function)
+        self.function = function
+        self.originals = pickled.captures
         self.captures = copies(pickled.captures)
         self.capture_bytes = sum(map(bytes_of, pickled.captures))
         self.gradient_bytes = sum(bytes_of(each) for each in self.captures if each.requires_grad)
@@ -82,11 +84,19 @@ class Subject:
 
     def one_backward(self, items: Sequence[Any]) -> float:
         """Seconds of the loop, and of a backward from all results."""
-        own = copies(items)
-        inputs = inputs_of(own, self.captures)
-        start = time.perf_counter()
-        differentiate([self.run(item) for item in own], inputs)
-        return time.perf_counter() - start
+        return seconds_of(lambda own: [self.run(item) for item in own], items, self.captures)
+
+    def in_a_pool(self, pool: Pool, items: Sequence[Any]) -> float:
+        """Seconds of a map, and of a backward likewise."""
+        return seconds_of(lambda own: pool.map(self.function, own), items, self.originals)
+
+
+def seconds_of(run: Callable[[list[Any]], Sequence[Any]], items: Sequence[Any], captures: Sequence[torch.Tensor]) -> float:
+    own = copies(items)
+    inputs = inputs_of(own, captures)
+    start = time.perf_counter()
+    differentiate(run(own), inputs)
+    return time.perf_counter() - start
 
 
 def inputs_of(items: Sequence[Any], captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -128,9 +138,9 @@ def tried(function: Function, items: Sequence[Any], seconds: float, most: int | 
                 found.start_seconds = time.perf_counter() - start
         at_once: list[float] = []
         if is_long:
-            loops, in_pools = [first], in_pools_once(function, sample, pools, end)
+            loops, in_pools = [first], in_pools_once(subject, sample, pools, end)
         else:
-            loops, at_once, in_pools = in_turns(subject, function, sample, pools, time.perf_counter() + ROUNDS_SHARE * seconds)
+            loops, at_once, in_pools = in_turns(subject, sample, pools, time.perf_counter() + ROUNDS_SHARE * seconds)
         cpus_of_others = max(0.0, clock.cpus() - (len(own_cpus()) - cpus))  # where we are not, they are welcome
         others: dict[Literal["threads", "vmap"], float] = {}
         has_time = not is_long or time.perf_counter() < end
@@ -175,9 +185,9 @@ def first_run(
     result: Any = None
     start, cpu = time.perf_counter(), time.process_time()
     for number in order:
-        *both, result = subject.timed(copies([items[number]])[0])
+        forward, backward, result = subject.timed(copies([items[number]])[0])
         sample.append(items[number])
-        taken.append((both[0], both[1]))
+        taken.append((forward, backward))
         so_far = time.perf_counter() - start
         if len(sample) >= FEWEST_SAMPLED and so_far > SAMPLE_SHARE * seconds:
             break
@@ -187,7 +197,7 @@ def first_run(
 
 
 def in_turns(
-    subject: Subject, function: Function, sample: Sequence[Any], pools: dict[int, Pool], end: float
+    subject: Subject, sample: Sequence[Any], pools: dict[int, Pool], end: float
 ) -> tuple[list[list[tuple[float, float]]], list[float], dict[int, float]]:
     """Of each round, seconds of the loop's items, forward and backward, and of the loop with one backward; and of a pool's map
     and backward, the median.
@@ -202,7 +212,7 @@ def in_turns(
             loops.append(subject.loop(sample))
             at_once.append(subject.one_backward(sample))
         for workers, pool in pools.items():
-            seconds = in_a_pool(pool, function, sample)
+            seconds = subject.in_a_pool(pool, sample)
             if number >= WARM_UPS:
                 rounds[workers].append(seconds)
         if number >= WARM_UPS and time.perf_counter() > end:
@@ -210,21 +220,13 @@ def in_turns(
     return loops, at_once, {workers: statistics.median(each) for workers, each in rounds.items()}
 
 
-def in_pools_once(function: Function, sample: Sequence[Any], pools: dict[int, Pool], end: float) -> dict[int, float]:
+def in_pools_once(subject: Subject, sample: Sequence[Any], pools: dict[int, Pool], end: float) -> dict[int, float]:
     """Seconds, for the most workers that all have an item, and for fewer while there is time."""
     found: dict[int, float] = {}
     for workers in sorted((each for each in pools if each <= len(sample)), reverse=True):
         if not found or time.perf_counter() < end:
-            found[workers] = in_a_pool(pools[workers], function, sample)
+            found[workers] = subject.in_a_pool(pools[workers], sample)
     return found
-
-
-def in_a_pool(pool: Pool, function: Function, sample: Sequence[Any]) -> float:
-    own = copies(sample)
-    inputs = inputs_of(own, pickled_function(function).captures)
-    start = time.perf_counter()
-    differentiate(pool.map(function, own), inputs)
-    return time.perf_counter() - start
 
 
 def in_a_batch(subject: Subject, sample: Sequence[Any]) -> float | None:

@@ -324,15 +324,9 @@ class Site:
 
     def _tell_where(self, number: int, worker: SiteWorker) -> None:
         """Before anything is said of the call that it is at."""
-        if self._note_where(number, worker):
-            self._answer_soon()
-
-    def _note_where(self, number: int, worker: SiteWorker) -> bool:
-        if not (found := worker.where()) or found == worker.told:
-            return False
-        worker.told = found
-        self._news.append(("at", number, found))
-        return True
+        if (found := worker.where()) and found != worker.told:
+            worker.told = found
+            self._say("at", number, found)
 
     def _follow(self, number: int) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
@@ -386,9 +380,6 @@ class Site:
 
     def _say(self, *record: Any) -> None:
         self._news.append(record)
-        self._answer_soon()
-
-    def _answer_soon(self) -> None:
         since = time.monotonic() - self._answered_at
         if since >= GATHERING:
             self._answer()
@@ -406,9 +397,9 @@ class Site:
 
     def _tell_resident(self) -> None:
         if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
-            self._news.append(("resident", found))  # which can wait for something to ride with, as the next
+            self._news.append(("resident", found))  # which can wait for something to ride with
         for number, worker in self._workers.items():  # should this site be lost, nobody else could say
-            self._tell_where(number, worker) if worker.followed_until else self._note_where(number, worker)
+            self._tell_where(number, worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:

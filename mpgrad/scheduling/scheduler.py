@@ -345,18 +345,17 @@ class Scheduler(ABC):
         self.memory.tidy()
         self.feed()
         phase = self.life.phase
-        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers):
-            self.life.enter(Phase.STOPPING)  # also if there was something to make again: nobody is left who could
-        elif phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle() and not self.memory.stays.bring_rest():
+        if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle() and not self.memory.stays.bring_rest():
             if phase is Phase.LEAVING:
                 self.staff.send_away()
-            if phase is Phase.DRAINING or not self.workers:
+            else:
                 self.life.ends_gently = True
                 self.life.enter(Phase.STOPPING)
+        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers):
+            self.life.enter(Phase.STOPPING)  # also if there was something to make again: nobody is left who could
 
     def _is_idle(self) -> bool:
-        awaited = self.staff.stranded if self.workers else []  # without any, nobody comes who could do that
-        busy = any(worker.under_way or worker.backlog for worker in [*awaited, *self.workers.values()])
+        busy = any(worker.under_way or worker.backlog for worker in [*self.staff.stranded, *self.workers.values()])
         return not (busy or self._line.has_calls or self.memory.stays.aside)
 
     def look_at_room(self) -> None:
