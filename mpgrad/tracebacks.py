@@ -12,7 +12,6 @@ Guarantees: costs nothing where nothing fails.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import itertools
 import linecache
@@ -39,23 +38,16 @@ PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = ("call_run.py", "run"), ("autograd.py", "gradients")  # in `workers`, `torch_state.private`
 # no mistake of mpgrad's; an interrupt comes wherever somebody waits
 OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, KeyboardInterrupt, PoolClosedError, WorkerDiedError)
+OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 # as the traceback module writes a frame, also within an exception group; and as faulthandler does
 FRAME = re.compile(r'(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 STACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in .*')
 
 
 @functools.cache
-def own_folders() -> tuple[str, ...]:
-    """Of mpgrad; the workers' side is named, not imported."""
-    workers = importlib.util.find_spec("mpgrad.workers")
-    there = workers.submodule_search_locations if workers is not None else None
-    return tuple(os.path.join(folder, "") for folder in (os.path.dirname(__file__), *(there or ())))
-
-
-@functools.cache
 def hidden_folders() -> tuple[str, ...]:
     """Of mpgrad, and of what `torch.compile` puts around its functions."""
-    return *own_folders(), os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
+    return OWN_FOLDER, os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
 
 
 @functools.cache
@@ -65,13 +57,13 @@ def library_folders() -> tuple[str, ...]:
 
 
 def is_own(file: str) -> bool:
-    return file.startswith(own_folders())
+    return file.startswith(OWN_FOLDER)
 
 
 def is_callers(file: str) -> bool:
     """Neither mpgrad's nor a library's that mpgrad calls; other packages are installed within Python's own folder."""
     in_python = file.startswith(PYTHON) and "-packages" not in file.removeprefix(PYTHON)
-    return not (in_python or file.startswith((*own_folders(), *library_folders(), "<frozen ")))
+    return not (in_python or file.startswith((OWN_FOLDER, *library_folders(), "<frozen ")))
 
 
 def raised_by_task(frame: re.Match[str]) -> bool:

@@ -57,8 +57,8 @@ def mpgrad_itself() -> Finding:
     shown = "~" + folder[len(home) :] if home != "/" and folder.startswith(home + os.sep) else folder
     if importlib.util.find_spec("mpgrad.workers") is not None:
         return Finding("software", "mpgrad", mpgrad.__version__, detail=f"in {shown}")
-    problem = f"mpgrad.workers is missing: {shown} is the source, which is not installed"
-    remedy = "pip install . (or pip install -e .) in the folder above"
+    problem = f"mpgrad.workers is missing in {shown}: was a clone copied without its link mpgrad/workers?"
+    remedy = "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again"
     return Finding("software", "mpgrad", mpgrad.__version__, problem=problem, remedy=remedy, fatal=True)
 
 

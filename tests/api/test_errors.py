@@ -23,7 +23,7 @@ import torch
 
 import mpgrad
 from mpgrad.scheduling import calling_off
-from mpgrad.tracebacks import own_folders, shown
+from mpgrad.tracebacks import OWN_FOLDER, shown
 from mpgrad.wire.messages import FAREWELL
 
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
@@ -50,14 +50,14 @@ def files_of(error: BaseException) -> list[str]:
 
 
 def count_of_own(error: BaseException) -> int:
-    return sum(file.startswith(own_folders()) for file in files_of(error))
+    return sum(file.startswith(OWN_FOLDER) for file in files_of(error))
 
 
 def has_no_frames_of_ours(error: BaseException) -> None:
     assert count_of_own(error) <= KEPT_BY_OLD_PYTHON, "".join(traceback.format_tb(error.__traceback__))
     assert files_of(error)[0] == __file__
     text = str(error.__cause__)
-    assert text.count('  File "') >= 1 and not any(folder in text for folder in own_folders())
+    assert text.count('  File "') >= 1 and OWN_FOLDER not in text
     assert 'raise ValueError("fails")' in text
 
 
@@ -138,7 +138,7 @@ def test_what_mpgrad_itself_raises_shows_where(pool2: mpgrad.Pool) -> None:
     assert count_of_own(caught.value) > 1
     with pytest.raises(TypeError, match="the result cannot be carried") as caught:
         pool2.map(lambda x: (each for each in ()), [1])
-    assert own_folders()[1] in str(caught.value.__cause__)
+    assert os.path.join(OWN_FOLDER, "workers") in str(caught.value.__cause__)
 
 
 def test_what_code_in_c_raises_is_the_tasks(pool: mpgrad.Pool) -> None:
@@ -150,7 +150,7 @@ def test_what_code_in_c_raises_is_the_tasks(pool: mpgrad.Pool) -> None:
     with pytest.raises(RuntimeError, match="second time") as twice:
         y.sum().backward()
     assert count_of_own(twice.value) <= KEPT_BY_OLD_PYTHON
-    assert not any(folder in str(twice.value.__cause__) for folder in own_folders())
+    assert OWN_FOLDER not in str(twice.value.__cause__)
 
 
 def test_a_mistake_of_ours_in_what_we_call_shows_where(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_full_tracebacks_where_asked_for(pool2: mpgrad.Pool, monkeypatch: pytest
     monkeypatch.setenv("MPGRAD_FULL_TRACEBACK", "1")
     with pytest.raises(ValueError, match="fails") as caught:
         pool2.map(fails, [1])
-    assert count_of_own(caught.value) > 3 and own_folders()[1] in str(caught.value.__cause__)
+    assert count_of_own(caught.value) > 3 and os.path.join(OWN_FOLDER, "workers") in str(caught.value.__cause__)
 
 
 def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,8 @@ def test_lines_that_only_the_caller_has(pool: mpgrad.Pool, monkeypatch: pytest.M
     assert '  File "<cell 7>", line 2, in of_a_cell\n    return x.no_such_attribute\n' in text
 
 
-OURS = "".join(f'  File "{os.path.join(own_folders()[1], "worker.py")}", line {n}, in _run\n    made = 1\n' for n in (1, 2))
+WORKER = os.path.join(OWN_FOLDER, "workers", "worker.py")
+OURS = "".join(f'  File "{WORKER}", line {n}, in _run\n    made = 1\n' for n in (1, 2))
 THEIRS = '  File "/no/such/file.py", line 3, in f\n    f(x)\n    ~^^^\n  [Previous line repeated 7 more times]\n'
 
 
@@ -348,7 +349,7 @@ def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.P
 
 def assert_at(error: mpgrad.WorkerDiedError | mpgrad.CallTimeoutError, source: str) -> None:
     assert source in error.stack and f'File "{__file__}", line ' in error.stack
-    assert not any(folder in error.stack for folder in own_folders())
+    assert OWN_FOLDER not in error.stack
     assert any(error.stack in note for note in error.__notes__)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.stack, again.__notes__) == (str(error), error.stack, error.__notes__)

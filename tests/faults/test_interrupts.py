@@ -25,7 +25,7 @@ from conftest import PATIENCE, first_are_quick, staffed
 
 import mpgrad
 from mpgrad.collector import collector_held
-from mpgrad.tracebacks import own_folders
+from mpgrad.tracebacks import OWN_FOLDER
 
 Tensor = torch.Tensor
 
@@ -136,7 +136,7 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
 
 def has_no_frames_of_ours(error: BaseException) -> None:
     shown = traceback.extract_tb(error.__traceback__)
-    own = sum(frame.filename.startswith(own_folders()) for frame in shown)
+    own = sum(frame.filename.startswith(OWN_FOLDER) for frame in shown)
     assert own <= int(sys.version_info < (3, 11)), "".join(shown.format())  # see `hide_own_frames`
 
 

@@ -40,11 +40,26 @@ def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> N
     assert {each.name for each in (tmp_path / "dist").iterdir()} == {f"{name}.tar.gz", f"{name}-py3-none-any.whl"}
     with tarfile.open(tmp_path / "dist" / f"{name}.tar.gz") as archive:
         inside = set(archive.getnames())
-    assert {f"{name}/{each}" for each in ("LICENSE", "README.md", "workers/main.py", "mpgrad/py.typed")} <= inside
+    assert {f"{name}/{each}" for each in ("LICENSE", "README.md", "mpgrad/workers/main.py", "mpgrad/py.typed")} <= inside
     with zipfile.ZipFile(tmp_path / "dist" / f"{name}-py3-none-any.whl") as wheel:
         assert {"mpgrad/joblib.py", "mpgrad/workers/main.py", "mpgrad/py.typed"} <= set(wheel.namelist())
         metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
     assert "Keywords: pytorch" in metadata and "Provides-Extra: joblib" in metadata
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_build(), reason="a setuptools that can build is not installed")
+def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -> None:
+    """A line in a .pth file. They do not run the hook by which setuptools finds folders that lie elsewhere."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=NOT_SOURCES, symlinks=True)
+    hook = f"import setuptools.build_meta as backend; backend.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", hook], cwd=source, check=True, capture_output=True, timeout=120)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as wheel:
+        lines = {name: wheel.read(name).decode().strip() for name in wheel.namelist() if ".dist-info/" not in name}
+    assert lines == {f"__editable__.mpgrad-{mpgrad.__version__}.pth": str(source)}
+    assert (source / "mpgrad" / "workers" / "main.py").exists()
 
 
 @pytest.mark.quick
