@@ -11,6 +11,7 @@ if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
     from mpgrad import nn, testing
+    from mpgrad.advice.advice import Advice
     from mpgrad.advice.advising import advise
     from mpgrad.calls.result_iterator import ResultIterator
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture
@@ -32,10 +33,13 @@ if _typing.TYPE_CHECKING:
     from mpgrad.functions.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
     from mpgrad.functions.parallel import map_with_parallel_backward
     from mpgrad.pool import Pool
+    from mpgrad.stats import PoolStats, WorkerStats
+    from mpgrad.timeline.timeline import Timeline
 
 __version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
 
 _HOMES = {
+    "Advice": "mpgrad.advice.advice",
     "AncestorFailedError": "mpgrad.errors",
     "AsyncResult": "mpgrad.calls.results",
     "CallTimeoutError": "mpgrad.errors",
@@ -45,13 +49,16 @@ _HOMES = {
     "InternalError": "mpgrad.errors",
     "Pool": "mpgrad.pool",
     "PoolClosedError": "mpgrad.errors",
+    "PoolStats": "mpgrad.stats",
     "Ray": "mpgrad.cluster.options",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
     "ResultIterator": "mpgrad.calls.result_iterator",
     "SharedMemoryError": "mpgrad.errors",
+    "Timeline": "mpgrad.timeline.timeline",
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
+    "WorkerStats": "mpgrad.stats",
     "advise": "mpgrad.advice.advising",
     "as_completed": "concurrent.futures",
     "hessian": "mpgrad.derivatives.jacobians",
@@ -67,6 +74,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Advice",
     "AncestorFailedError",
     "AsyncResult",
     "CallTimeoutError",
@@ -76,13 +84,16 @@ __all__ = [
     "InternalError",
     "Pool",
     "PoolClosedError",
+    "PoolStats",
     "Ray",
     "RemoteError",
     "RemoteTraceback",
     "ResultIterator",
     "SharedMemoryError",
+    "Timeline",
     "UnsupportedTorchError",
     "WorkerDiedError",
+    "WorkerStats",
     "advise",
     "as_completed",
     "hessian",

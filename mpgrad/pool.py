@@ -45,6 +45,7 @@ from mpgrad.submission.options import (
     Send,
     pickled_initializer,
     positive,
+    true_or_false,
 )
 from mpgrad.submission.source import Source
 from mpgrad.submission.submitter import Submitter
@@ -659,6 +660,7 @@ class Pool:
                 slows workers down, and the block ends when they have ended what they run. Only for workers that are processes.
 
         Raises:
+            TypeError: `path` is no name of a file, or `profile` neither True nor False.
             ValueError: `profile` is for workers that are processes.
             RuntimeError: when the block begins: this pool records a timeline already.
             OSError: likewise: the file cannot be written.
@@ -672,6 +674,9 @@ class Pool:
             >>> sorted({event["cat"] for event in timeline.events if event["ph"] == "X"} & {"forward", "backward"})
             ['backward', 'forward']
         """
+        if not isinstance(path, str | os.PathLike | None):
+            raise TypeError(f"path must name a file, or be None (path: {path!r})")
+        true_or_false("profile", profile)
         if profile and not self._options.traits.is_process:
             engine = self._options.engine
             raise ValueError(
@@ -830,7 +835,7 @@ class Pool:
         self,
         map_fn: Callable[[T], R],
         items: Items[T],
-        reduce_fn: Callable[[R, R], R | None] | Named,
+        reduce_fn: Callable[[R, R], object] | Named,
         init: R | None = None,
         *,
         progress: Progress = False,

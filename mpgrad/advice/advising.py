@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 from mpgrad.advice.advice import Advice
 from mpgrad.advice.model import best_of, obstacles_of, spread_of, ways_of
@@ -15,9 +15,11 @@ from mpgrad.submission.source import callable_of
 
 __all__ = ["advise"]
 
+T = TypeVar("T")
+
 
 def advise(
-    fn: Callable[[Any], Any], items: Iterable[Any], *, seconds: float = 5.0, processes: int | None = None, show: bool = True
+    fn: Callable[[T], object], items: Iterable[T], *, seconds: float = 5.0, processes: int | None = None, show: bool = True
 ) -> Advice:
     """Whether ``pool.map(fn, items)`` would be faster than the loop, and with which options: run a sample, print a page.
 
@@ -47,7 +49,7 @@ def advise(
         >>> advice.use in ("loop", "vmap"), advice.items
         (True, 50)
     """
-    fn, items = callable_of(fn), list(items)
+    function, items = callable_of(fn), list(items)
     if not items:
         raise ValueError("advice needs at least one item (items: [])")
     if not isinstance(seconds, int | float):
@@ -56,7 +58,7 @@ def advise(
         raise ValueError(f"seconds must be above 0 (seconds: {seconds})")
     if processes is not None:
         positive("processes", processes)
-    found = tried(fn, items, seconds, processes)
+    found = tried(function, items, seconds, processes)
     trial = found.measured
     ways = tuple(ways_of(trial))
     best, pool = best_of(ways, trial.cpus)

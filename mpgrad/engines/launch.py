@@ -358,6 +358,8 @@ def process_launcher(context: BaseContext | str | None) -> Launcher:
         # a nursery needs message boundaries and the death signal, which only Linux has
         return SpawnLauncher() if PORTABLE else NurseryLauncher()
     if isinstance(context, str):
+        if context not in (methods := multiprocessing.get_all_start_methods()):
+            raise ValueError(f"context must be one of {', '.join(methods)} (context: {context!r})")
         return ContextLauncher(multiprocessing.get_context(context))
     if isinstance(context, BaseContext):
         return ContextLauncher(context)

@@ -126,7 +126,9 @@ class Notes:
 
     def know(self, worker: WorkerHandle) -> None:
         if self.recording is not None:
-            self.recording.workers[worker.number] = Worker(worker.number, worker.pid, name_of(worker.device), worker.link.node)
+            started = int(1e9 * worker.hired_at), int(1e9 * worker.ready_at)
+            about = Worker(worker.number, worker.pid, name_of(worker.device), worker.link.node, started)
+            self.recording.workers[worker.number] = about
 
     def answered(self, worker: WorkerHandle, message: Recorded, frame: Frame) -> None:
         """The first message of the frame that has the answer."""

@@ -145,6 +145,7 @@ class Receiver:
         worker.ready = True
         self._staff.note_ready()
         if (recording := self._notes.recording) is not None and recording.ended is None:
+            self._notes.know(worker)
             self._deliveries.transmit(worker, [Record(True, recording.profile)])
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:

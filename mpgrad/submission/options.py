@@ -91,6 +91,7 @@ class PoolOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "traits", traits_of(self.engine))
         is_process = self.traits.is_process
+        true_or_false("deterministic", self.deterministic)
         one_of("graphs", self.graphs, get_args(Graphs))
         one_of("send", self.send, get_args(Send))
         if self.graph_memory is not None:
@@ -231,6 +232,12 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raises ValueError for a value that is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)} ({name}: {value!r})")
+
+
+def true_or_false(name: str, value: object) -> None:
+    """Raises TypeError for what is neither."""
+    if value not in (True, False):
+        raise TypeError(f"{name} must be True or False ({name}: {value!r})")
 
 
 def positive(name: str, number: object) -> int:

@@ -28,16 +28,29 @@ class Source(NamedTuple):
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:
         """Each item is the argument of a call."""
+        check_iterable("the items", items)
         return cls((((item,), {}) for item in items), length(items), is_at_rest(items))
 
     @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
         """Each element has the arguments of a call."""
+        check_iterable("the items", arguments)
         return cls(((tuple(each), {}) for each in arguments), length(arguments), is_at_rest(arguments))
 
     @classmethod
     def of_one(cls, args: Iterable[Any], kwds: dict[str, Any] | None) -> Source:
+        """The arguments of the only call."""
+        check_iterable("args", args)
+        if kwds is not None and not isinstance(kwds, dict):
+            raise TypeError(f"kwds must be a dict (kwds: {kwds!r})")
         return cls([(tuple(args), kwds or {})], 1, at_rest=True, noun=ONE_CALL)
+
+
+def check_iterable(what: str, given: object) -> None:
+    """Raises TypeError; of the mistake that swapped arguments are, says what is meant."""
+    if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):  # as `iter` asks
+        order = "; the function comes first, then the items" if callable(given) else ""
+        raise TypeError(f"{what} must be an iterable{order} (given: {given!r})")
 
 
 def length(iterable: Iterable[Any]) -> int | None:

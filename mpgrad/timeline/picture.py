@@ -21,6 +21,7 @@ WIDTH, ROW, FRAME, DPI = 10.0, 0.32, 1.3, 110  # inches, but for the last
 # what is drawn, the later ones over the earlier ones: its name, its colour, and the kinds of slices
 WORKER = {
     "around calls": ("#b8b8b8", ("call",)),
+    "starting": ("#c9b3e6", ("start",)),
     "transfer": ("#e3c567", ("transfer",)),
     "loading functions": ("#8c6bb1", ("load",)),
     "forward": ("#3b7dd8", ("forward",)),

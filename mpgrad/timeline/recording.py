@@ -60,6 +60,7 @@ class Worker:
     pid: int
     device: str
     node: str  # "": this machine
+    started: tuple[int, int] = (0, 0)  # when the caller began to start it, and when it was ready
     operations: list[Operation] = field(default_factory=list)  # of PyTorch, with `profile`
 
 

@@ -16,8 +16,10 @@ __all__ = ["Span", "Summary", "read", "union"]
 Span = tuple[float, float]  # microseconds
 
 WORK = ("call", "load")
+NOT_IDLE = *WORK, "start", "transfer", "lost"
 MOST_NAMED = 8  # workers; of more the least and the most busy ones are named
 LONGEST = 3  # items
+MOST_OPERATIONS = 5
 # why a worker has nothing to do: what the caller does then, the first of these that it does
 REASONS = {
     "the caller packed items and functions": ("packs", "pickles"),
@@ -74,7 +76,7 @@ class Summary:
     def shares(self) -> dict[str, float]:
         """Of the workers' time, by what they did. All add up to 1."""
         found: dict[str, float] = dict.fromkeys(("forward", "backward", "run again", "around calls", "loading functions"), 0.0)
-        found |= {"transfer": 0.0, "lost to deaths": 0.0, "idle": 0.0}
+        found |= {"starting": 0.0, "transfer": 0.0, "lost to deaths": 0.0, "idle": 0.0}
         for number in self._numbers:
             events = self._of_worker[number]
             work = self._work(number)
@@ -87,10 +89,12 @@ class Summary:
             found["loading functions"] += loads
             found["around calls"] += total(work) - loads - total(union(inner))
             lost = union(each for each in events if each["cat"] == "lost")
-            moving = minus(union(each for each in events if each["cat"] == "transfer"), work)
+            starting = union(each for each in events if each["cat"] == "start")
+            moving = minus(union(each for each in events if each["cat"] == "transfer"), merged([*work, *starting]))
             found["lost to deaths"] += total(lost)
+            found["starting"] += total(starting)
             found["transfer"] += total(moving)
-            found["idle"] += self._end - total(merged([*work, *lost, *moving]))
+            found["idle"] += self._end - total(merged([*work, *lost, *starting, *moving]))
         whole = self._end * len(self._numbers)
         return {name: max(0.0, each) / whole if whole else 0.0 for name, each in found.items()}
 
@@ -101,13 +105,30 @@ class Summary:
         whole = self._end * len(self._numbers)
         for number in self._numbers:
             events = self._of_worker[number]
-            left = minus([(0.0, self._end)], union(each for each in events if each["cat"] in (*WORK, "transfer", "lost")))
+            left = minus([(0.0, self._end)], union(each for each in events if each["cat"] in NOT_IDLE))
             for reason, spans in doing.items():
                 rest = minus(left, spans)
                 found[reason] += (total(left) - total(rest)) / whole
                 left = rest
             found[OTHERWISE] += total(left) / whole
         return dict(found)
+
+    def operations(self) -> dict[str, float]:
+        """Of the time of PyTorch's operations, what each took by itself, without those within it. Empty without `profile`."""
+        found: dict[str, float] = defaultdict(float)
+        around: list[Event] = []
+        last = None
+        for each in (each for each in self._slices if each["cat"] == "operation"):  # of one track after the other, in order
+            if (track := (each["pid"], each["tid"])) != last:
+                around, last = [], track
+            while around and around[-1]["ts"] + around[-1]["dur"] <= each["ts"]:
+                around.pop()
+            if around:
+                found[around[-1]["name"]] -= each["dur"]
+            found[each["name"]] += each["dur"]
+            around.append(each)
+        whole = sum(found.values())
+        return {name: duration / whole for name, duration in found.items()} if whole else {}
 
     def lines(self) -> list[str]:
         """At most ten."""
@@ -128,6 +149,9 @@ class Summary:
         ]
         if longest := self.longest():
             lines.append(f"longest: {'; '.join(map(item_in_words, longest))}")
+        if operations := self.operations():
+            most = sorted(operations.items(), key=lambda each: -each[1])[:MOST_OPERATIONS]
+            lines.append(f"operations: {', '.join(f'{name} {share:.0%}' for name, share in most)} (of their time)")
         if here:
             items = sum(items_of(each["args"].get("items")) for each in here)
             lines.append(f"ran in the caller: {plural(items, 'item')}, {total(union(here)) / 1e6:.2f} s")

@@ -65,7 +65,9 @@ class Timeline:
 
     @functools.cached_property
     def _trace(self) -> dict[str, Any]:
-        if self._recording is None or self._recording.ended is None:
+        if self._recording is None:
+            raise RuntimeError("the timeline has not been recorded; put the calls into a block: `with timeline:`")
+        if self._recording.ended is None:
             raise RuntimeError("the timeline is still being recorded; ask for it after its `with` block")
         return trace_of(self._recording)
 
@@ -83,7 +85,12 @@ class Timeline:
         Path(path).write_text(json.dumps(self._trace))
 
     def __str__(self) -> str:
-        """The ten lines that matter: how busy each worker was, the longest items, what time was lost to."""
+        """The ten lines that matter: how busy each worker was, the longest items, what time was lost to.
+
+        Before the end of the block only how far it has come.
+        """
+        if self._recording is None or self._recording.ended is None:
+            return repr(self)
         return "\n".join(Summary(self._trace).lines())
 
     def __repr__(self) -> str:

@@ -112,7 +112,10 @@ class Track:
         self._slices: list[Event] = []
 
     def slices(self) -> list[Event]:
-        free = 0  # since when it has nothing
+        hired, ready = (each - self._recording.began for each in self._worker.started)
+        if ready > 0:
+            self._add(hired, ready, "starts", "start")
+        free = max(0, ready)  # since when it has nothing
         for chunk in self._chunks:
             sent = chunk.sent - self._recording.began
             if chunk.answered is None:  # so are those behind it
@@ -123,7 +126,7 @@ class Track:
             start = max(free, sent)
             if start < began:
                 self._add(start, began, "transfer", "transfer", bytes=chunk.nbytes, chunk=chunk.number)
-            self._add_chunk(chunk)
+            self._add_chunk(chunk, ready)
             free = max(free, chunk.ended + self._ahead)
         self._slices += self._operations()
         return self._slices
@@ -143,12 +146,15 @@ class Track:
             items = in_words(chunk.items[0]) if chunk.items else chunk.phase
             self._add(start, self._end, f"not answered yet: {items}", "open", chunk=chunk.number)
 
-    def _add_chunk(self, chunk: Chunk) -> None:
+    def _add_chunk(self, chunk: Chunk, ready: int) -> None:
         function = self._recording.functions.get(chunk.function, "")
         for did, position, offset, began, ended in chunk.spans:
             began, ended = began + self._ahead, ended + self._ahead
             if did in LOADS:
-                self._add(began, ended, f"loads {function}".rstrip() if did == Did.LOAD else "starts the profiler", "load")
+                if did == Did.LOAD:
+                    self._add(began, ended, f"loads {function}".rstrip(), "load")
+                else:
+                    self._add(max(began, ready), ended, "starts the profiler", "start")  # clocks of nodes are known roughly
                 continue
             items = chunk.items[position] if position < len(chunk.items) else range(0)
             again = True if position in chunk.again else None

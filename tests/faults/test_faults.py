@@ -549,7 +549,8 @@ def limit_files(nbytes: int) -> None:
         ({"initializer": 3}, TypeError, "initializer must be a function or None"),
         ({"initializer": abs, "initargs": (sys._getframe(),)}, TypeError, "the initializer or its arguments cannot be"),
         ({"context": 3}, TypeError, "context must be a name or a context of multiprocessing"),
-        ({"context": "vfork"}, ValueError, "cannot find context for 'vfork'"),
+        ({"context": "vfork"}, ValueError, r"context must be one of .*spawn.* \(context: 'vfork'\)"),
+        ({"deterministic": "yes"}, TypeError, r"deterministic must be True or False \(deterministic: 'yes'\)"),
     ],
 )
 def test_bad_arguments_of_the_pool(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -562,8 +563,18 @@ def test_bad_arguments_of_calls(pool: mpgrad.Pool) -> None:
         pool.map(3, [1])
     with pytest.raises(ValueError, match=r"chunksize must be at least 1 \(chunksize: 0\)"):
         pool.map(abs, [1], 0)
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(TypeError, match=r"the items must be an iterable \(given: 3\)"):
         pool.map(abs, 3)
+    with pytest.raises(TypeError, match=r"the function comes first, then the items \(given: <built-in function abs>\)"):
+        pool.map([1], abs)
+    with pytest.raises(TypeError, match=r"args must be an iterable \(given: 3\)"):
+        pool.apply(abs, 3)
+    with pytest.raises(TypeError, match=r"kwds must be a dict \(kwds: 4\)"):
+        pool.apply(abs, (3,), 4)
+    with pytest.raises(TypeError, match=r"path must name a file, or be None \(path: 3\)"):
+        pool.timeline(3)
+    with pytest.raises(TypeError, match=r"profile must be True or False \(profile: 'yes'\)"):
+        pool.timeline(profile="yes")
     with pytest.raises(TypeError, match="progress must be True, False, a description, or a function"):
         pool.map(abs, [1], progress=3)
     works(pool)

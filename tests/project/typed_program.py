@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import mpgrad
-from mpgrad.stats import WorkerStats
 
 
 def loss_of(x: Tensor) -> Tensor:
@@ -120,6 +119,7 @@ assert_type(pool.reduce(put_into, xs, [torch.zeros(3)]), list[Tensor])
 assert_type(pool.reduce("sum", xs, torch.zeros(3), associative=True), Tensor)
 assert_type(pool.map_reduce(loss_of, xs, "logsumexp"), Tensor)
 assert_type(pool.map_reduce(loss_of, xs, add, torch.zeros(3)), Tensor)
+assert_type(pool.map_reduce(loss_of, xs, lambda total, x: total + x), Tensor)
 pool.reduce("summ", xs, torch.zeros(3))  # wrong
 pool.map_reduce(parsed, ["1"], add)  # wrong
 
@@ -127,8 +127,14 @@ pool.map_reduce(parsed, ["1"], add)  # wrong
 
 with pool.progress("fit"), pool.progress(told):
     pass
-assert_type(pool.stats().workers, list[WorkerStats])
+assert_type(pool.stats().workers, list[mpgrad.WorkerStats])
 pool.progress(3)  # wrong
+with pool.timeline("run.json") as timeline:
+    assert_type(timeline, mpgrad.Timeline)
+assert_type(pool.stats(), mpgrad.PoolStats)
+assert_type(mpgrad.advise(loss_of, xs, seconds=1.0), mpgrad.Advice)
+mpgrad.advise(parsed, xs)  # wrong
+mpgrad.advise(loss_of, xs, second=1.0)  # wrong
 missing = pool.stats().worker  # wrong
 
 # --- concurrent.futures

@@ -233,7 +233,8 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
         with pytest.raises(RuntimeError, match="records a timeline already; end that `with` block first"), pool.timeline():
             pass
         with pytest.raises(RuntimeError, match="still being recorded"):
-            str(timeline)
+            timeline.save(tmp_path / "early.json")
+        assert str(timeline) == "<mpgrad timeline, being recorded>"
         differentiated(pool, leaves(2), chunksize=1)
     with pytest.raises(RuntimeError, match="recorded once"), timeline:
         pass
@@ -257,6 +258,8 @@ def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tm
     assert items_in(slices(events, "forward")) == Counter(range(2))
     with pytest.raises(PoolClosedError), pool.timeline():
         pass
+    with pytest.raises(RuntimeError, match="has not been recorded"):
+        pool.timeline().save(tmp_path / "never.json")
 
 
 def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Pool, tmp_path: Path) -> None:
@@ -316,6 +319,22 @@ def test_operations_stand_within_the_calls(nursery: mpgrad.Pool) -> None:
             around = [one for one in slices(timeline.events, "forward") if one["pid"] == each["pid"]]
             assert any(one["ts"] <= each["ts"] and each["ts"] + each["dur"] <= one["ts"] + one["dur"] for one in around)
     assert not slices(timeline.events, "open")
+    started = Counter(each["name"] for each in slices(timeline.events, "start"))
+    assert started == {"starts": 2, "starts the profiler": 2}
+    summary = Summary({"traceEvents": timeline.events, "mpgrad": about(timeline)})
+    assert summary.shares()["starting"] > 0.2 and sum(summary.shares().values()) == pytest.approx(1)
+    assert summary.operations()["aten::sin"] > 0 and sum(summary.operations().values()) == pytest.approx(1)
+    assert "operations: " in str(timeline) and len(str(timeline).splitlines()) <= 10
+
+
+@pytest.mark.quick
+def test_operations_count_without_those_within_them() -> None:
+    spans = {"outer": (0, 10), "inner": (1, 4), "innermost": (2, 1), "next": (12, 3), "elsewhere": (1, 5)}
+    one = {"ph": "X", "pid": 2, "tid": 1, "cat": "operation", "args": {}}
+    events = [one | {"name": name, "ts": ts, "dur": dur} for name, (ts, dur) in spans.items()]
+    events[-1]["tid"] = 2
+    shares = Summary({"traceEvents": events, "mpgrad": {"seconds": 1, "workers": []}}).operations()
+    assert shares == {"outer": 6 / 18, "inner": 3 / 18, "innermost": 1 / 18, "next": 3 / 18, "elsewhere": 5 / 18}
 
 
 @pytest.mark.quick
