@@ -74,6 +74,7 @@ def test_graphs_are_made_again_by_those_who_are_there(nursery: mpgrad.Pool, lost
         assert all(torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True))
 
 
+@pytest.mark.slow
 def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> None:
     xs = leaves()
     with ThreadPoolExecutor(2) as threads, cluster(*ONE_EACH, carrier=Crowded, processes=2) as (pool, carrier):
@@ -102,6 +103,7 @@ def test_without_retries_the_error_comes_at_once(nursery: mpgrad.Pool) -> None:
             thread.submit(torch.autograd.grad, total, xs).result(20)
 
 
+@pytest.mark.slow
 def test_without_retries_no_call_runs_twice(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """A site that is lost does not say what its workers had begun."""
 
@@ -141,6 +143,7 @@ def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) ->
         assert caught.value.item == 2
 
 
+@pytest.mark.slow
 def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpgrad.Pool) -> None:
     """After `Executor.shutdown` workers take no new calls; these are old ones."""
     with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
@@ -193,6 +196,7 @@ def test_a_replaced_worker_leaves_its_place_to_its_successor(nursery: mpgrad.Poo
         assert all(torch.equal(found, x.cos()) for found, x in zip(torch.autograd.grad(sum(results), xs), xs, strict=True))
 
 
+@pytest.mark.slow
 def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
     """Every second one was kept, and half of them had not come."""
     with cluster(Node("a", "alpha", 2), carrier=Crowded, processes=4) as (pool, carrier):
@@ -204,6 +208,7 @@ def test_fewer_workers_are_those_that_are_there(nursery: mpgrad.Pool) -> None:
         eventually(lambda: len(carrier.sites) == 1)  # nobody waits for room any more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusals", [1, 2])
 def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool, refusals: int) -> None:
     """It was to find room elsewhere, while its place was free; so it is only where a node goes on to refuse."""
