@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +41,9 @@ class Source(NamedTuple):
     def of_one(cls, args: Iterable[Any], kwds: dict[str, Any] | None) -> Source:
         """The arguments of the only call."""
         check_iterable("args", args)
-        if kwds is not None and not isinstance(kwds, dict):
+        if kwds is not None and not isinstance(kwds, Mapping):
             raise TypeError(f"kwds must be a dict (kwds: {kwds!r})")
-        return cls([(tuple(args), kwds or {})], 1, at_rest=True, noun=ONE_CALL)
+        return cls([(tuple(args), dict(kwds or {}))], 1, at_rest=True, noun=ONE_CALL)
 
 
 def check_iterable(what: str, given: object) -> None:
