@@ -112,7 +112,7 @@ class Notes:
 
     def sent(self, worker: WorkerHandle, number: int, since: int) -> None:
         recording, chunk = self.recording, worker.under_way.chunks.get(number)
-        if recording is None or chunk is None:
+        if recording is None or chunk is None or not recording.is_known:
             return
         if worker.number not in recording.workers:
             self.know(worker)

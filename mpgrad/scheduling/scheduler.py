@@ -215,7 +215,12 @@ class Scheduler(ABC):
         """Raises RuntimeError where there is one already."""
         self.life.check_open()
         self.notes.begin(recording)
-        self.post(lambda: self._tell_all(Record(True, recording.profile)))
+
+        def tell_all() -> None:
+            self._tell_all(Record(True, recording.profile))
+            recording.is_known = True
+
+        self.post(tell_all)
 
     def end_recording(self) -> None:
         """Waits for the workers' operations, where these were asked for. Nothing is noted any more, also after an exception."""

@@ -72,6 +72,7 @@ class Recording:
         self.engine = engine
         self.began = time.monotonic_ns()
         self.ended: int | None = None
+        self.is_known = False  # to the workers, which time what they are sent from then on
         self.laps: list[Lap] = []
         self.chunks: list[Chunk] = []
         self.workers: dict[int, Worker] = {}

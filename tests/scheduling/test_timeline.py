@@ -262,6 +262,23 @@ def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tm
         pool.timeline().save(tmp_path / "never.json")
 
 
+def test_calls_that_are_sent_before_the_workers_hear_of_it(nursery: mpgrad.Pool) -> None:
+    """They are not recorded: nobody would say when they ended."""
+    with mpgrad.Pool(1, send="always") as pool:
+        post, held = pool._scheduler.post, []
+        pool._scheduler.post = held.append  # type: ignore[method-assign, assignment]
+        timeline = pool.timeline()
+        timeline.__enter__()
+        pool._scheduler.post = post  # type: ignore[method-assign]
+        differentiated(pool, leaves(3), chunksize=1)
+        for each in held:
+            post(each)
+        differentiated(pool, leaves(2), chunksize=1)
+        timeline.__exit__(None, None, None)
+    check(timeline.events)
+    assert items_in(slices(timeline.events, "forward")) == Counter(range(2)) and not slices(timeline.events, "open")
+
+
 def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """The call waits for the end of the block."""
     go, begun = tmp_path / "go", tmp_path / "begun"
