@@ -33,7 +33,7 @@ from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.stats import PoolStats
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
-from mpgrad.submission.source import Source, callable_of
+from mpgrad.submission.source import Source, callable_of, iterator
 from mpgrad.suggestions import suggests
 from mpgrad.tasks.initializer import Initializer
 from mpgrad.timeline.timeline import Timeline
@@ -153,7 +153,7 @@ class Executor(concurrent.futures.Executor):
         if buffersize is not None:
             positive("buffersize", buffersize)
         deadline = None if timeout is None else time.monotonic() + timeout
-        arguments = zip(*iterables, strict=False)
+        arguments = zip(*(iterator("the items", each) for each in iterables), strict=False)
         items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
         window = math.inf if buffersize is None else buffersize
         with self._lock:

@@ -18,7 +18,7 @@ import contextlib
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
@@ -47,7 +47,7 @@ from mpgrad.submission.options import (
     positive,
     true_or_false,
 )
-from mpgrad.submission.source import Source
+from mpgrad.submission.source import Source, iterator
 from mpgrad.submission.submitter import Submitter
 from mpgrad.suggestions import suggests
 from mpgrad.timeline.timeline import Timeline
@@ -167,7 +167,7 @@ class Pool:
         behaviours.check()
         if engine is None:
             engine = "inline" if PLACE.in_worker and timeout is None else "process"
-        initargs = tuple(initargs)
+        initargs = tuple(iterator("initargs", initargs))
         self._options = options = PoolOptions(
             processes=processes,
             initializer=None if initializer is None else pickled_initializer(initializer, initargs),
@@ -328,7 +328,7 @@ class Pool:
         self,
         func: Callable[..., R],
         args: Iterable[Any] = (),
-        kwds: dict[str, Any] | None = None,
+        kwds: Mapping[str, Any] | None = None,
         *,
         device: Device | None = None,
     ) -> R: ...
@@ -338,7 +338,7 @@ class Pool:
         self,
         func: Callable[..., Any],
         args: Iterable[Any] = (),
-        kwds: dict[str, Any] | None = None,
+        kwds: Mapping[str, Any] | None = None,
         *,
         device: Device | None = None,
     ) -> Any:
@@ -464,7 +464,7 @@ class Pool:
         self,
         func: Callable[..., R],
         args: Iterable[Any] = (),
-        kwds: dict[str, Any] | None = None,
+        kwds: Mapping[str, Any] | None = None,
         callback: Callable[[R], object] | None = None,
         error_callback: OnFailure = None,
         *,
@@ -476,7 +476,7 @@ class Pool:
         self,
         func: Callable[..., Any],
         args: Iterable[Any] = (),
-        kwds: dict[str, Any] | None = None,
+        kwds: Mapping[str, Any] | None = None,
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
@@ -827,7 +827,7 @@ class Pool:
             (tensor(25., grad_fn=<CallBackward>), tensor(35., grad_fn=<CallBackward>), tensor(410.))
         """
         asked: list[Any] = targets if isinstance(targets, list) else [targets]
-        found = folded_into(self._submitter, fn, list(items), asked, associative, progress)
+        found = folded_into(self._submitter, fn, list(iterator("the items", items)), asked, associative, progress)
         return cast(A, found if asked is targets else found[0])
 
     @not_compiled
@@ -863,7 +863,7 @@ class Pool:
             >>> total.detach(), items[3].grad
             (tensor([14., 14.]), tensor([6., 6.]))
         """
-        found: R = mapped_and_folded(self._submitter, map_fn, list(items), reduce_fn, init, progress)
+        found: R = mapped_and_folded(self._submitter, map_fn, list(iterator("the items", items)), reduce_fn, init, progress)
         return found
 
 

@@ -1,4 +1,4 @@
-"""What runs in a worker. Installed as `mpgrad.workers`; the parent never imports it, it only names entry points.
+"""What runs in a worker. Imported as `mpgrad.workers`, a link to here; the parent never imports it, it only names entry points.
 
 Nothing here may touch the parent's objects: a worker knows its end of the pipe, its own arena and what it has borrowed.
 
@@ -16,4 +16,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
 """
 
 if __name__ != "mpgrad.workers":
-    raise ImportError(f"this package is mpgrad.workers (imported as: {__name__!r}); import it by that name")
+    # found by an editable install, which has the clone on Python's path
+    raise ModuleNotFoundError(
+        f"this package is mpgrad.workers (imported as: {__name__!r}); import it by that name", name=__name__
+    )

@@ -11,7 +11,7 @@ from mpgrad.advice.model import best_of, obstacles_of, spread_of, ways_of
 from mpgrad.advice.trial import tried
 from mpgrad.cpus import usable_cpus
 from mpgrad.submission.options import positive
-from mpgrad.submission.source import callable_of
+from mpgrad.submission.source import callable_of, iterator
 
 __all__ = ["advise"]
 
@@ -49,7 +49,7 @@ def advise(
         >>> advice.use in ("loop", "vmap"), advice.items
         (True, 50)
     """
-    function, items = callable_of(fn), list(items)
+    function, items = callable_of(fn), list(iterator("the items", items))
     if not items:
         raise ValueError("advice needs at least one item (items: [])")
     if not isinstance(seconds, int | float):

@@ -144,7 +144,8 @@ class Receiver:
         worker.ready_at = time.monotonic()
         worker.ready = True
         self._staff.note_ready()
-        if (recording := self._notes.recording) is not None and recording.ended is None:
+        recording = self._notes.recording
+        if recording is not None and recording.is_known and recording.ended is None:  # else it hears with the others
             self._notes.know(worker)
             self._deliveries.transmit(worker, [Record(True, recording.profile)])
 

@@ -218,6 +218,9 @@ class Scheduler(ABC):
 
         def tell_all() -> None:
             self._tell_all(Record(True, recording.profile))
+            for worker in self.workers.values():
+                if worker.ready:
+                    self.notes.know(worker)
             recording.is_known = True
 
         self.post(tell_all)

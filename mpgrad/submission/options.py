@@ -236,7 +236,7 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 
 def true_or_false(name: str, value: object) -> None:
     """Raises TypeError for what is neither."""
-    if value not in (True, False):
+    if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False ({name}: {value!r})")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from mpgrad.calls.packing import Arguments
 from mpgrad.errors import ONE_CALL
 from mpgrad.scheduling.run_in_caller import is_at_rest
 
-__all__ = ["Source", "callable_of", "first_of"]
+__all__ = ["Source", "callable_of", "first_of", "iterator"]
 
 FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring
 
@@ -28,29 +28,37 @@ class Source(NamedTuple):
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:
         """Each item is the argument of a call."""
-        check_iterable("the items", items)
-        return cls((((item,), {}) for item in items), length(items), is_at_rest(items))
+        each = iterator("the items", items)
+        return cls((((item,), {}) for item in each), length(items), is_at_rest(items))
 
     @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
         """Each element has the arguments of a call."""
-        check_iterable("the items", arguments)
-        return cls(((tuple(each), {}) for each in arguments), length(arguments), is_at_rest(arguments))
+        each = iterator("the items", arguments)
+        return cls(((arguments_of(item), {}) for item in each), length(arguments), is_at_rest(arguments))
 
     @classmethod
-    def of_one(cls, args: Iterable[Any], kwds: dict[str, Any] | None) -> Source:
+    def of_one(cls, args: Iterable[Any], kwds: Mapping[str, Any] | None) -> Source:
         """The arguments of the only call."""
-        check_iterable("args", args)
-        if kwds is not None and not isinstance(kwds, Mapping):
-            raise TypeError(f"kwds must be a dict (kwds: {kwds!r})")
-        return cls([(tuple(args), dict(kwds or {}))], 1, at_rest=True, noun=ONE_CALL)
+        if kwds is not None and not isinstance(kwds, dict):
+            if not isinstance(kwds, Mapping):
+                raise TypeError(f"kwds must be a mapping (kwds: {kwds!r})")
+            kwds = dict(kwds)
+        call = args if type(args) is tuple else tuple(iterator("args", args))
+        return cls([(call, kwds or {})], 1, at_rest=True, noun=ONE_CALL)
 
 
-def check_iterable(what: str, given: object) -> None:
-    """Raises TypeError; of the mistake that swapped arguments are, says what is meant."""
-    if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):  # as `iter` asks
-        order = "; the function comes first, then the items" if callable(given) else ""
-        raise TypeError(f"{what} must be an iterable{order} (given: {given!r})")
+def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
+    """Raises TypeError where there is none; of the mistake that swapped arguments are, says what is meant."""
+    try:
+        return iter(given)
+    except TypeError as error:
+        order = f"; the function comes first, then {what}" if callable(given) else ""
+        raise TypeError(f"{what} must be an iterable{order} (given: {given!r})") from error
+
+
+def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
+    return item if type(item) is tuple else tuple(iterator("an item, as the arguments of a call,", item))
 
 
 def length(iterable: Iterable[Any]) -> int | None:

@@ -115,18 +115,19 @@ class Summary:
 
     def operations(self) -> dict[str, float]:
         """Of the time of PyTorch's operations, what each took by itself, without those within it. Empty without `profile`."""
-        found: dict[str, float] = defaultdict(float)
-        around: list[Event] = []
+        found: dict[str, int] = defaultdict(int)  # nanoseconds: sums of microseconds would not meet
+        around: list[tuple[str, int]] = []  # operations that go on, with their ends
         last = None
         for each in (each for each in self._slices if each["cat"] == "operation"):  # of one track after the other, in order
             if (track := (each["pid"], each["tid"])) != last:
                 around, last = [], track
-            while around and around[-1]["ts"] + around[-1]["dur"] <= each["ts"]:
+            start, end = round(1e3 * each["ts"]), round(1e3 * (each["ts"] + each["dur"]))
+            while around and around[-1][1] <= start:
                 around.pop()
             if around:
-                found[around[-1]["name"]] -= each["dur"]
-            found[each["name"]] += each["dur"]
-            around.append(each)
+                found[around[-1][0]] -= min(end, around[-1][1]) - start
+            found[each["name"]] += end - start
+            around.append((each["name"], end))
         whole = sum(found.values())
         return {name: duration / whole for name, duration in found.items()} if whole else {}
 

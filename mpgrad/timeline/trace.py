@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 CALLER = 1  # the process
 CALLS = 1  # a worker's thread that runs calls
-LOADS = Did.LOAD, Did.START
+BEFORE_CALLS = Did.LOAD, Did.START
 PHASES = {"forward": "", "backward": "backward of ", "sums": "sums of gradients"}
 
 
@@ -122,7 +122,7 @@ class Track:
                 self._add_unanswered(chunk, max(free, sent))
                 break
             spans = chunk.spans
-            began = min([chunk.began, *(span[3] for span in spans if span[0] in LOADS)]) + self._ahead
+            began = min([chunk.began, *(span[3] for span in spans if span[0] in BEFORE_CALLS)]) + self._ahead
             start = max(free, sent)
             if start < began:
                 self._add(start, began, "transfer", "transfer", bytes=chunk.nbytes, chunk=chunk.number)
@@ -150,11 +150,11 @@ class Track:
         function = self._recording.functions.get(chunk.function, "")
         for did, position, offset, began, ended in chunk.spans:
             began, ended = began + self._ahead, ended + self._ahead
-            if did in LOADS:
-                if did == Did.LOAD:
-                    self._add(began, ended, f"loads {function}".rstrip(), "load")
-                else:
-                    self._add(max(began, ready), ended, "starts the profiler", "start")  # clocks of nodes are known roughly
+            if did == Did.LOAD:
+                self._add(began, ended, f"loads {function}".rstrip(), "load")
+                continue
+            if did == Did.START:
+                self._add(max(began, ready), ended, "starts the profiler", "start")  # clocks of nodes are known roughly
                 continue
             items = chunk.items[position] if position < len(chunk.items) else range(0)
             again = True if position in chunk.again else None

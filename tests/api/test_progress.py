@@ -17,8 +17,8 @@ import torch
 
 import mpgrad
 import mpgrad.progress
+from mpgrad import PoolStats, WorkerStats
 from mpgrad.progress import Bar, Standing, reported, seconds_left
-from mpgrad.stats import PoolStats, WorkerStats
 
 ITEMS = range(-7, 0)
 Told = list[tuple[int, int | None, float | None]]

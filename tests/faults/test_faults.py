@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -551,6 +552,8 @@ def limit_files(nbytes: int) -> None:
         ({"context": 3}, TypeError, "context must be a name or a context of multiprocessing"),
         ({"context": "vfork"}, ValueError, r"context must be one of .*spawn.* \(context: 'vfork'\)"),
         ({"deterministic": "yes"}, TypeError, r"deterministic must be True or False \(deterministic: 'yes'\)"),
+        ({"deterministic": 1}, TypeError, r"deterministic must be True or False \(deterministic: 1\)"),
+        ({"initializer": abs, "initargs": 3}, TypeError, r"initargs must be an iterable \(given: 3\)"),
     ],
 )
 def test_bad_arguments_of_the_pool(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -563,14 +566,24 @@ def test_bad_arguments_of_calls(pool: mpgrad.Pool) -> None:
         pool.map(3, [1])
     with pytest.raises(ValueError, match=r"chunksize must be at least 1 \(chunksize: 0\)"):
         pool.map(abs, [1], 0)
-    with pytest.raises(TypeError, match=r"the items must be an iterable \(given: 3\)"):
-        pool.map(abs, 3)
-    with pytest.raises(TypeError, match=r"the function comes first, then the items \(given: <built-in function abs>\)"):
-        pool.map([1], abs)
-    with pytest.raises(TypeError, match=r"args must be an iterable \(given: 3\)"):
-        pool.apply(abs, 3)
-    with pytest.raises(TypeError, match=r"kwds must be a dict \(kwds: 4\)"):
-        pool.apply(abs, (3,), 4)
+    not_iterable: list[tuple[str, Callable[[], object]]] = [
+        (r"the items must be an iterable \(given: 3\)", lambda: pool.map(abs, 3)),
+        (r"the items must be an iterable \(given: 3\)", lambda: pool.starmap(abs, 3)),
+        (r"the items must be an iterable \(given: tensor\(3\.\)\)", lambda: pool.map(abs, torch.tensor(3.0))),
+        (r"the function comes first, then the items \(given: <built-in function abs>\)", lambda: pool.map([1], abs)),
+        (r"the function comes first, then the items \(given: <class 'list'>\)", lambda: pool.imap([1], list)),
+        (r"as the arguments of a call, must be an iterable \(given: 1\)", lambda: pool.starmap(abs, [1, 2])),
+        (r"args must be an iterable \(given: 3\)", lambda: pool.apply(abs, 3)),
+        (r"the function comes first, then args \(given: <built-in function abs>\)", lambda: pool.apply_async((3,), abs)),
+        (r"kwds must be a mapping \(kwds: 4\)", lambda: pool.apply(abs, (3,), 4)),
+        (r"the items must be an iterable \(given: 3\)", lambda: pool.reduce("sum", 3, torch.zeros(1))),
+        (r"the function comes first, then the items", lambda: pool.map_reduce([1], abs, "sum")),
+        (r"the items must be an iterable \(given: 3\)", lambda: mpgrad.advise(abs, 3)),
+    ]
+    for match, call in not_iterable:
+        with pytest.raises(TypeError, match=match):
+            call()
+    assert pool.apply(int, ("11",), types.MappingProxyType({"base": 2})) == 3
     with pytest.raises(TypeError, match=r"path must name a file, or be None \(path: 3\)"):
         pool.timeline(3)
     with pytest.raises(TypeError, match=r"profile must be True or False \(profile: 'yes'\)"):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad import Advice
 from mpgrad.advice import trial
-from mpgrad.advice.advice import Advice
 from mpgrad.advice.model import Measured, best_of, obstacles_of, pool_seconds, spread_of, ways_of
 from mpgrad.others_clock import OthersClock
 

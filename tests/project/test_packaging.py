@@ -23,7 +23,8 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pyc
 
 def can_build() -> bool:
     """Without the network: what pyproject.toml asks for is installed. (From 70.1 on, setuptools needs no `wheel`.)"""
-    if importlib.util.find_spec("build") is None or importlib.util.find_spec("setuptools") is None:
+    there = {each.metadata["Name"] for each in importlib.metadata.distributions()}  # a folder "build" is found, too
+    if not {"build", "setuptools"} <= there:
         return False
     version = tuple(map(int, importlib.metadata.version("setuptools").split(".")[:2]))
     return version >= (70, 1) or (version >= (68, 0) and importlib.util.find_spec("wheel") is not None)
@@ -48,7 +49,7 @@ def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_build(), reason="a setuptools that can build is not installed")
+@pytest.mark.skipif(not can_build(), reason="build and a setuptools that it can use are not installed")
 def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -> None:
     """A line in a .pth file. They do not run the hook by which setuptools finds folders that lie elsewhere."""
     source = tmp_path / "source"

@@ -122,6 +122,7 @@ assert_type(pool.map_reduce(loss_of, xs, add, torch.zeros(3)), Tensor)
 assert_type(pool.map_reduce(loss_of, xs, lambda total, x: total + x), Tensor)
 pool.reduce("summ", xs, torch.zeros(3))  # wrong
 pool.map_reduce(parsed, ["1"], add)  # wrong
+pool.map_reduce(loss_of, xs, "sun")  # wrong
 
 # --- what a pool says of itself
 

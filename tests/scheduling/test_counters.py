@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad import PoolStats
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.function_cache import Ran
-from mpgrad.stats import PoolStats
 
 pytestmark = pytest.mark.quick
 
