@@ -16,6 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from mpgrad.pickling import classes
+from mpgrad.torch_state.modes import under
+from mpgrad.torch_state.private import plus
+from mpgrad.wire.messages import Backward, BackwardCall, Collect, Collected, Failure, Gradients, Missing, Rederive, Rerun
+from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, TensorRef, flags_in
 from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.failures import failure
 from mpgrad.workers.functions import FunctionTable
@@ -26,13 +33,6 @@ from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
-
-from mpgrad.pickling import classes
-from mpgrad.torch_state.modes import under
-from mpgrad.torch_state.private import plus
-from mpgrad.wire.messages import Backward, BackwardCall, Collect, Collected, Failure, Gradients, Missing, Rederive, Rerun
-from mpgrad.wire.tensor_packing import Payload
-from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, TensorRef, flags_in
 
 __all__ = ["BackwardHandler"]
 

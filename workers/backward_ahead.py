@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from mpgrad.workers.capture_sums import CaptureSums
-from mpgrad.workers.graph_edges import APPLIED, HOOKS, Edge, edge_of, gradients_at, is_linear, still_there
-from mpgrad.workers.stage import Stage
 
 from mpgrad.torch_state.modes import Modes
 from mpgrad.wire.messages import ForwardCall
 from mpgrad.wire.tensor_refs import DTYPES, REQUIRES_GRAD, Bucket, TensorRef, flags_in
+from mpgrad.workers.capture_sums import CaptureSums
+from mpgrad.workers.graph_edges import APPLIED, HOOKS, Edge, edge_of, gradients_at, is_linear, still_there
+from mpgrad.workers.stage import Stage
 
 __all__ = ["Ahead", "are_precise", "may_go_ahead"]
 

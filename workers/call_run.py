@@ -11,16 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from mpgrad.workers.backward_ahead import Ahead
-from mpgrad.workers.failures import described, given_in_words
-from mpgrad.workers.functions import Function
-from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
-from mpgrad.workers.graphs import GraphEdges
-from mpgrad.workers.loans import Loans
-from mpgrad.workers.stage import Stage
-from mpgrad.workers.station import Station
-from mpgrad.workers.surroundings import SURROUNDINGS
-from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.errors import UncarriedResultError
 from mpgrad.pickling import structure
@@ -37,6 +27,16 @@ from mpgrad.wire.tensor_refs import (
     flags_of,
     with_more_behind,
 )
+from mpgrad.workers.backward_ahead import Ahead
+from mpgrad.workers.failures import described, given_in_words
+from mpgrad.workers.functions import Function
+from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
+from mpgrad.workers.graphs import GraphEdges
+from mpgrad.workers.loans import Loans
+from mpgrad.workers.stage import Stage
+from mpgrad.workers.station import Station
+from mpgrad.workers.surroundings import SURROUNDINGS
+from mpgrad.workers.whereabouts import Tracker
 
 __all__ = ["CallRun", "CallRunner"]
 

@@ -13,6 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+
+from mpgrad.errors import SharedMemoryError
+from mpgrad.torch_state.modes import under
+from mpgrad.wire.messages import Failure, Forward, ForwardCall, Result, Results, RunAhead
+from mpgrad.wire.tensor_packing import Payload, Placed, Together
+from mpgrad.wire.tensor_refs import TensorRef
 from mpgrad.workers.backward_ahead import Ahead, may_go_ahead
 from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.capture_sums import CaptureSums
@@ -25,12 +31,6 @@ from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.task_warnings import TaskWarnings
 from mpgrad.workers.whereabouts import Tracker
-
-from mpgrad.errors import SharedMemoryError
-from mpgrad.torch_state.modes import under
-from mpgrad.wire.messages import Failure, Forward, ForwardCall, Result, Results, RunAhead
-from mpgrad.wire.tensor_packing import Payload, Placed, Together
-from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = ["ForwardHandler"]
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from mpgrad.pickling.modules import Live
+from mpgrad.pickling.state import Recent, loads_with_state
+from mpgrad.wire.messages import Define, Failure, Forget
+from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, flags_in, with_more_behind
 from mpgrad.workers.backward_ahead import are_precise
 from mpgrad.workers.capture_sums import FunctionSums
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import CaptureSearch, Edge
 from mpgrad.workers.loans import Loans
 from mpgrad.workers.station import Station
-
-from mpgrad.pickling.modules import Live
-from mpgrad.pickling.state import Recent, loads_with_state
-from mpgrad.wire.messages import Define, Failure, Forget
-from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, flags_in, with_more_behind
 
 __all__ = ["Code", "Function", "FunctionTable"]
 

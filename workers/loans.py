@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
-from mpgrad.workers.station import Station
 
 from mpgrad.memory.arena import Arena, Lenders, Slab, Slot
 from mpgrad.wire.asides import Lacking, SlabHere
@@ -34,6 +33,7 @@ from mpgrad.wire.messages import (
 )
 from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, SHARED, Bucket, TensorRef, lent, rows_of, view
+from mpgrad.workers.station import Station
 
 __all__ = ["Loans"]
 

@@ -18,6 +18,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
+
+from mpgrad.pickling import classes
+from mpgrad.pickling.modules import run_initializer
+from mpgrad.place import PLACE
+from mpgrad.system import PORTABLE
+from mpgrad.wire.frames import Channel
+from mpgrad.wire.link import Link
+from mpgrad.wire.messages import Start, StartFailed, Stop
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.graphs import GraphTable
@@ -27,14 +35,6 @@ from mpgrad.workers.station import NO_STATION, station
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
-
-from mpgrad.pickling import classes
-from mpgrad.pickling.modules import run_initializer
-from mpgrad.place import PLACE
-from mpgrad.system import PORTABLE
-from mpgrad.wire.frames import Channel
-from mpgrad.wire.link import Link
-from mpgrad.wire.messages import Start, StartFailed, Stop
 
 __all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_link", "serve_spawned"]
 

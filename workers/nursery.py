@@ -33,7 +33,6 @@ def main(descriptor: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # who starts us may have blocked it
     gc.disable()  # what is imported stays: to look through it for garbage, again and again, is a fifth of what a start costs
     import mpgrad.workers.main  # noqa: F401  # once for all workers: with torch, it is most of what a start costs
-
     from mpgrad.torch_state.modes import load_generators
 
     load_generators()

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mpgrad.workers.stage import Stage
-from mpgrad.workers.whereabouts import Tracker
 
 from mpgrad.wire.messages import Backward, Collect, Forward, Message
 from mpgrad.wire.records import Did, Operation, Profiled, Recorded, Span
 from mpgrad.wire.tensor_packing import Payload
+from mpgrad.workers.stage import Stage
+from mpgrad.workers.whereabouts import Tracker
 
 __all__ = ["Recorder"]
 

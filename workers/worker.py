@@ -12,18 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpgrad.workers.backward import BackwardHandler
-from mpgrad.workers.call_run import CallRunner
-from mpgrad.workers.forward import ForwardHandler
-from mpgrad.workers.functions import FunctionTable
-from mpgrad.workers.graphs import GraphTable
-from mpgrad.workers.loans import Loans
-from mpgrad.workers.recorder import Recorder
-from mpgrad.workers.stage import Stage
-from mpgrad.workers.station import NO_STATION, Station
-from mpgrad.workers.task_warnings import TaskWarnings
-from mpgrad.workers.whereabouts import Tracker
-
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
 from mpgrad.wire.frames import Frame, drained
@@ -47,6 +35,17 @@ from mpgrad.wire.messages import (
 )
 from mpgrad.wire.records import Record
 from mpgrad.wire.tensor_packing import Payload
+from mpgrad.workers.backward import BackwardHandler
+from mpgrad.workers.call_run import CallRunner
+from mpgrad.workers.forward import ForwardHandler
+from mpgrad.workers.functions import FunctionTable
+from mpgrad.workers.graphs import GraphTable
+from mpgrad.workers.loans import Loans
+from mpgrad.workers.recorder import Recorder
+from mpgrad.workers.stage import Stage
+from mpgrad.workers.station import NO_STATION, Station
+from mpgrad.workers.task_warnings import TaskWarnings
+from mpgrad.workers.whereabouts import Tracker
 
 __all__ = ["Worker"]
 

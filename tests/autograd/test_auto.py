@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import first_are_quick, passes_with
-from mpgrad.workers import memory_watch
 
 import mpgrad
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.guesses import LEAST
+from mpgrad.workers import memory_watch
 
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
 
