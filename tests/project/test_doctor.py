@@ -428,6 +428,14 @@ def test_packages() -> None:
     assert machine.package("json", needed=True).value == "there"  # importable, and installed by nothing
 
 
+@pytest.mark.quick
+def test_a_clone_without_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not machine.mpgrad_itself().problem
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    found = machine.mpgrad_itself()
+    assert found.fatal and "mpgrad.workers is missing" in found.problem and "ln -s ../workers mpgrad/workers" in found.remedy
+
+
 def test_a_system_without_what_the_nursery_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
         raise OSError(38, "Function not implemented")
