@@ -171,12 +171,16 @@ def linux_only(mechanism: str) -> pytest.MarkDecorator:
 # --- for tests that run others, or scripts
 
 
-def passes_with(plugin: Path, name: str) -> None:
-    """`test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines in the caller's process."""
+def passes_with(plugin: Path, *names: str) -> None:
+    """Each `test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines in the caller's process.
+
+    In one process, because its warm pools take longer to start than most tests.
+    """
     faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
-    (file,) = Path(__file__).parent.rglob(f"test_{name}.py")
+    files = [str(file) for name in names for file in Path(__file__).parent.rglob(f"test_{name}.py")]
+    assert len(files) == len(names)
     only = ["-k", "not thread and not inline", "-m", "not slow"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, *only, str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, *only, *files]
     path = os.pathsep.join([str(plugin.parent), os.environ.get("PYTHONPATH", "")])
     # from its folder, so that an installed mpgrad is found, and not the sources
     ended = subprocess.run(command, capture_output=True, text=True, cwd=plugin.parent, env={**os.environ, "PYTHONPATH": path})

@@ -237,9 +237,8 @@ def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["captures", "higher_order", "spent"])
-def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one(name: str) -> None:
-    passes_with(HERE / "losses_get_one.py", name)
+def test_the_core_tests_pass_if_every_loss_is_taken_to_get_one() -> None:
+    passes_with(HERE / "losses_get_one.py", "captures", "higher_order", "spent")
 
 
 # --- memory that is about to end

@@ -42,8 +42,6 @@ from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
 TWO = (Node("a", "alpha", 2), Node("b", "beta", 2))
-# the rest of the suite passes too: see CONTRIBUTING.md
-CORE = ("map", "captures")
 
 
 @contextlib.contextmanager
@@ -341,9 +339,8 @@ def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CORE)
-def test_the_core_tests_pass_on_two_nodes(name: str) -> None:
-    passes_with(HERE / "local_cluster.py", name)
+def test_the_core_tests_pass_on_two_nodes() -> None:
+    passes_with(HERE / "local_cluster.py", "map", "captures")
 
 
 # --- what a node lacks

@@ -101,9 +101,8 @@ def test_memory_of_the_other_side_is_given_back(byte_pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CORE)
-def test_the_core_tests_pass_without_shared_memory(name: str) -> None:
-    passes_with(HERE / "byte_pipe.py", name)
+def test_the_core_tests_pass_without_shared_memory() -> None:
+    passes_with(HERE / "byte_pipe.py", *CORE)
 
 
 def test_what_is_carried_comes_after_its_slab() -> None:
