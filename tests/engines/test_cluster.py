@@ -603,7 +603,8 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
         "from mpgrad.engines.kinds import ENGINES, Kind\n"
         "ENGINES['pretended'] = Kind(local_cluster.TRAITS, local_cluster.two_nodes)\n"
         "pool = mpgrad.Pool(2, engine='pretended', send='always')\n"
-        "pool.map(time.sleep, [0.05] * 4, 1)\n"
+        "while len(pool.stats().workers) < 2:\n"
+        "    pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
@@ -612,8 +613,8 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as caller:
         assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
         pids = [each.pid for each in psutil.Process(caller.pid).children(recursive=True)]
-        assert len(pids) >= 6  # two sites, two nurseries, two workers
         caller.kill()
+    assert len(pids) >= 6  # two sites, two nurseries, two workers
     assert gone(pids, within=2), [psutil.Process(pid).cmdline() for pid in pids if alive(pid)]
 
 
