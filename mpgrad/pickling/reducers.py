@@ -50,12 +50,20 @@ __all__ = [
 
 Reduced = tuple[Any, ...]
 
+NO_FILE = "<dynamic-code>"
+
 
 def itself(value: Any) -> Any:
     return value
 
 
 # --- functions
+
+
+def reduce_code(value: types.CodeType) -> Reduced:
+    """With the name of its file, for tracebacks. cloudpickle has the same name for all code from 3.1.3 on."""
+    make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](value)
+    return make, tuple(value.co_filename if isinstance(part, str) and part == NO_FILE else part for part in parts)
 
 
 def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -362,6 +370,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     torch.Generator: reduce_generator,
     torch.finfo: reduce_limits,
     torch.iinfo: reduce_limits,
+    types.CodeType: reduce_code,
     types.BuiltinMethodType: reduce_builtin,
     types.MethodDescriptorType: reduce_builtin,
     types.MethodType: reduce_method,

@@ -114,3 +114,13 @@ def test_while_another_thread_imports_the_compiler(pool2: mpgrad.Pool, monkeypat
     # symptom: AttributeError. cause: a module is in sys.modules before what it defines is there.
     monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
     assert pool2.map(abs, [-1]) == [1]
+
+
+def test_code_has_the_name_of_its_file(pool2: mpgrad.Pool) -> None:
+    """Symptom: tracebacks of workers without lines. Cause: cloudpickle from 3.1.3 on leaves the name out."""
+
+    def fn(x: int) -> list[str]:
+        code = [sys._getframe().f_code, (lambda: sys._getframe().f_code)()]
+        return [each.co_filename for each in code]
+
+    assert pool2.map(fn, [1]) == [[__file__] * 2]
