@@ -158,6 +158,11 @@ def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
 # --- which tests run where
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What has joined a cluster of Ray must not fork any more, as the standard library's executors do: its children die."""
+    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+
+
 def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
     """For parameters of which all are tried before a change lands, and the first ones whenever tests run: the rest is slow."""
     return [*params[:count], *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:])]
