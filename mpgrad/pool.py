@@ -247,7 +247,8 @@ class Pool:
                 asks has all calls sent, also cheap ones, which otherwise may run in the caller.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
-                exception stands in the place of the result, and gradients flow to all other items.
+                exception stands in the place of the result, and gradients flow to all other items (with `retries=0` not to
+                those whose graphs a worker had that died or was ended).
             device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which all tensors are moved. None
                 for a worker where the item lies. Either way results and gradients come back to where they belong.
 

@@ -47,7 +47,7 @@ def per_item_grad(
         results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it; of others, and of calls that ran in
             the caller, gradients are computed one after the other, by the engine, and their graphs are kept.
         inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
-            for each result.
+            for each result. So parameters that you keep in a list are passed as `tuple(parameters)`.
         grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
         retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
         create_graph: let the gradients themselves be differentiated.
@@ -76,7 +76,10 @@ def per_item_grad(
     each_grad = [None] * count if grad_outputs is None else list(grad_outputs)
     for name, values in (("inputs", each_inputs), ("grad_outputs", each_grad)):
         if len(values) != count:
-            raise ValueError(f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries)")
+            remedy = "; for several inputs of each result pass a tuple" if name == "inputs" else ""
+            raise ValueError(
+                f"{name} must have one entry for each of the {count} results ({name}: {len(values)} entries){remedy}"
+            )
     for index, (result, own) in enumerate(zip(results, each_inputs, strict=True)):
         check_graph(index, result)
         check_tensors(index, own)
@@ -177,7 +180,8 @@ def places_of(index: int, node: Any, output: int, inputs: Inputs) -> Places:
         if edge not in known:
             raise ValueError(
                 f"an input for results[{index}] is neither one of its item's tensors nor captured by its function, or does not "
-                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)})"
+                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)}); if an item or a capture was "
+                "computed from it, ask for that one, or compute it within the function"
             )
         found.append(known[edge])
     return found

@@ -31,6 +31,7 @@ __all__ = ["Recovery"]
 
 IDLE_DEATHS = 2  # of workers that died when a call was next, that are nobody's fault
 GRAPH_LOST = "the graph that backward needs was lost with it, and is only made again with retries (retries: 0)"
+OVERRAN = "the pool ended it, because another call ran past its timeout ({} s)"
 SUM_LOST = "the sum of gradients was lost with it"
 OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
 
@@ -157,7 +158,8 @@ class Recovery:
         elif not can_be_made(item.what.graph):
             index, names = item.what.items, item.what.graph.home.names
             number, call = names.number(index), names.words(index)
-            item.reply.fail(WorkerDiedError(number, "backward", gone.number, gone.exit_code, GRAPH_LOST, call=call))
+            details = [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
+            item.reply.fail(WorkerDiedError(number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call))
         else:
             worker = self._rehome(item.what.graph)
             if worker is None:

@@ -25,7 +25,7 @@ REASONS = {
     "the caller packed items and functions": ("packs", "pickles"),
     "the caller made results": ("makes results",),
     "items ran in the caller": ("runs in the caller", "runs in the caller, in vain"),
-    "the caller waited for workers": ("waits for results", "waits for gradients"),
+    "the caller waited for other workers": ("waits for results", "waits for gradients"),
     "the caller ran its part of a backward": ("runs backward",),
 }
 OTHERWISE = "the caller did something else"
@@ -144,8 +144,8 @@ class Summary:
             f"busy: {self._busy_in_words()}",
             f"workers: {shares_in_words(self.shares())}",
             f"idle while: {shares_in_words(self.idle())}",
-            f"calls: {counted(calls, 'forward')} forward, {counted(calls, 'backward')} backward, {ahead} right after their "
-            "forwards (of items, by the worker)",
+            f"calls: {counted(calls, 'forward')} forward, {counted(calls, 'backward')} backward; "
+            f"backwards of {ahead} items ran right after their forwards",
             f"tensors: {bytes_in_words(bytes_there)} to the workers, {bytes_in_words(bytes_back)} back",
         ]
         if longest := self.longest():

@@ -102,7 +102,7 @@ def test_wrong_arguments(pool2: mpgrad.Pool) -> None:
         (results, x, [torch.ones(3), torch.ones(3)], r"an input for results\[1\] is neither"),
         (results, [x, x * 2], [torch.ones(3)] * 2, r"an input for results\[1\] is neither"),
         (results, c.detach(), [torch.ones(3)] * 2, r"does not require grad"),
-        (results, [x], None, "inputs must have one entry for each of the 2 results"),
+        (results, [x], None, r"inputs must have one entry for each of the 2 results \(inputs: 1 entries\); .*pass a tuple"),
         (results, c, [torch.ones(3)], "grad_outputs must have one entry for each of the 2 results"),
         (results, c, [torch.ones(3), torch.ones(2)], r"grad_outputs\[1\] must have the shape of its result"),
     ]

@@ -383,11 +383,12 @@ def test_warnings_are_given_once(fresh_pool: mpgrad.Pool) -> None:
 
 
 def test_a_call_that_hangs_once(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    once = Once(tmp_path / "once", lambda: time.sleep(60))
+    begun = tmp_path / "begun"
 
-    def fn(k: int) -> int:
-        if k == 5:
-            once()
+    def fn(k: int) -> int:  # needs nothing of this module, whose import in a worker would count
+        if k == 5 and not begun.exists():
+            begun.touch()
+            time.sleep(60)
         return k * k
 
     with mpgrad.Pool(2, timeout=1) as pool:
@@ -419,6 +420,18 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str, caplog: pyte
         assert pool.stats().kills == pool.stats().deaths == len([each for each in caplog.records if each.levelname == "INFO"])
         assert isinstance(caught.value, TimeoutError)
         assert pool.map(abs, [-1], timeout=5) == [1]
+
+
+def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(nursery: mpgrad.Pool) -> None:
+    """The error said "killed by SIGUSR2", and not why."""
+    weight = torch.ones(2, requires_grad=True)
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
+        pool.map(abs, [-1])
+        done, late = pool.map(lambda k: (time.sleep(60 * k), weight * k)[1], [0, 1], 1, timeout=0.3, on_error="return")
+        assert isinstance(late, mpgrad.CallTimeoutError)
+        message = r"item 0\); the pool ended it, because another call ran past its timeout \(0\.3 s\); the graph .* was lost"
+        with pytest.raises(mpgrad.WorkerDiedError, match=message):
+            done.sum().backward()
 
 
 @pytest.mark.slow
