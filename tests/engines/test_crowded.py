@@ -148,10 +148,14 @@ def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpg
     """After `Executor.shutdown` workers take no new calls; these are old ones."""
     with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
         staffed(pool, 2)
-        xs = [leaf() for _ in range(4)]
-        chains = [chain(pool, x) for x in xs]
-        total = sum(each[-1].result().sum() for each in chains)
+        xs, results = [], []
+        while not all(worker.graphs for worker in pool.stats().workers):  # or one might end at once, and nobody would be left
+            more = [leaf() for _ in range(4)]
+            chains = [chain(pool, x) for x in more]
+            results += [each[-1].result() for each in chains]
+            xs += more
         del chains
+        total = sum(each.sum() for each in results)
         pool._scheduler.leave()
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         carrier.sites[0].process.kill()
