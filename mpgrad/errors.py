@@ -82,9 +82,11 @@ class WorkerDiedError(BrokenProcessPool):
 
     Attributes:
         item: index of the item within its map; None for a submitted call, or where no single item can be named.
-        phase: what the worker was doing: "forward", "backward" or "start".
+        phase: what the worker was doing: "forward", "backward", "loading the function" (its modules and captures) or "start".
         call: what it was at in words, such as "item 3 of simulate", or "".
+        worker: its number.
         exit_code: as in `multiprocessing.Process.exitcode`: negative for a signal, None where it is not known.
+        detail: what else the message says: how often the call was tried, the likely cause; or "".
         stack: the worker's Python stack, where a crash left one (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), else "".
 
     Example:
@@ -128,7 +130,7 @@ class CallTimeoutError(TimeoutError):
 
     Attributes:
         item: index of the item within its map; None for a submitted call, or where no single item can be named.
-        phase: "forward" or "backward".
+        phase: "forward", "backward" or "loading the function" (its modules and captures).
         call: which one it was in words, such as "item 3 of simulate".
         seconds: the timeout.
         stack: the worker's Python stack, or "" where it could not write it (it was stopped, say).

@@ -106,7 +106,8 @@ class Executor(concurrent.futures.Executor):
         weakref.finalize(self, self._pool._leave).atexit = False  # what was submitted is still done
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
-        """As `Pool.submit`; but what cannot be sent is raised by the future, as in `concurrent.futures`.
+        """As `Pool.submit`; but what cannot be sent is raised by the future, as in `concurrent.futures`. `device=` is the
+        function's argument, never the pool's.
 
         Raises:
             RuntimeError: after `shutdown`.

@@ -75,19 +75,20 @@ class Pool:
 
     Everyday arguments:
         processes: number of workers; None for as many CPUs as this process may use (affinity and cgroup quota counted).
-        initializer: called once in each worker, with `initargs`, before anything else.
+        initializer: called once in each worker, with `initargs`, before anything else. If it raises, the pool is broken: each
+            call raises that.
         initargs: its arguments.
         engine: "process", the default; "thread" for functions that release the GIL (there they share the process's random
             generators, so that random numbers depend on timing); "inline" for debugging: everything runs in the caller's
-            thread. In a task, whose pool has the CPUs already, the default is "inline" (with a `timeout`, "process"). "stream":
-            threads that each have a CUDA stream of their own, for functions whose Python part is short; needs `devices`. "ray":
-            processes on the machines of a Ray cluster; `processes` None is then as many as these have free CPUs, and changes
-            with the machines.
+            thread, whatever `processes` says. In a task, whose pool has the CPUs already, the default is "inline" (with a
+            `timeout`, "process"). "stream": threads that each have a CUDA stream of their own, for functions whose Python part
+            is short; needs `devices`. "ray": processes on the machines of a Ray cluster; `processes` None is then as many as
+            these have free CPUs, and changes with the machines.
         threads_per_worker: PyTorch's intra-op threads of each worker process. Other libraries (OpenBLAS, OpenMP) take one
-            there, or as many as their variables say, such as OPENBLAS_NUM_THREADS.
-        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
-            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes`. None for the CPU. A worker that
-            dies is replaced by one on the same device. Engines "process" and "stream" only.
+            there, or as many as their variables say, such as OPENBLAS_NUM_THREADS (with a `context`, what these say only).
+        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as ["cuda:0"] *
+            4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes` (None: one). None for the CPU. A worker that dies
+            is replaced by one on the same device. Engines "process" and "stream" only.
         ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
 
     Arguments for faults:
@@ -106,7 +107,7 @@ class Pool:
             right after the forward, while the graph is hot in its cache, with the gradient that came before. If another
             one comes, or only a part of the backward is wanted, it is run again. Values and gradients are those of "keep";
             see docs/guarantees.md for the little that can be told. Not for functions that call a `torch.autograd.Function`
-            or register hooks, nor under autocast or anomaly mode, with `retries=0`, or engines "thread" and "inline".
+            or register hooks, nor under autocast or anomaly mode, with `retries=0`, or engines "thread", "stream", "inline".
             Near the memory limit of a container, workers drop graphs, and run these calls again when their backwards come.
             "keep": keep them, and run nothing ahead.
             "ahead": the backward of every loss runs ahead, with a gradient of one, and the graph goes; the caller's backward
@@ -115,23 +116,26 @@ class Pool:
             a map; where it turns out not to be, and with `create_graph` or batched gradients, forwards are run again. Half
             precision, autocast and anomaly mode keep graphs. So do functions whose backward may do more than multiply (with
             a `torch.autograd.Function`, or with `Tensor.register_hook`), once another gradient than one has come for such a
-            function, and always with engines "thread" and "inline" (which do not notice hooks).
+            function, and always with engines "thread", "stream" and "inline" (which do not notice hooks).
             "recompute": none is kept, and a backward runs the forward again.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
-        send: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured,
-            run in the caller's thread, on private copies and with the same results; "always": all are sent to workers. With an
-            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that a generator
-            makes, and calls that bring a class of the script (or another that no module can be imported for).
+        send: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured, run
+            in the caller's thread, on private copies and with the same results; "always": all are sent to workers. With an
+            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that come from
+            anything but a list, tuple, range, dict, set or tensor (a generator, `zip`: pass a list), and calls that bring a
+            class of the script (or another that no module can be imported for).
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
-        context: a start method or context of `multiprocessing`; None for mpgrad's own, which needs no
-            ``if __name__ == "__main__"`` guard and starts a further worker in some 10 ms.
+        context: a start method or context of `multiprocessing`; None for mpgrad's own, which starts a further worker in some
+            10 ms. None of them needs an ``if __name__ == "__main__"`` guard. Engine "process" only; others ignore it.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type; names it and its value.
+        pickle.PicklingError: `initializer` or its arguments cannot be carried.
         UnsupportedTorchError: PyTorch as installed does not do what mpgrad relies on.
+        ImportError, ConnectionError, RuntimeError: engine "ray": Ray is missing; no cluster is there; no node has room.
 
     Example:
         >>> import torch, mpgrad
@@ -256,10 +260,14 @@ class Pool:
             Exception: what the first failing item raised, with a note that names item, worker and phase.
             TypeError, pickle.PicklingError: the function, an item or a result cannot be carried; says which. Where the pickling
                 of an item raises something else, that is raised, with a note; and that of a result is a
-                `multiprocessing.pool.MaybeEncodingError` too.
+                `multiprocessing.pool.MaybeEncodingError` too. TypeError also for an option of the wrong type.
+            ValueError: an option is out of range, the engine has no `timeout`, or no worker is on `device`.
             WorkerDiedError: workers died while they ran one of the items, more often than it is retried.
             CallTimeoutError: one of the items took longer than `timeout`, likewise.
+            AncestorFailedError: a future among the items failed.
+            SharedMemoryError: there is no memory for a tensor.
             PoolClosedError: after `close` or `terminate`.
+            RuntimeError: in a forked child of the process that made the pool.
 
         Example:
             >>> import torch, mpgrad
@@ -663,7 +671,8 @@ class Pool:
         Raises:
             TypeError: `path` is no name of a file, or `profile` neither True nor False.
             ValueError: `profile` is for workers that are processes.
-            RuntimeError: when the block begins: this pool records a timeline already.
+            RuntimeError: when the block begins: this pool records a timeline already, or this object was used before. `events`
+                and `save` raise it until the block ends.
             OSError: likewise: the file cannot be written.
 
         Example:

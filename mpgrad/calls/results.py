@@ -151,6 +151,7 @@ class AsyncResult(Generic[R]):
 
     @without_own_frames
     def wait(self, timeout: float | None = None) -> None:
+        """Wait until all calls have ended, or for `timeout` seconds."""
         self._wait(timeout)
 
     def _wait(self, timeout: float | None) -> bool:
@@ -173,6 +174,7 @@ class AsyncResult(Generic[R]):
         self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
 
     def ready(self) -> bool:
+        """Whether all calls have ended."""
         return self._operation.finished
 
     def successful(self) -> bool:

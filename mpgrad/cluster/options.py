@@ -49,8 +49,25 @@ class Ray:
             raise ValueError(f'address must be "auto", "local", or that of a cluster (address: {self.address!r})')
         if self.placement not in PLACEMENTS:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)} (placement: {self.placement!r})")
-        if self.workers_per_node is not None and self.workers_per_node < 1:
-            raise ValueError(f"workers_per_node must be at least 1 (workers_per_node: {self.workers_per_node!r})")
+        for name in ("workers_per_node", "memory_per_worker"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an integer, or None ({name}: {number!r})")
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1 ({name}: {number!r})")
         for name in ("cpus_per_worker", "node_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be more than 0 ({name}: {getattr(self, name)!r})")
+            number = getattr(self, name)
+            if not is_number(number):
+                raise TypeError(f"{name} must be a number ({name}: {number!r})")
+            if not number > 0:
+                raise ValueError(f"{name} must be more than 0 ({name}: {number!r})")
+        if not isinstance(self.resources, Mapping) or not all(map(is_number, self.resources.values())):
+            raise TypeError(f"resources must be numbers by name (resources: {self.resources!r})")
+        if not isinstance(self.runtime_env, Mapping | None):
+            raise TypeError(f"runtime_env must be a mapping, or None (runtime_env: {self.runtime_env!r})")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

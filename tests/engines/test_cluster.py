@@ -796,10 +796,17 @@ def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
         ({"workers_per_node": 0}, "workers_per_node must be at least 1"),
         ({"cpus_per_worker": 0}, "cpus_per_worker must be more than 0"),
         ({"node_timeout": -1.0}, "node_timeout must be more than 0"),
+        ({"memory_per_worker": 0}, "memory_per_worker must be at least 1"),
+        ({"workers_per_node": 1.5}, r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)"),
+        ({"cpus_per_worker": "2"}, r"cpus_per_worker must be a number \(cpus_per_worker: '2'\)"),
+        ({"node_timeout": None}, "node_timeout must be a number"),
+        ({"resources": ["GPU"]}, "resources must be numbers by name"),
+        ({"resources": {"tape": "1"}}, "resources must be numbers by name"),
+        ({"runtime_env": "pip"}, "runtime_env must be a mapping, or None"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         mpgrad.Ray(**options)
 
 
