@@ -55,10 +55,9 @@ def register(make_default: bool = False) -> None:
     """Have joblib know the backend "mpgrad".
 
     ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too, such as `deterministic`
-    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs
-    (on a cluster, as it has room for), None for 1, which is the serial loop.
-    Workers have ``inner_max_num_threads`` threads; without it, this machine's CPUs divided by their number (one, where a
-    cluster says how many workers there are). All that runs under one
+    or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs (on a cluster, as it has room for),
+    None for 1, which is the serial loop. Workers have ``inner_max_num_threads`` threads; without it, this machine's CPUs
+    divided by their number (one, where a cluster says how many workers there are). All that runs under one
     `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
     they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
     travel with it; seed each task to fix them.

@@ -85,10 +85,10 @@ class Pool:
             is short; needs `devices`. "ray": processes on the machines of a Ray cluster; `processes` None is then as many as
             these have free CPUs, and changes with the machines.
         threads_per_worker: PyTorch's intra-op threads of each worker process. Other libraries (OpenBLAS, OpenMP) take one
-            there, or as many as their variables say, such as OPENBLAS_NUM_THREADS (with a `context`, what these say only).
-        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as ["cuda:0"] *
-            4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes` (None: one). None for the CPU. A worker that dies
-            is replaced by one on the same device. Engines "process" and "stream" only.
+            there, or as many as their variables say, such as OPENBLAS_NUM_THREADS (with a `context`, only these limit them).
+        devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
+            ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes` (None: one). None for the CPU. A
+            worker that dies is replaced by one on the same device. Engines "process" and "stream" only.
         ray: which Ray cluster engine "ray" is to use, and how; None for the one that this machine belongs to.
 
     Arguments for faults:
@@ -673,7 +673,7 @@ class Pool:
             ValueError: `profile` is for workers that are processes.
             RuntimeError: when the block begins: this pool records a timeline already, or this object was used before. `events`
                 and `save` raise it until the block ends.
-            OSError: likewise: the file cannot be written.
+            OSError: when the block begins: the file cannot be written.
 
         Example:
             >>> import torch, mpgrad

@@ -58,7 +58,8 @@ class Advice:
     Attributes:
         use: the way to take: "pool", "loop", "threads" or "vmap".
         processes: workers of the pool to take, with which it would be fastest on this machine.
-        threads_per_worker: for `mpgrad.Pool`: CPUs divided by workers. (Pools were tried with one thread.)
+        threads_per_worker: for `mpgrad.Pool`: CPUs divided by the most workers that were allowed (`processes`), so 1 where all
+            were. (Pools were tried with one thread.)
         graphs: likewise: "ahead" if results are losses, else "keep". (Pools were tried with that only.)
         ways: all that were measured, and pools of more workers than there are CPUs by the model.
         obstacles: what stands in the way of a pool.

@@ -32,7 +32,7 @@ def advise(
         items: likewise; at least one. A generator is used up by it.
         seconds: for the trial, about: it ends what it has begun, and the first pool has to start. If two items take a third of
             it, they are run in a pool once more, and in other ways only as long as there is time.
-        processes: the most workers to try, at most as many as there are CPUs; None for these.
+        processes: the most workers to try; never more than there are CPUs, which is what None means.
         show: print the page.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,10 +62,13 @@ class Ray:
             number = getattr(self, name)
             if not is_number(number):
                 raise TypeError(f"{name} must be a number ({name}: {number!r})")
-            if not number > 0:
-                raise ValueError(f"{name} must be more than 0 ({name}: {number!r})")
-        if not isinstance(self.resources, Mapping) or not all(map(is_number, self.resources.values())):
-            raise TypeError(f"resources must be numbers by name (resources: {self.resources!r})")
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} must be more than 0, and finite ({name}: {number!r})")
+        given = self.resources
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) and is_number(given[name]) for name in given):
+            raise TypeError(f"resources must be numbers by name (resources: {given!r})")
+        if not all(0 <= number < math.inf for number in given.values()):
+            raise ValueError(f"resources must be 0 or more, and finite (resources: {given!r})")
         if not isinstance(self.runtime_env, Mapping | None):
             raise TypeError(f"runtime_env must be a mapping, or None (runtime_env: {self.runtime_env!r})")
 

@@ -243,7 +243,7 @@ def test_differentiable_backwards_that_fail_leave_nothing_behind(pool2: mpgrad.P
         raise LookupError("in the caller")
 
     calls, before = 8, graphs()
-    for _ in range(10):
+    for _ in range(30):
         xs = [torch.full((3,), float(k), requires_grad=True) for k in range(calls)]
         inner = [x * 1 for x in xs]
         inner[3].register_hook(fails)
@@ -251,4 +251,5 @@ def test_differentiable_backwards_that_fail_leave_nothing_behind(pool2: mpgrad.P
         with pytest.raises(LookupError):
             torch.autograd.grad(sum(losses), [*xs, weight] if captures else xs, create_graph=True)
         del inner, losses
-    assert graphs() <= before + calls  # of the last backward the engine itself may keep some, until the next
+    # the engine itself may keep what the last backward left, until the next: a call's own graph and its derivative's
+    assert graphs() <= before + 2 * calls

@@ -789,24 +789,26 @@ def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"address": ""}, "address must be"),
-        ({"placement": "middle"}, "placement must be one of spread, pack"),
-        ({"workers_per_node": 0}, "workers_per_node must be at least 1"),
-        ({"cpus_per_worker": 0}, "cpus_per_worker must be more than 0"),
-        ({"node_timeout": -1.0}, "node_timeout must be more than 0"),
-        ({"memory_per_worker": 0}, "memory_per_worker must be at least 1"),
-        ({"workers_per_node": 1.5}, r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)"),
-        ({"cpus_per_worker": "2"}, r"cpus_per_worker must be a number \(cpus_per_worker: '2'\)"),
-        ({"node_timeout": None}, "node_timeout must be a number"),
-        ({"resources": ["GPU"]}, "resources must be numbers by name"),
-        ({"resources": {"tape": "1"}}, "resources must be numbers by name"),
-        ({"runtime_env": "pip"}, "runtime_env must be a mapping, or None"),
+        ({"address": ""}, ValueError, "address must be"),
+        ({"placement": "middle"}, ValueError, "placement must be one of spread, pack"),
+        ({"workers_per_node": 0}, ValueError, "workers_per_node must be at least 1"),
+        ({"workers_per_node": 1.5}, TypeError, r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)"),
+        ({"memory_per_worker": 0}, ValueError, "memory_per_worker must be at least 1"),
+        ({"cpus_per_worker": 0}, ValueError, "cpus_per_worker must be more than 0"),
+        ({"cpus_per_worker": "2"}, TypeError, r"cpus_per_worker must be a number \(cpus_per_worker: '2'\)"),
+        ({"node_timeout": -1.0}, ValueError, "node_timeout must be more than 0"),
+        ({"node_timeout": float("inf")}, ValueError, "node_timeout must be more than 0, and finite"),
+        ({"node_timeout": None}, TypeError, "node_timeout must be a number"),
+        ({"resources": ["GPU"]}, TypeError, "resources must be numbers by name"),
+        ({"resources": {"tape": "1"}}, TypeError, "resources must be numbers by name"),
+        ({"resources": {"tape": float("nan")}}, ValueError, "resources must be 0 or more, and finite"),
+        ({"runtime_env": "pip"}, TypeError, "runtime_env must be a mapping, or None"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         mpgrad.Ray(**options)
 
 
