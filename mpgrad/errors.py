@@ -179,7 +179,19 @@ class AncestorFailedError(RuntimeError):
 
 
 class SharedMemoryError(MemoryError):
-    """The outside has no room for a tensor in shared memory; nothing was changed."""
+    """The outside has no room for a tensor in shared memory; nothing was changed.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> items = [torch.ones(2, 3), torch.ones(4)]
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     try:
+        ...         sums = pool.map(torch.sum, items)
+        ...     except mpgrad.SharedMemoryError:      # the loop needs no shared memory
+        ...         sums = [torch.sum(item) for item in items]
+        >>> sums
+        [tensor(6.), tensor(4.)]
+    """
 
 
 class UnsupportedTorchError(RuntimeError):
@@ -189,6 +201,14 @@ class UnsupportedTorchError(RuntimeError):
         version: that of PyTorch.
         behaviours: what it should do and does not, in words.
         tried: minor versions of PyTorch that mpgrad has been tried with.
+
+    Example:
+        >>> import mpgrad
+        >>> try:
+        ...     pool = mpgrad.Pool(processes=1)
+        ... except mpgrad.UnsupportedTorchError as error:
+        ...     raise SystemExit(f"install torch {error.tried[-1]} instead of {error.version}") from error
+        >>> pool.terminate()
     """
 
     def __init__(self, version: str, behaviours: Sequence[str], tried: Sequence[str]) -> None:
@@ -206,17 +226,56 @@ class UnsupportedTorchError(RuntimeError):
 
 
 class InternalError(RuntimeError):
-    """mpgrad itself went wrong. Please report it, with the traceback."""
+    """mpgrad itself went wrong. Please report it, with the traceback.
+
+    Example:
+        >>> import traceback, mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     try:
+        ...         results = pool.map(abs, [-1, 2])
+        ...     except mpgrad.InternalError:
+        ...         report = traceback.format_exc()      # send us this
+        ...         raise
+        >>> results
+        [1, 2]
+    """
 
 
 class RemoteError(RuntimeError):
-    """Stands for an exception of a task that cannot be pickled; the message names its type and text."""
+    """Stands for an exception of a task that cannot be pickled; the message names its type and text.
+
+    Example:
+        >>> import mpgrad
+        >>> def fails(item):
+        ...     error = ValueError(f"wrong item ({item})")
+        ...     error.others = (each for each in ())      # no generator can be pickled
+        ...     raise error
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     try:
+        ...         pool.map(fails, [3])
+        ...     except mpgrad.RemoteError as error:
+        ...         print(error)
+        ValueError: wrong item (3)
+    """
 
 
 class RemoteTraceback(multiprocessing.pool.RemoteTraceback, _RemoteTraceback):  # type: ignore[name-defined,misc]
     """The traceback of an exception in a worker, as text; it is the `__cause__` of the exception raised in the parent.
 
     A `RemoteTraceback` of `multiprocessing.pool` and of `concurrent.futures.process`, which stand in the same place.
+
+    Attributes:
+        text: the traceback.
+
+    Example:
+        >>> import mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     try:
+        ...         pool.map(int, ["x"])
+        ...     except ValueError as error:
+        ...         cause = error.__cause__
+        >>> isinstance(cause, mpgrad.RemoteTraceback), cause.text.splitlines()[-1]
+        (True, "ValueError: invalid literal for int() with base 10: 'x'")
     """
 
     def __init__(self, text: str) -> None:

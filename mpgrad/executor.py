@@ -113,6 +113,14 @@ class Executor(concurrent.futures.Executor):
             RuntimeError: after `shutdown`.
             BrokenProcessPool: workers cannot be started.
             TypeError: `fn` is not callable.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> x = torch.ones(3, requires_grad=True)
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     executor.submit(torch.dot, x, x).result().backward()
+            >>> x.grad
+            tensor([2., 2., 2.])
         """
         function = callable_of(fn)
         with self._lock:
@@ -147,6 +155,12 @@ class Executor(concurrent.futures.Executor):
         Raises:
             concurrent.futures.TimeoutError: a result has not come in time (from Python 3.11 on that is `TimeoutError`).
             Exception: what the first failing call raised, or what was raised where one could not be sent.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     list(executor.map(pow, [2, 3], [5, 2]))
+            [32, 9]
         """
         function = callable_of(fn)
         if chunksize is not None:
@@ -169,15 +183,42 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, deadline)
 
     def stats(self) -> PoolStats:
-        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many died."""
+        """As `Pool.stats`: of each worker and of all, what is under way, done, held, and how many died.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     _ = list(executor.map(abs, range(10)))
+            ...     executor.stats().calls
+            10
+        """
         return self._pool.stats()
 
     def timeline(self, path: str | os.PathLike[str] | None = None, *, profile: bool = False) -> Timeline:
-        """As `Pool.timeline`: what each worker and each thread of the caller does in a block, and when."""
+        """As `Pool.timeline`: what each worker and each thread of the caller does in a block, and when.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     with executor.timeline() as timeline:
+            ...         _ = executor.submit(abs, -1).result()
+            >>> [event["pid"] for event in timeline.events if event.get("cat") == "forward"]      # on worker 1
+            [2]
+        """
         return self._pool.timeline(path, profile=profile)
 
     def progress(self, progress: Progress = True) -> contextlib.AbstractContextManager[None]:
-        """As `Pool.progress`: a bar over what is done in a block, futures and backwards."""
+        """As `Pool.progress`: a bar over what is done in a block, futures and backwards.
+
+        Example:
+            >>> import mpgrad
+            >>> shown = []
+            >>> with mpgrad.Executor(max_workers=1) as executor:
+            ...     with executor.progress(lambda done, total, seconds_left: shown.append((done, total))):
+            ...         _ = list(executor.map(abs, range(10)))
+            >>> shown[-1]
+            (10, 10)
+        """
         return self._pool.progress(progress)
 
     @without_own_frames
@@ -187,6 +228,14 @@ class Executor(concurrent.futures.Executor):
         Args:
             wait: until all that was submitted has ended.
             cancel_futures: cancel what has not begun.
+
+        Example:
+            >>> import mpgrad
+            >>> executor = mpgrad.Executor(max_workers=1)
+            >>> future = executor.submit(abs, -1)
+            >>> executor.shutdown()
+            >>> future.done(), future.result()
+            (True, 1)
         """
         with self._lock:
             self._shut_down = True

@@ -461,7 +461,15 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`starmap` that returns at once."""
+        """`starmap` that returns at once.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     result = pool.starmap_async(torch.mul, [(torch.tensor(2.0), 3), (torch.tensor(4.0), 5)])
+            ...     result.get()
+            [tensor(6.), tensor(20.)]
+        """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.run_async(func, Source.of_arguments(iterable), options, callback, error_callback)
 
@@ -491,7 +499,15 @@ class Pool:
         *,
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`apply` that returns at once."""
+        """`apply` that returns at once.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     result = pool.apply_async(torch.sum, (torch.ones(2, 3),), {"dim": 0})
+            ...     result.get()
+            tensor([2., 2., 2.])
+        """
         fetch = operator.methodcaller("value", 0)
         options = CallOptions(device=device)
         return self._submitter.run_async(func, Source.of_one(args, kwds), options, callback, error_callback, fetch)
@@ -586,16 +602,43 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> ResultIterator[Any]:
-        """`imap` with the results in the order in which they come."""
+        """`imap` with the results in the order in which they come.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     sorted(pool.imap_unordered(abs, [-3, 1, -2]))
+            [1, 2, 3]
+        """
         options = CallOptions(chunksize, timeout, on_error, device, progress)
         return self._submitter.iterate(func, Source.of_items(iterable), options, ordered=False)
 
     def close(self) -> None:
-        """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`."""
+        """Take no new calls. Those under way are finished, and backward still works until `join` or `terminate`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> x = torch.ones(2, requires_grad=True)
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     result = pool.apply_async(torch.sum, (x,))
+            ...     pool.close()
+            ...     result.get().backward()
+            >>> x.grad
+            tensor([1., 1.])
+        """
         self._scheduler.close()
 
     def terminate(self) -> None:
-        """End the workers now. Results that have come stay valid; their graphs are gone."""
+        """End the workers now. Results that have come stay valid; their graphs are gone.
+
+        Example:
+            >>> import mpgrad
+            >>> pool = mpgrad.Pool(processes=1)
+            >>> results = pool.map(abs, [-1, 2])
+            >>> pool.terminate()
+            >>> pool, results
+            (<mpgrad.Pool processes=1 engine='process' closed>, [1, 2])
+        """
         self._scheduler.terminate()
 
     @without_own_frames
@@ -604,6 +647,15 @@ class Pool:
 
         Raises:
             ValueError: the pool is still open.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     result = pool.map_async(abs, [-1, 2])
+            ...     pool.close()
+            ...     pool.join()
+            >>> result.ready(), result.get()
+            (True, [1, 2])
         """
         self._scheduler.drain()
         self._scheduler.join()
@@ -615,7 +667,14 @@ class Pool:
 
     @property
     def workers(self) -> tuple[PoolWorker, ...]:
-        """Names for the workers, to be used as devices in `mpgrad.nn`."""
+        """Names for the workers, to be used as devices in `mpgrad.nn`.
+
+        Example:
+            >>> import torch, mpgrad
+            >>> with mpgrad.Pool(processes=2) as pool:
+            ...     mpgrad.nn.scatter(torch.arange(3), pool.workers)
+            [tensor([0, 1]), tensor([2])]
+        """
         return tuple(PoolWorker(self, number) for number in range(self.processes))
 
     def _leave(self) -> None:
@@ -878,7 +937,14 @@ class Pool:
 
 
 class PoolWorker:
-    """One of the workers of a pool, as a name for a share of work; which process does the share is the pool's business."""
+    """One of the workers of a pool, as a name for a share of work; which process does the share is the pool's business.
+
+    Example:
+        >>> import mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     pool.workers
+        (<worker 0 of <mpgrad.Pool processes=1 engine='process' open>>,)
+    """
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.pool = pool

@@ -22,6 +22,14 @@ class WorkerStats(NamedTuple):
         busy: share of the time since its start in which it had something to do, 0 to 1.
         device: where it stands: "cpu", or like "cuda:0".
         node: the name of its machine, in a pool on a cluster; "" on this one.
+
+    Example:
+        >>> import mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     _ = pool.map(abs, range(10))
+        ...     (worker,) = pool.stats().workers
+        >>> worker.number, worker.calls, worker.retiring, worker.as_dict()["device"]
+        (1, 10, False, 'cpu')
     """
 
     number: int
@@ -37,9 +45,11 @@ class WorkerStats(NamedTuple):
 
     @property
     def retiring(self) -> bool:
+        """Whether it takes no new calls, and ends once nobody needs its graphs."""
         return self.state == "retiring"
 
     def as_dict(self) -> dict[str, Any]:
+        """By the names of the attributes."""
         return self._asdict()
 
 
@@ -67,6 +77,14 @@ class PoolStats(NamedTuple):
         system_calls: of the caller's process to write, read and wait for frames. (Engine "inline" has none of these.)
         bytes_copied: of tensors, by the caller, into frames and shared memory.
         slots_made: pieces of shared memory that the caller took.
+
+    Example:
+        >>> import mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool:
+        ...     _ = pool.map(abs, range(10))
+        ...     stats = pool.stats()
+        >>> stats.calls, stats.calls_left, stats.deaths, len(stats.as_dict()["workers"])
+        (10, 0, 0, 1)
     """
 
     workers: list[WorkerStats]

@@ -22,6 +22,11 @@ class Way:
         seconds: for all items.
         speed_up: over the loop.
         measured: by running a sample in this way; otherwise it is what the model says.
+
+    Example:
+        >>> from mpgrad.advice.advice import Way
+        >>> print(Way("pool", 2, seconds=0.5, speed_up=1.9, measured=True))      # a line of the page
+        pool of 2           500 ms      1.90   measured
     """
 
     name: Literal["loop", "pool", "threads", "vmap"]
@@ -44,6 +49,11 @@ class Obstacle:
             "threads", "waiting" or "busy machine".
         problem: in figures.
         remedy: what to do.
+
+    Example:
+        >>> from mpgrad.advice.advice import Obstacle
+        >>> Obstacle("waiting", "the loop used 3% of one CPU", "Take more workers than there are CPUs.").remedy
+        'Take more workers than there are CPUs.'
     """
 
     name: str
@@ -74,6 +84,15 @@ class Advice:
         result_bytes: tensors of a result, the mean.
         capture_bytes: tensors that the function reaches by itself.
         start_seconds: what the first pool took to start.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> items = [torch.ones(3, requires_grad=True)] * 50
+        >>> advice = mpgrad.advise(lambda x: x.sin().sum(), items, seconds=0.1, show=False)
+        >>> advice.graphs, advice.ways[0].name, advice.ways[0].speed_up
+        ('ahead', 'loop', 1.0)
+        >>> str(advice).startswith(advice.verdict)
+        True
     """
 
     use: Literal["pool", "loop", "threads", "vmap"]

@@ -95,8 +95,9 @@ class AsyncResult(Generic[R]):
         >>> import torch, mpgrad
         >>> with mpgrad.Pool(processes=1) as pool:
         ...     result = pool.apply_async(torch.add, (torch.ones(1), 2))
-        ...     result.get(timeout=60), result.successful()
-        (tensor([3.]), True)
+        ...     result.wait(timeout=60)
+        ...     result.ready(), result.successful(), result.get()
+        (True, True, tensor([3.]))
     """
 
     def __init__(
@@ -257,7 +258,14 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
     @without_own_frames
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As in `concurrent.futures`: what the call raised, or None."""
+        """As in `concurrent.futures`: what the call raised, or None.
+
+        Example:
+            >>> import mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     pool.submit(int, "x").exception()
+            ValueError("invalid literal for int() with base 10: 'x'")
+        """
         failed = self._await_failure(timeout)
         return None if failed is None else failed.error()
 
@@ -287,6 +295,13 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
         Returns:
             Whether it is cancelled. With `force`: whether it was not done.
+
+        Example:
+            >>> import time, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     future = pool.submit(time.sleep, 60)
+            ...     future.cancel(force=True), mpgrad.wait([future]).done == {future}, future.cancelled()
+            (True, True, True)
         """
         cancelled = super().cancel()
         if cancelled:
@@ -315,6 +330,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._operation.on_outcome = lambda index: told._finish(index) if (told := ref()) is not None else None
 
     def cancelled(self) -> bool:
+        """As in `concurrent.futures`; True also once `cancel(force=True)` or `cancel_after` has ended the call."""
         return super().cancelled() or (self._failed is not None and self._failed.is_cancelled)
 
     def cancel_after(self, seconds: float) -> None:
@@ -322,13 +338,30 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
         Raises:
             ValueError: `seconds` is negative.
+
+        Example:
+            >>> import time, mpgrad
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     future = pool.submit(time.sleep, 60)
+            ...     future.cancel_after(0.05)
+            ...     mpgrad.wait([future]).done == {future}, future.cancelled()
+            (True, True)
         """
         if not seconds >= 0:
             raise ValueError(f"seconds must not be negative (seconds: {seconds})")
         self._desk.stop_at(time.monotonic() + seconds, self._operation)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
-        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is."""
+        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is.
+
+        Example:
+            >>> import queue, mpgrad
+            >>> done = queue.SimpleQueue()
+            >>> with mpgrad.Pool(processes=1) as pool:
+            ...     pool.submit(abs, -1).add_done_callback(done.put)
+            ...     done.get(timeout=60).result()
+            1
+        """
         with self._telling:
             self._tells = self._operation.is_awaited = True
         super().add_done_callback(fn)

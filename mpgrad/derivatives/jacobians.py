@@ -79,7 +79,7 @@ def jacobian(
 
     Example:
         >>> import torch, mpgrad
-        >>> from mpgrad.derivatives.jacobians import jacobian
+        >>> from mpgrad import jacobian
         >>> c, x = torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0])
         >>> jacobian(lambda c, x: c * x ** 2, c, x, argnums=0)
         tensor([1., 4., 9.])
@@ -114,7 +114,7 @@ def hessian(
 
     Example:
         >>> import torch
-        >>> from mpgrad.derivatives.jacobians import hessian
+        >>> from mpgrad import hessian
         >>> hessian(lambda x: x.prod(), torch.tensor([1.0, 2.0, 3.0]))
         tensor([[0., 3., 2.],
                 [3., 0., 1.],
@@ -153,7 +153,7 @@ def jvp(
 
     Example:
         >>> import torch
-        >>> from mpgrad.derivatives.jacobians import jvp
+        >>> from mpgrad import jvp
         >>> jvp(torch.square, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 10.0]))
         (tensor([1., 4.]), tensor([ 2., 40.]))
     """
@@ -185,7 +185,7 @@ def vjp(
 
     Example:
         >>> import torch
-        >>> from mpgrad.derivatives.jacobians import vjp
+        >>> from mpgrad import vjp
         >>> vjp(torch.square, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 10.0]))
         (tensor([1., 4.]), tensor([ 2., 40.]))
     """
@@ -222,7 +222,7 @@ def hvp(
 
     Example:
         >>> import torch
-        >>> from mpgrad.derivatives.jacobians import hvp
+        >>> from mpgrad import hvp
         >>> hvp(lambda x: x.prod(), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]))
         (tensor(6.), tensor([0., 3., 2.]))
     """

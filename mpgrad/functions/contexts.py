@@ -144,6 +144,19 @@ def run_isolated_backward(func: type[Function], ctx: EmulatedAutogradContext, *g
     Raises:
         TypeError, ValueError: no context, or gradients that do not fit the outputs.
         RuntimeError: the backward returned gradients in wrong number or shape. Otherwise what it raises.
+
+    Example:
+        >>> import torch, mpgrad
+        >>> class Triple(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return x * 3
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return grad * 3
+        >>> ctx, _ = mpgrad.run_isolated_forward(Triple, torch.ones(2))
+        >>> [mpgrad.run_isolated_backward(Triple, ctx, torch.full((2,), factor)) for factor in (1.0, 2.0)]
+        [(tensor([3., 3.]),), (tensor([6., 6.]),)]
     """
     check_function(func)
     check_gradients(ctx, grad_outputs)

@@ -25,7 +25,16 @@ class Recorded(Protocol):
 
 
 class Timeline:
-    """What the workers of a pool and the threads that use it do in a `with` block; see `Pool.timeline`."""
+    """What the workers of a pool and the threads that use it do in a `with` block; see `Pool.timeline`.
+
+    Example:
+        >>> import os, mpgrad
+        >>> with mpgrad.Pool(processes=1) as pool, pool.timeline() as timeline:
+        ...     results = pool.map(abs, [-1, 2])
+        >>> sorted({event["pid"] for event in timeline.events})
+        [1, 2]
+        >>> timeline.save(os.devnull)      # or as trace.json, for https://ui.perfetto.dev
+    """
 
     def __init__(self, scheduler: Recorded, path: str | os.PathLike[str] | None, profile: bool, engine: str) -> None:
         self._scheduler = scheduler

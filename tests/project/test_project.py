@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 import doctest
+import functools
 import graphlib
+import importlib
 import math
 import os
+import pkgutil
 import random
+import re
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,15 +26,6 @@ import pytest
 import torch
 
 import mpgrad
-import mpgrad.advice.advising
-import mpgrad.derivatives.jacobians
-import mpgrad.derivatives.per_item
-import mpgrad.executor
-import mpgrad.functions.contexts
-import mpgrad.functions.parallel
-import mpgrad.joblib
-import mpgrad.pool
-import mpgrad.testing
 from mpgrad.engines.kinds import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
@@ -259,27 +255,85 @@ def test_each_folder_of_tests_has_its_row_and_quick_tests() -> None:
     assert len({file.name for file in files}) == len(files)
 
 
-DOCUMENTED = [
-    mpgrad.advice.advising,
-    mpgrad.calls.result_iterator,
-    mpgrad.calls.results,
-    mpgrad.errors,
-    mpgrad.pool,
-    mpgrad.derivatives.jacobians,
-    mpgrad.executor,
-    mpgrad.joblib,
-    mpgrad.nn,
-    mpgrad.derivatives.per_item,
-    mpgrad.testing,
-    mpgrad.functions.contexts,
-    mpgrad.functions.parallel,
-]
+# --- the public names, and their examples
+
+WITH_EXAMPLES = sorted(name for name, file in sources(ROOT).items() if ">>> " in file.read_text())
+METHODS = types.FunctionType, property, functools.cached_property, staticmethod, classmethod
+# names and methods that need no example, with the reason
+EXCUSED = {
+    "as_completed": "of concurrent.futures",
+    "wait": "of concurrent.futures",
+    "nn.DataParallel.forward": "of torch.nn.Module, which calls it",
+}
+# those that have none of their own, with the docstring whose example uses them
+SHOWN_BY = {
+    "Advice.verdict": "Advice",
+    "AsyncResult.get": "AsyncResult",
+    "AsyncResult.ready": "AsyncResult",
+    "AsyncResult.successful": "AsyncResult",
+    "AsyncResult.wait": "AsyncResult",
+    "DifferentiableFuture.cancelled": "DifferentiableFuture.cancel",
+    "DifferentiableFuture.result": "DifferentiableFuture",
+    "EmulatedAutogradContext.saved_tensors": "EmulatedAutogradContext",
+    "Pool.processes": "Pool.resize",
+    "PoolStats.as_dict": "PoolStats",
+    "ResultIterator.next": "ResultIterator",
+    "Timeline.events": "Timeline",
+    "Timeline.save": "Timeline",
+    "WorkerStats.as_dict": "WorkerStats",
+    "WorkerStats.retiring": "WorkerStats",
+    "nn.ReduceAdd.apply": "nn.ReduceAdd",
+}
 
 
-@pytest.mark.parametrize("module", DOCUMENTED, ids=lambda module: module.__name__)
-def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, module: object) -> None:
-    failed, attempted = doctest.testmod(module)
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_of_the_docstrings(nursery: mpgrad.Pool, name: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted > 0 and failed == 0
+
+
+def names_to_import() -> Iterator[str]:
+    for module, names in (("", mpgrad.__all__), ("nn.", mpgrad.nn.__all__), ("testing.", mpgrad.testing.__all__)):
+        yield from (module + name for name in names if name not in ("nn", "testing"))
+
+
+def names_in_reference() -> Iterator[str]:
+    """What its pages take from docstrings."""
+    directive = re.compile(r"^\.\. (py:currentmodule|auto\w+):: ([\w.]+)", re.MULTILINE)
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        module = "mpgrad"
+        for kind, name in directive.findall(page.read_text()):
+            if kind == "py:currentmodule":
+                module = name
+            else:
+                yield (name if name.startswith("mpgrad.") else f"{module}.{name}").removeprefix("mpgrad.")
+
+
+def with_methods(name: str) -> Iterator[tuple[str, str]]:
+    """`name`, and the public methods of a class, each with the name of its docstring as doctest has it."""
+    value = pkgutil.resolve_name(f"mpgrad.{name}")
+    home = f"{value.__module__}.{value.__qualname__}"
+    yield name, home
+    if isinstance(value, type):
+        for inner, each in vars(value).items():
+            if isinstance(each, METHODS) and not inner.startswith("_"):
+                yield f"{name}.{inner}", f"{home}.{inner}"
+
+
+def examples_run() -> dict[str, str]:
+    """By the name of the docstring."""
+    found = [test for name in WITH_EXAMPLES for test in doctest.DocTestFinder().find(importlib.import_module(name))]
+    return {test.name: "".join(example.source for example in test.examples) for test in found if test.examples}
+
+
+@pytest.mark.quick
+def test_each_public_name_has_an_example() -> None:
+    """And so has each public method, except those named above; these have none."""
+    homes = dict(pair for name in {*names_to_import(), *names_in_reference()} for pair in with_methods(name))
+    examples = examples_run()
+    assert {name for name, home in homes.items() if home not in examples} == EXCUSED.keys() | SHOWN_BY.keys()
+    for name, where in SHOWN_BY.items():
+        assert re.search(rf"\.{name.rpartition('.')[2]}\b", examples[homes[where]]), name
 
 
 def test_the_package_root_shows_the_public_names_only() -> None:
