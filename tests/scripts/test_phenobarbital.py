@@ -328,7 +328,7 @@ class TestComplaints:
         at_start = Evaluation(START, phenobarbital.NONMEM_START_OBJECTIVE, zero, 1.0)
         fitted = Fit([at_start], NONMEM, phenobarbital.NONMEM_OBJECTIVE, complaint="")
         other = at_start._replace(gradient=zero + pool_gradient)
-        return list(complaints(fitted._replace(**changes), Comparison([at_start], [other], [1.0]), with_nonmem))  # type: ignore[arg-type]
+        return list(complaints(fitted._replace(**changes), Comparison([at_start], [other], [0.0]), with_nonmem))  # type: ignore[arg-type]
 
     def test_none_about_nonmems_own_fit(self) -> None:
         assert self.complaints() == []
@@ -345,3 +345,19 @@ class TestComplaints:
 
     def test_other_data_are_held_to_no_reference(self) -> None:
         assert self.complaints(with_nonmem=False, objective=1.0) == []
+
+
+class TestSpeedUp:
+    @pytest.mark.parametrize(
+        ("taken", "told"), [(0.1, "2.00"), (0.9, "2.00 (others used 0.9 CPUs meanwhile: more on a quiet machine)")]
+    )
+    def test_says_where_others_use_the_cpus(self, taken: float, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+        slow = Evaluation(START, 0.0, torch.zeros(6), 1.0)
+        comparison = Comparison([slow] * 3, [slow._replace(seconds=0.5)] * 3, [taken, 0.0, 5.0])
+        phenobarbital.report_comparison(comparison)
+        assert f"  speed-up           {told}\n" in capsys.readouterr().out
+
+    def test_others_are_looked_at_in_each_serial_evaluation(self, few: list[Infant], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(phenobarbital.OthersClock, "cpus", lambda clock: 0.7)
+        with mpgrad.Pool(engine="inline") as pool:
+            assert phenobarbital.compare(pool.map, few, [START], rounds=2).taken == [0.7, 0.7]
