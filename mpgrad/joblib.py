@@ -40,7 +40,7 @@ from mpgrad.torch_state.private import saved_tensor_hooks
 try:
     from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend, register_parallel_backend
 except ImportError as error:
-    raise ImportError("mpgrad.joblib needs joblib, which is not installed; install mpgrad[joblib]") from error
+    raise ImportError("mpgrad.joblib needs joblib, which is not installed; pip install joblib") from error
 
 __all__ = ["MpgradBackend", "register"]
 
@@ -161,8 +161,6 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
                 job.error = error
                 tell(error)
         return job
-
-    apply_async = submit  # its name before joblib 1.5
 
     def retrieve_result_callback(self, out: Outcome) -> Results:
         """The results of a batch.

@@ -119,7 +119,7 @@ class Bar:
         try:
             tqdm = importlib.import_module("tqdm.auto").tqdm
         except ImportError as error:
-            raise ImportError("progress needs tqdm, which is not installed; install mpgrad[progress]") from error
+            raise ImportError("progress needs tqdm, which is not installed; pip install tqdm") from error
         # each show counts: they are rare enough
         self._bar: Any = tqdm(total=total, desc=description, mininterval=0, miniters=0)
 

@@ -4,7 +4,7 @@ A page is one program: its ``python`` blocks, one after the other. Its ``output`
 "..." for what differs from run to run. What cannot run everywhere is a ``{code-block} python`` whose caption begins with
 "Not run here:" and says what it needs.
 
-    pip install mpgrad[docs]
+    pip install '.[docs]'
     python scripts/pages.py                                      # all pages
     python scripts/pages.py docs/tutorials/*.md --pictures       # put what they draw into docs/pictures
 """
@@ -68,11 +68,14 @@ def pages() -> list[Path]:
 
 def blocks(path: Path) -> Iterator[Block]:
     """The fenced blocks of a page, also within containers (":::")."""
-    kind, first, lines = None, 0, []
+    kind, first, lines, before = None, 0, [], ""
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if kind is None:
             if line.startswith("```"):
                 kind, first, lines = line.strip("` "), number + 1, []
+            elif line.lstrip().startswith(("```", "~~~")) or (line.startswith("    ") and not before.strip()):
+                raise MistakeError(f"{path}, line {number}: a block begins with ``` at the margin, or nobody would run it")
+            before = line
         elif line.rstrip() == "```":
             yield Block(kind, first, lines)
             kind = None

@@ -37,7 +37,7 @@ def ray_module() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError('engine "ray" needs Ray: pip install "mpgrad[ray]"') from error
+        raise ImportError('engine "ray" needs Ray, which is not installed; pip install ray') from error
 
 
 def stay_on_loopback() -> None:

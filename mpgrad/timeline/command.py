@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
         draw(trace, path)
     except ModuleNotFoundError as error:
-        return refused(f"no picture without {error.name}; install it with pip install 'mpgrad[timeline]'")
+        return refused(f"no picture without {error.name}; pip install matplotlib")
     except (OSError, ValueError) as error:
         return refused(error)
     print(f"picture: {path}")

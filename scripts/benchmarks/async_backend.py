@@ -493,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         draw(rows, plan, options.picture)
     except ImportError as error:
-        print(f"no picture: matplotlib is not installed ({error}); pip install 'mpgrad[scripts]'")
+        print(f"no picture: matplotlib is not installed ({error}); pip install '.[scripts]'")
     else:
         print(f"picture: {options.picture}")
     return 0

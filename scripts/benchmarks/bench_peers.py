@@ -12,7 +12,7 @@ ways get to know that the loss is a sum; "mpgrad, keep" and torch.distributed.rp
 get multiprocessing.Pool's, four a worker. "the best serial" is the fastest serial loop of the case, whatever its threads.
 Beside the clock, the CPU time of the caller's thread, of the other threads of its process, and of all other processes.
 
-    pip install mpgrad[bench]
+    pip install '.[bench]'
     python scripts/benchmarks/bench_peers.py --json peers.json --picture peers.png      # about half an hour
 """
 

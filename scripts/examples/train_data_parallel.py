@@ -92,7 +92,7 @@ def load_images() -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingError(f"the digits come with scikit-learn ({error}); pip install 'mpgrad[examples]'") from error
+        raise MissingError(f"the digits come with scikit-learn ({error}); pip install '.[examples]'") from error
     numbers, labels = load_digits(return_X_y=True)
     x = torch.from_numpy(numbers).to(torch.float32).div(BRIGHTEST).reshape(-1, 1, 8, 8)
     y = torch.from_numpy(labels).to(torch.int64)

@@ -10,7 +10,7 @@ Gradients, of a second order too, have to be the same as without a cut, bit for 
 
 Needs root, and `ip` (Debian: iproute2). Namespaces and processes are removed at the end, whatever happens.
 
-    pip install "mpgrad[ray]"
+    pip install '.[ray]'
     python scripts/reliability/cut_network.py
 """
 

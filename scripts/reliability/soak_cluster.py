@@ -4,7 +4,7 @@ Each step is a map with forward, backward and double backward (`deterministic=Tr
 gradients have to be those of the same step in a pool of processes that nobody hurts, bit for bit. At the end no process of a
 site may be left.
 
-    pip install "mpgrad[ray]"
+    pip install '.[ray]'
     python scripts/reliability/soak_cluster.py --kills 200
 """
 

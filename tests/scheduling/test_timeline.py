@@ -496,4 +496,4 @@ def test_the_command_without_matplotlib(
     monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
     assert main(["timeline", str(path)]) == 1
     told = capsys.readouterr()
-    assert "busy: worker 1 60%" in told.out and "pip install 'mpgrad[timeline]'" in told.err
+    assert "busy: worker 1 60%" in told.out and "pip install matplotlib" in told.err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import quick_figures
 
-pytest.importorskip("ray", reason="its nodes may be those of Ray: pip install 'mpgrad[bench]'")
+pytest.importorskip("ray", reason="its nodes may be those of Ray: pip install '.[bench]'")
 
 pytestmark = pytest.mark.slow
 

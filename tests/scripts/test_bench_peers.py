@@ -21,7 +21,7 @@ CPU = ["the caller's thread", "other threads of its process", "other processes"]
 
 
 def test_systems_side_by_side(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="it draws: pip install 'mpgrad[scripts]'")
+    pytest.importorskip("matplotlib", reason="it draws: pip install '.[scripts]'")
     files = ["--json", str(tmp_path / "quick.json"), "--picture", str(tmp_path / "quick.png")]
     command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--systems", *SYSTEMS, *files]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("ray", reason="it measures beside Ray: pip install 'mpgrad[bench]'")
+pytest.importorskip("ray", reason="it measures beside Ray: pip install '.[bench]'")
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ WAYS = ["one process, 1 thread", "one process, 2 threads", "mpgrad, 2 workers", 
 
 @pytest.fixture(scope="module")
 def scikit_learn() -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits: pip install 'mpgrad[examples]'")
+    pytest.importorskip("sklearn", reason="scikit-learn has the digits: pip install '.[examples]'")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -138,7 +138,7 @@ def test_without_scikit_learn(
     out = tmp_path / "none.json"
     assert script.main(["--quick", "--out", str(out)]) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "scikit-learn" in line and "pip install 'mpgrad[examples]'" in line
+    assert "scikit-learn" in line and "pip install '.[examples]'" in line
 
 
 def test_refuses_no_processes(script: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def simulated_nodes(count: int, cpus: int = 1) -> Iterator[Any]:
     try:
         ray, utils = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
     except ImportError as error:
-        raise NoClusterError(f"Ray is not installed ({error}): pip install 'mpgrad[bench]'") from error
+        raise NoClusterError(f"Ray is not installed ({error}): pip install '.[bench]'") from error
     with tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder  # else Ray notes there, for all programs of this machine, that this is its cluster
         cluster = utils.Cluster()

@@ -141,7 +141,7 @@ def bench_idle(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
 def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
     sys.path.append(str(Path(__file__).parents[2] / "examples"))
-    import phenobarbital as script  # needs mpgrad[scripts], which the other rows do not
+    import phenobarbital as script  # needs '.[scripts]', which the other rows do not
     from foce import scaled
     from infants import read_infants
 
