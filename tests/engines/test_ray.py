@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from test_cluster import staffed, step
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
-pytest.importorskip("ray", reason="Ray is not installed (pip install mpgrad[ray])")
+pytest.importorskip("ray", reason="Ray is not installed (pip install '.[ray]')")
 pytestmark = [
     pytest.mark.slow,
     # Ray 2.50 does not close the files that it opens for the processes it starts
@@ -178,6 +179,22 @@ def test_no_ray_cluster_there() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "ConnectionError: no Ray cluster can be joined" in ended.stderr and "ray start --head" in ended.stderr
+
+
+def test_the_tutorials_cluster_of_its_own(tmp_path: Path) -> None:
+    """tests/project/test_pages.py leaves this block out, because all that start Ray run one after another."""
+    text = (HERE.parents[1] / "docs" / "tutorials" / "cluster.md").read_text()
+    (program,) = re.findall(r"^:caption: Not run here: starts a Ray cluster .*?\)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("\nthe serial loop's gradient\n")
 
 
 def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +38,11 @@ WITH_DEFAULT = [
     "test_dispatch_race_condition",
     "test_parallel_with_exhausted_iterator",
     "test_globals_update_at_each_parallel_call",
+    "test_memmap_with_big_offset",
 ]
+ABOUT_OTHERS = (  # or about none
+    r"backend=|prefer=|loky|(?<!with_)multiprocessing|threading|dask|Backend|cpu_count|effective_n_jobs|n_jobs=1\b"
+)
 LEFT_OUT = {
     "looks at attributes that are not documented": [
         "test_error_capture",
@@ -107,3 +112,9 @@ globals().update({name: on_ours(TESTS[name]) for name in WITH_DEFAULT if name in
 def test_what_is_listed_is_there_once() -> None:
     assert len({*LISTED, *WITH_DEFAULT}) == len(LISTED) + len(WITH_DEFAULT)
     assert len({*LISTED, *WITH_DEFAULT} & TESTS.keys()) > 10  # an older joblib has not all of them
+
+
+def test_no_test_that_could_take_our_backend_is_forgotten() -> None:
+    """What neither takes a backend nor is listed chooses another one itself, or none."""
+    rest = [test for name, test in TESTS.items() if not takes_backends(test) and name not in {*LISTED, *WITH_DEFAULT}]
+    assert [test.__name__ for test in rest if not re.search(ABOUT_OTHERS, inspect.getsource(test))] == []

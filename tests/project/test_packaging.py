@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -46,6 +49,30 @@ def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> N
         assert {"mpgrad/joblib.py", "mpgrad/workers/main.py", "mpgrad/py.typed"} <= set(wheel.namelist())
         metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
     assert "Keywords: pytorch" in metadata and "Provides-Extra: joblib" in metadata
+    runs_the_first_tutorial(tmp_path / "dist" / f"{name}-py3-none-any.whl", tmp_path / "environment")
+
+
+def runs_the_first_tutorial(wheel: Path, folder: Path) -> None:
+    """In an environment whose mpgrad is the wheel's: from the one of the tests it has torch and the like, not the clone."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(packages), str(wheel)],
+        check=True,
+        timeout=120,
+    )
+    # searched after the environment's own folder; .pth files in it, as that of an editable install, are not read
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    tutorial = ROOT / "docs" / "tutorials" / "first_loop.md"
+    program = "".join(re.findall(r"^```python\n(.*?)^```$", tutorial.read_text(), re.MULTILINE | re.DOTALL))
+    (folder / "page.py").write_text(f"{program}\nprint(mpgrad.__file__)\n")
+    environment = {**os.environ, "PYTHONPATH": "", "MPLBACKEND": "Agg"}
+    ended = subprocess.run(
+        [folder / "bin" / "python", "page.py"], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == str(packages / "mpgrad" / "__init__.py")
+    assert (folder / "first_loop.png").exists()
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_the_programs_of_all_other_pages(script: Any, tmp_path: Path) -> None:
     assert not mistakes, "\n\n".join(mistakes)
     if absent:
         told = [f"{name_of(page)} needs {', '.join(packages)}" for page, packages in absent.items()]
-        pytest.skip(f"not run: {'; '.join(told)} (pip install 'mpgrad[docs]')")
+        pytest.skip(f"not run: {'; '.join(told)} (pip install '.[docs]')")
 
 
 @pytest.mark.quick
@@ -58,6 +58,7 @@ def test_each_block_runs_or_says_why_not(script: Any) -> None:
             where = f"{name_of(page)}, line {block.first}"
             if block.kind == "{code-block} python":
                 assert block.lines[0].startswith(script.NOT_RUN), where
+                compile("\n".join(block.lines[1:]), where, "exec")  # a program all the same
             else:
                 assert block.kind in script.KINDS or block.kind.startswith("{"), where
 
@@ -180,6 +181,20 @@ def test_what_a_page_needs(script: Any, tmp_path: Path) -> None:
         "```python\nimport os.path, not_there.at_all\nfrom nor_this import a\n```\n```{code-block} python\nimport never\n```\n"
     )
     assert script.missing(page) == ["nor_this", "not_there"]
-    page.write_text("text\n```python\nx = 1\n")
-    with pytest.raises(script.MistakeError, match="line 2: this block does not end"):
-        script.missing(page)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("text\n```python\nx = 1\n", "line 2: this block does not end"),
+        ("text\n\n    x = 1\n", "line 3: a block begins with ``` at the margin"),
+        ("* text\n  ```python\n  x = 1\n  ```\n", "line 2: a block begins with ``` at the margin"),
+        ("~~~python\nx = 1\n~~~\n", "line 1: a block begins with ``` at the margin"),
+    ],
+)
+def test_no_block_is_overlooked(script: Any, tmp_path: Path, text: str, told: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(script.MistakeError, match=told):
+        list(script.blocks(page))

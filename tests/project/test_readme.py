@@ -19,9 +19,8 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_first_example(tmp_path: Path) -> None:
-    block = re.search(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert block is not None
-    (tmp_path / "example.py").write_text(block[1])
+    (example,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)  # there is no other one
+    (tmp_path / "example.py").write_text(example)
     assert run(tmp_path, "example.py").count("tensor(") == 2  # the gradients that it prints
 
 
