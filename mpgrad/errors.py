@@ -204,11 +204,9 @@ class UnsupportedTorchError(RuntimeError):
 
     Example:
         >>> import mpgrad
-        >>> try:
-        ...     pool = mpgrad.Pool(processes=1)
-        ... except mpgrad.UnsupportedTorchError as error:
-        ...     raise SystemExit(f"install torch {error.tried[-1]} instead of {error.version}") from error
-        >>> pool.terminate()
+        >>> error = mpgrad.UnsupportedTorchError("2.6.0", ["a backward runs later nodes first"], ["2.8", "2.9"])
+        >>> f"install torch {error.tried[-1]} instead of {error.version}"
+        'install torch 2.9 instead of 2.6.0'
     """
 
     def __init__(self, version: str, behaviours: Sequence[str], tried: Sequence[str]) -> None:

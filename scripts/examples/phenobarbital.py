@@ -102,11 +102,10 @@ class Comparison(NamedTuple):
         return zip(self.serial, self.pool, strict=True)
 
     @property
-    def speed_up_told(self) -> str:
-        """With what a reader has to know who would take it for that of a quiet machine."""
+    def remark(self) -> str:
+        """What a reader has to know who would take the speed-up for that of a quiet machine."""
         taken = statistics.median(self.taken)
-        remark = f" (others used {taken:.1f} CPUs meanwhile: more on a quiet machine)" if taken > TAKEN else ""
-        return f"{self.speed_up:.2f}{remark}"
+        return f"(others used {taken:.1f} CPUs meanwhile: more on a quiet machine)" if taken > TAKEN else ""
 
 
 # --- the fit
@@ -152,9 +151,9 @@ def compare(loop: Loop, infants: Sequence[Infant], path: Sequence[Tensor], round
         itertools.islice(itertools.cycle(path), rounds), total=rounds, desc="serial and pool", unit=" rounds"
     ):
         for side, evaluations in sides:
-            others = OthersClock()
+            others = OthersClock() if side is serial else None
             evaluations.append(evaluate(side, infants, parameters))
-            if side is serial:
+            if others is not None:
                 comparison.taken.append(others.cpus())
         sides.reverse()
     return comparison
@@ -197,7 +196,7 @@ def report_comparison(comparison: Comparison) -> None:
     print(f"one evaluation of objective and gradient, median of {len(comparison.serial)} rounds in turns:")
     print(f"  serial             {median_seconds(comparison.serial):.3f} s")
     print(f"  pool               {median_seconds(comparison.pool):.3f} s")
-    print(f"  speed-up           {comparison.speed_up_told}")
+    print(f"  speed-up           {comparison.speed_up:.2f} {comparison.remark}".rstrip())
     print(f"largest difference between serial and pool gradients: {comparison.gradient_difference:.1e}")
 
 
@@ -290,7 +289,8 @@ def draw_speed(axes: Axes, comparison: Comparison, workers: str) -> None:
         axes.text(where, median, f"{median:.3f} s", color=colour, va="center", ha=align, fontsize=11)
     axes.set_xticks([0, 1], ["serial loop", workers])
     axes.set(xlim=(-0.5, 1.5), ylim=(0, None), ylabel="time of objective and gradient (s)")
-    axes.set_title(f"Speed-up {comparison.speed_up_told},\nmedian of {len(comparison.serial)} rounds")
+    title = f"Speed-up {comparison.speed_up:.2f}, median of {len(comparison.serial)} rounds"
+    axes.set_title("\n".join(filter(None, (title, comparison.remark))))
 
 
 # --- the command line

@@ -358,6 +358,19 @@ class TestSpeedUp:
         assert f"  speed-up           {told}\n" in capsys.readouterr().out
 
     def test_others_are_looked_at_in_each_serial_evaluation(self, few: list[Infant], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(phenobarbital.OthersClock, "cpus", lambda clock: 0.7)
-        with mpgrad.Pool(engine="inline") as pool:
-            assert phenobarbital.compare(pool.map, few, [START], rounds=2).taken == [0.7, 0.7]
+        done: list[object] = []
+        real = phenobarbital.evaluate
+        monkeypatch.setattr(phenobarbital, "evaluate", lambda side, *rest: (done.append(side), real(side, *rest))[1])
+        monkeypatch.setattr(phenobarbital, "OthersClock", lambda: done.append("from here") or Clock())
+
+        class Clock:
+            def cpus(self) -> float:
+                done.append("to here")
+                return 0.7
+
+        def other(function: Callable[[Infant], Tensor], infants: Sequence[Infant]) -> Sequence[Tensor]:
+            return serial(function, infants)
+
+        assert phenobarbital.compare(other, few, [START], rounds=2).taken == [0.7, 0.7]
+        looked = ["from here", serial, "to here"]
+        assert done == [*looked, other, other, *looked]  # the sides take turns
