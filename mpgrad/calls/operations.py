@@ -91,6 +91,8 @@ class Operation:
         self.unsorted = False  # the queue may have to be put in order before calls are taken from it
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
+        self._failed: Failed | None = None  # the first item's that failed, so far; here also when outcomes have been taken
+        self._failed_at: float = math.inf
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
         self.mutated = False  # a call wrote into a captured tensor
@@ -125,10 +127,7 @@ class Operation:
 
     def first_failure(self) -> Failed | None:
         """What is to be raised, as the serial loop would have: the exception of the first failing item."""
-        if self.return_errors:
-            return None
-        failures = {index: outcome for index, outcome in self.outcomes.items() if isinstance(outcome, Failed)}
-        return failures[min(failures)] if failures else None
+        return None if self.return_errors else self._failed
 
     def value(self, index: int) -> Any:
         """The result of item `index`, which has come, as tensors with gradients; raises where the call raised."""
@@ -236,17 +235,23 @@ class Operation:
     # --- the scheduling thread
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
-        """What came of a call, unless it is past the limit. A failure that counts makes its call the limit."""
+        """What came of a call, unless it is past the limit. A failure that counts makes its call the limit.
+
+        As soon as that makes the operation `finished`, another thread may take the outcomes. So that is written last.
+        """
         if isinstance(outcome, BaseException):
             outcome = Failed.with_error(outcome)
         if index >= self.limit:
             return
         self.outcomes[index] = outcome
-        self.delivered += 1
+        if isinstance(outcome, Failed) and index < self._failed_at:
+            self._failed, self._failed_at = outcome, index
         if self.stop_at_failure and isinstance(outcome, Failed):
-            self.limit = index
             self.unsorted = self.largest_first
-            self.delivered = sum(1 for each in self.outcomes if each < index)
+            self.delivered = sum(1 for each in self.outcomes if each < index)  # no more than before, so it comes first
+            self.limit = index
+        else:
+            self.delivered += 1
         self.on_outcome(index)
         self.tell_if_finished()
 
@@ -280,3 +285,4 @@ class Operation:
         self.queue.clear()
         self.waiting.clear()
         self.outcomes.clear()
+        self._failed, self._failed_at = None, math.inf

@@ -8,15 +8,18 @@ import gc
 import itertools
 import logging
 import multiprocessing
+import queue
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import mpgrad
+from mpgrad.calls.operations import Operation, OperationOptions
 
 pytestmark = pytest.mark.quick
 
@@ -92,6 +95,54 @@ def test_callbacks(pool: mpgrad.Pool) -> None:
     assert isinstance(error, LookupError)
     value.sum().backward()
     assert torch.equal(x.grad, x.exp().detach())
+
+
+@pytest.mark.parametrize("name", ["map_async", "apply_async"])
+@pytest.mark.parametrize("function", [abs, fails])
+def test_a_callback_is_told_though_somebody_has_the_result_already(
+    pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, name: str, function: Any
+) -> None:
+    """Symptom: now and then, an `error_callback` was never called.
+
+    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then looked for a failure there.
+    """
+    asks, taken, told = threading.current_thread(), threading.Event(), queue.SimpleQueue[Any]()
+    tell = Operation.tell_if_finished
+
+    def tell_late(operation: Operation) -> None:
+        if operation.finished and threading.current_thread() is not asks:  # with engine "inline" it is
+            assert taken.wait(30)
+        tell(operation)
+
+    monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+    result = getattr(pool, name)(function, [-1], callback=told.put, error_callback=told.put)
+    while not result.ready():
+        time.sleep(0)
+    try:
+        wanted = result.get()
+    except LookupError as error:
+        wanted = error
+    taken.set()
+    assert told.get(timeout=30) is wanted
+
+
+def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
+    """By reading: `get` could raise the exception of a later item. Cause: the operation was `finished` for an instant."""
+
+    class Watched(Operation):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name in ("delivered", "limit") and len(self.outcomes) > 0 and self.finished:  # another thread may look here
+                assert self.outcomes.keys() >= set(range(min(self.added, self.limit)))
+                assert self.first_failure() is self.outcomes[self.limit]
+
+    conditions = SimpleNamespace(names=None), None, None, 0
+    operation = Watched(conditions, None, None, OperationOptions())  # type: ignore[arg-type]
+    operation.added, operation.sealed = 8, True
+    for index, outcome in ((5, LookupError()), (6, None), (3, LookupError()), (0, None), (2, None), (1, LookupError())):
+        assert not operation.finished
+        operation.deliver(index, outcome)  # type: ignore[arg-type]
+    assert operation.finished and operation.limit == 1
 
 
 def test_a_callback_that_raises_or_waits_does_no_harm(pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
