@@ -91,8 +91,7 @@ class Operation:
         self.unsorted = False  # the queue may have to be put in order before calls are taken from it
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
-        self._failed: Failed | None = None  # the first item's that failed, so far; here also when outcomes have been taken
-        self._failed_at: float = math.inf
+        self._failed: Failed | None = None  # the outcome at the limit; here also when outcomes have been taken
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
         self.mutated = False  # a call wrote into a captured tensor
@@ -244,9 +243,8 @@ class Operation:
         if index >= self.limit:
             return
         self.outcomes[index] = outcome
-        if isinstance(outcome, Failed) and index < self._failed_at:
-            self._failed, self._failed_at = outcome, index
         if self.stop_at_failure and isinstance(outcome, Failed):
+            self._failed = outcome
             self.unsorted = self.largest_first
             self.delivered = sum(1 for each in self.outcomes if each < index)  # no more than before, so it comes first
             self.limit = index
@@ -285,4 +283,4 @@ class Operation:
         self.queue.clear()
         self.waiting.clear()
         self.outcomes.clear()
-        self._failed, self._failed_at = None, math.inf
+        self._failed = None

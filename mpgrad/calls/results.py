@@ -123,6 +123,7 @@ class AsyncResult(Generic[R]):
         self._value: Any = None
         self._error: BaseException | None = None
         self._fetched = False
+        self._is_collected = False  # somebody has asked for the result, or whether there is one
         self._is_abandoned = False
         operation.on_finished = self._finish
         operation.holder = weakref.ref(self)
@@ -137,7 +138,7 @@ class AsyncResult(Generic[R]):
         """
         if not self._wait(timeout):
             raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
-        self._uncollected.collected(self._number)
+        self._collect()
         with self._lock:
             if not self._fetched:
                 try:
@@ -186,7 +187,7 @@ class AsyncResult(Generic[R]):
         """
         if not self.ready():
             raise ValueError("the result is not ready; wait for it first (result.wait())")
-        self._uncollected.collected(self._number)
+        self._collect()
         if self._fetched:
             return self._error is None
         return self._operation.first_failure() is None
@@ -202,8 +203,15 @@ class AsyncResult(Generic[R]):
                 self._error_callback(failed.error())
             else:
                 self._uncollected.note(self._number, failed)
+                if self._is_collected:  # before it was noted: whoever waits may be faster than this thread
+                    self._collect()
         except BaseException:  # it is the caller's code in the pool's thread, which has to go on
             report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
+
+    def _collect(self) -> None:
+        """Nobody else has to be told of a failure."""
+        self._is_collected = True
+        self._uncollected.collected(self._number)
 
 
 class ExceptionOfTask(Exception):

@@ -182,7 +182,7 @@ class Scheduler(ABC):
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
         pending: list[Operation] = []
-        looked, ended = False, 0  # how many of them had ended at the last look: each look goes on from there
+        looked, ended, told = False, 0, False  # ended: how many of them had at the last look, from which the next one goes on
 
         def look() -> None:
             nonlocal looked
@@ -192,13 +192,22 @@ class Scheduler(ABC):
 
         def all_ended() -> bool:
             nonlocal ended
-            while ended < len(pending) and pending[ended].has_ended:
-                ended += 1
-            return looked and ended == len(pending)
+            at = ended  # two threads may look at once
+            while at < len(pending) and pending[at].has_ended:
+                at += 1
+            ended = at
+            return looked and at == len(pending)
+
+        def all_told() -> None:
+            nonlocal told
+            told = True
+            self.tell_waiters()
 
         self.post(look)
         try:
             self.wait_until(all_ended)
+            self.post(all_told)  # an order runs between two deliveries, so holders and callbacks have heard of the last one
+            self.wait_until(lambda: told)
         except BaseException:  # KeyboardInterrupt, above all
             for operation in pending:
                 if operation.holder is not None:

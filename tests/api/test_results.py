@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,63 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
         wanted = error
     taken.set()
     assert told.get(timeout=30) is wanted
+
+
+def test_a_failure_that_was_asked_for_does_not_surface_again(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks may be faster than the scheduling thread, which notes the failure for `synchronize`."""
+    asks, taken = threading.current_thread(), threading.Event()
+    tell = Operation.tell_if_finished
+
+    def tell_late(operation: Operation) -> None:
+        if operation.finished and threading.current_thread() is not asks:
+            assert taken.wait(30)
+        tell(operation)
+
+    monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+    result = pool.map_async(fails, [-1])
+    while not result.ready():
+        time.sleep(0)
+    with pytest.raises(LookupError):
+        result.get()
+    taken.set()
+    pool.synchronize()
+
+
+def test_synchronize_waits_until_a_failure_is_noted(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By reading: it could return as soon as the last call had ended, before callbacks and notes of its failure."""
+    gate, is_telling, may_tell, looked = tmp_path / "gate", threading.Event(), threading.Event(), threading.Event()
+    tell = Operation.tell_if_finished
+
+    def waits_and_fails() -> None:
+        while not gate.exists():
+            time.sleep(1e-3)
+        raise LookupError("no")
+
+    def tell_late(operation: Operation) -> None:
+        if operation.finished:
+            is_telling.set()
+            assert may_tell.wait(30)
+        tell(operation)
+
+    result = pool2.apply_async(waits_and_fails)
+    scheduler = pool2._scheduler
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        waits = executor.submit(pool2.synchronize)
+        while not scheduler._waiters:
+            time.sleep(0)
+        scheduler.post(looked.set)  # behind the order by which `synchronize` looks for what is under way
+        assert looked.wait(30)
+        monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+        gate.touch()
+        assert is_telling.wait(30)
+        scheduler.tell_waiters()  # it asks, now that the call has ended
+        ended, _ = concurrent.futures.wait([waits], timeout=0.2)
+        may_tell.set()
+        assert not ended and result.ready()
+        with pytest.raises(LookupError):
+            waits.result()
 
 
 def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
