@@ -132,6 +132,8 @@ class Submitted(Operation):
         self._tell_dependents()
 
     def cancel(self) -> None:
+        if self.finished:
+            return  # the result may have been given to other calls, which are to be connected with it
         super().cancel()
         self._tell_dependents()
 

@@ -362,6 +362,38 @@ def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, t
     assert x.grad is not None and x.grad.tolist() == [9, 9]
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_was_given_to_other_calls_is_not_called_off_once_it_is_there(
+    fresh_pool: mpgrad.Pool, tmp_path: Path, taken: bool
+) -> None:
+    """Symptom: `AncestorFailedError`, or in a call that has run `KeyError: 0`, though the argument was there.
+
+    Cause: after an interrupted wait a future is called off when nobody holds it; but calls of which others had been connected
+    with it no longer counted as its users.
+    """
+
+    def task(x: Tensor) -> Tensor:
+        wait_for((tmp_path / "go").exists)
+        return x * 3
+
+    def late() -> Tensor:
+        wait_for((tmp_path / "end").exists)
+        return torch.ones(2)
+
+    x = torch.ones(2, requires_grad=True)
+    given = fresh_pool.submit(task, x)
+    first, second = fresh_pool.submit(torch.sin, given), fresh_pool.submit(torch.add, given, fresh_pool.submit(late))
+    with interrupted(functools.partial(somebody_waits, fresh_pool)):
+        given.result()
+    (tmp_path / "go").touch()
+    (given if taken else first).result()
+    del given
+    fresh_pool._scheduler.post(lambda: None)  # it is called off before
+    (tmp_path / "end").touch()
+    second.result().sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
 def test_a_timeout_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     future = fresh_pool.submit(wait_for, (tmp_path / "go").exists)
     result = fresh_pool.apply_async(wait_for, [(tmp_path / "go").exists])
