@@ -98,16 +98,10 @@ def test_callbacks(pool: mpgrad.Pool) -> None:
     assert torch.equal(x.grad, x.exp().detach())
 
 
-@pytest.mark.parametrize("name", ["map_async", "apply_async"])
-@pytest.mark.parametrize("function", [abs, fails])
-def test_a_callback_is_told_though_somebody_has_the_result_already(
-    pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, name: str, function: Any
-) -> None:
-    """Symptom: now and then, an `error_callback` was never called.
-
-    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then looked for a failure there.
-    """
-    asks, taken, told = threading.current_thread(), threading.Event(), queue.SimpleQueue[Any]()
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """That the result has been taken. The scheduling thread tells nobody of an end before."""
+    asks, taken = threading.current_thread(), threading.Event()
     tell = Operation.tell_if_finished
 
     def tell_late(operation: Operation) -> None:
@@ -116,6 +110,19 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
         tell(operation)
 
     monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+    return taken
+
+
+@pytest.mark.parametrize("name", ["map_async", "apply_async"])
+@pytest.mark.parametrize("function", [abs, fails])
+def test_a_callback_is_told_though_somebody_has_the_result_already(
+    pool: mpgrad.Pool, taken: threading.Event, name: str, function: Any
+) -> None:
+    """Symptom: now and then, an `error_callback` was never called.
+
+    Cause: `get` takes the outcomes as soon as all calls have ended, and the scheduling thread then looked for a failure there.
+    """
+    told = queue.SimpleQueue[Any]()
     result = getattr(pool, name)(function, [-1], callback=told.put, error_callback=told.put)
     while not result.ready():
         time.sleep(0)
@@ -127,17 +134,8 @@ def test_a_callback_is_told_though_somebody_has_the_result_already(
     assert told.get(timeout=30) is wanted
 
 
-def test_a_failure_that_was_asked_for_does_not_surface_again(pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_was_asked_for_does_not_surface_again(pool: mpgrad.Pool, taken: threading.Event) -> None:
     """Whoever asks may be faster than the scheduling thread, which notes the failure for `synchronize`."""
-    asks, taken = threading.current_thread(), threading.Event()
-    tell = Operation.tell_if_finished
-
-    def tell_late(operation: Operation) -> None:
-        if operation.finished and threading.current_thread() is not asks:
-            assert taken.wait(30)
-        tell(operation)
-
-    monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
     result = pool.map_async(fails, [-1])
     while not result.ready():
         time.sleep(0)

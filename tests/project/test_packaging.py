@@ -14,6 +14,7 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ import yaml
 import mpgrad
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "pages.py"
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 
 
@@ -35,7 +37,7 @@ def can_build() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_build(), reason="build and a setuptools that it can use are not installed")
-def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> None:
+def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(script: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)]
@@ -49,10 +51,10 @@ def test_build_gives_an_sdist_and_a_pure_wheel_made_from_it(tmp_path: Path) -> N
         assert {"mpgrad/joblib.py", "mpgrad/workers/main.py", "mpgrad/py.typed"} <= set(wheel.namelist())
         metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
     assert "Keywords: pytorch" in metadata and "Provides-Extra: joblib" in metadata
-    runs_the_first_tutorial(tmp_path / "dist" / f"{name}-py3-none-any.whl", tmp_path / "environment")
+    runs_the_first_tutorial(script, tmp_path / "dist" / f"{name}-py3-none-any.whl", tmp_path / "environment")
 
 
-def runs_the_first_tutorial(wheel: Path, folder: Path) -> None:
+def runs_the_first_tutorial(script: Any, wheel: Path, folder: Path) -> None:
     """In an environment whose mpgrad is the wheel's: from the one of the tests it has torch and the like, not the clone."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -61,8 +63,7 @@ def runs_the_first_tutorial(wheel: Path, folder: Path) -> None:
     # searched after the environment's own folder; .pth files in them, as that of an editable install, are not read
     (packages / "tests.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     tutorial = ROOT / "docs" / "tutorials" / "first_loop.md"
-    program = "".join(re.findall(r"^```python\n(.*?)^```$", tutorial.read_text(), re.MULTILINE | re.DOTALL))
-    (folder / "page.py").write_text(f"{program}\nprint(mpgrad.__file__)\n")
+    (folder / "page.py").write_text(f"{script.program(tutorial)}\nprint(mpgrad.__file__)\n")
     environment = {**os.environ, "PYTHONPATH": "", "MPLBACKEND": "Agg"}
     ended = subprocess.run(
         [folder / "bin" / "python", "page.py"], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
