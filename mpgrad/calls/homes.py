@@ -15,14 +15,14 @@ import torch
 from mpgrad.autograd.remote_graph import Grads, Order, Promise, Reach, RemoteGraph, forget_oldest
 from mpgrad.autograd.running import note_failure
 from mpgrad.calls.delivered_gradients import DeliveredGradients, ReadyReply, factors_of, is_in_range, loss_gradients, scaled
-from mpgrad.calls.output import warned_again
+from mpgrad.calls.output import Warnings, taken, warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, InternalError, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import raised_again
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.tracebacks import shown
-from mpgrad.wire.messages import Failure, Warned
+from mpgrad.wire.messages import Failure
 from mpgrad.wire.tensor_packing import Packer, Placed, placed_again, staged_again
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, views
 
@@ -67,7 +67,7 @@ class GradientReply:
         self.graph: RemoteGraph | None = None
         self.reached: Sequence[int] = ()  # captures that `graph` depends on, of those with more behind them
         self.calls = 0  # of which these are the sums, where they are sums
-        self.warned: Sequence[Warned] = ()  # of all the backwards that travelled with this one
+        self.warned: Warnings = ()  # of all the backwards that travelled with this one
 
     @property
     def arrived(self) -> bool:
@@ -109,10 +109,6 @@ class GradientReply:
     def has_failed(self) -> bool:
         return callable(self._outcome)
 
-    def take_warnings(self) -> Sequence[Warned]:
-        warned, self.warned = self.warned, ()
-        return warned
-
     def gradients(self) -> list[torch.Tensor | None]:
         found, payload, memories = self._wait()
 
@@ -133,7 +129,7 @@ class GradientReply:
         if self._outcome is None:
             self._wait_until(lambda: self.arrived)
         outcome = self._outcome
-        for each in self.take_warnings():
+        for each in taken(self.warned):
             warned_again(*each)
         if callable(outcome):
             if self._graph_task is not None:

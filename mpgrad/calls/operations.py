@@ -23,7 +23,7 @@ from mpgrad.autograd.remote_graph import Home, Members, modified_in_place
 from mpgrad.calls.claims import gates_to
 from mpgrad.calls.device_choice import Request
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome
-from mpgrad.calls.output import warned_again
+from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import Conditions, PackedCall
 from mpgrad.pickling import structure
 from mpgrad.torch_state.private import outside_transforms
@@ -155,16 +155,8 @@ class Operation:
         self.captures = None  # whoever keeps the operation need not keep what its results do not depend on
         return results
 
-    def take_warnings(self) -> Iterator[Warned]:
-        """Those of tasks that have come, each once, whoever asks."""
-        while True:
-            try:
-                yield self.warned.popleft()
-            except IndexError:
-                return
-
     def _warn(self) -> None:
-        for warned in self.take_warnings():
+        for warned in taken(self.warned):
             warned_again(*warned)
         if self.mutated:
             self.mutated = False

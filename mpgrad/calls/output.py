@@ -8,13 +8,15 @@ import pickle
 import sys
 import traceback
 import warnings
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from mpgrad.pickling import classes
 from mpgrad.tracebacks import is_own, outside
-from mpgrad.wire.messages import Logged, Printed
+from mpgrad.wire.messages import Logged, Printed, Warned
 
-__all__ = ["given_again", "lowest_log_level", "report", "warned_again"]
+__all__ = ["Warnings", "given_again", "lowest_log_level", "report", "taken", "warned_again"]
 
 log = logging.getLogger("mpgrad")
 
@@ -61,6 +63,18 @@ def lowest_log_level() -> int:
 
 
 ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"
+
+
+Warnings = deque[Warned] | tuple[()]  # of tasks, that have come
+
+
+def taken(warned: Warnings) -> Iterator[Warned]:
+    """Each once, though several threads may ask."""
+    while warned:
+        try:
+            yield warned.popleft()
+        except IndexError:  # another thread was faster
+            return
 
 
 def warned_again(message: bytes, file: str, line: int) -> None:

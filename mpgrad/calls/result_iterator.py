@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from typing import Generic, TypeVar
 
 from mpgrad.calls.operations import Operation
@@ -71,16 +72,18 @@ class ResultIterator(Generic[R]):
         with self._turn:  # several threads may share the iterator
             if self._next == self._operation.added:
                 self._end()
-            there = self._is_there if self._ordered else lambda: bool(self._arrived)
             try:
-                is_there = self._desk.wait_until(there, timeout)
+                is_there = self._desk.wait_until(self._is_there, timeout)
             except BaseException:  # KeyboardInterrupt, above all
                 self._abandon()
                 raise
             if not is_there:
                 raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
-            index = self._next if self._ordered else self._arrived.popleft()
+            has_come = self._has_come()
+            index = self._next if self._ordered or not has_come else self._arrived.popleft()
             self._next += 1
+            if not has_come:
+                raise CancelledError
             self._fill()
         value: R = self._operation.value(index)
         return value
@@ -88,7 +91,11 @@ class ResultIterator(Generic[R]):
     __next__ = next
 
     def _is_there(self) -> bool:
-        return self._next in self._operation.outcomes
+        """The next result, or that it never will be: its call may have been added after all were called off."""
+        return self._has_come() or self._operation.limit == 0
+
+    def _has_come(self) -> bool:
+        return self._next in self._operation.outcomes if self._ordered else bool(self._arrived)
 
     def _end(self) -> None:
         self._on_awaited()

@@ -66,21 +66,25 @@ class Uncollected:
     def __init__(self) -> None:
         self._errors: dict[int, Failed] = {}
         self._numbers = itertools.count()
+        self._lock = threading.Lock()  # the scheduling thread notes while any other may look
 
     def number(self) -> int:
         """For a result that may become a failure."""
         return next(self._numbers)
 
     def note(self, number: int, error: Failed) -> None:
-        if len(self._errors) < self.MOST:
-            self._errors[number] = error
+        with self._lock:
+            if len(self._errors) < self.MOST:
+                self._errors[number] = error
 
     def collected(self, number: int) -> None:
-        self._errors.pop(number, None)
+        with self._lock:
+            self._errors.pop(number, None)
 
     def surface(self) -> None:
         """Raise the failure of what was submitted first, and forget them all."""
-        errors, self._errors = self._errors, {}
+        with self._lock:
+            errors, self._errors = self._errors, {}
         if errors:
             first = errors.pop(min(errors)).error()
             if errors:

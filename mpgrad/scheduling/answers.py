@@ -8,12 +8,14 @@ Assumes: called by the scheduling thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 from mpgrad.autograd.remote_graph import Home, RemoteGraph
 from mpgrad.calls.delivered_gradients import DeliveredGradients
 from mpgrad.calls.homes import GradientReply, raised_from
-from mpgrad.calls.outcomes import Delivered, Failed
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.addresses import slab_of
@@ -37,19 +39,32 @@ class Answers:
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
 
     def results(self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview) -> None:
-        """Each call that ran gets its outcome; `chunk` may have more, which were called off."""
+        """Each call that ran gets its outcome; `chunk` may have more, which were called off.
+
+        What is known of the graphs is noted before: another thread may look as soon as the last outcome is there.
+        """
         operation = chunk.operation
         assert operation is not None
-        operation.mutated = operation.mutated or message.mutated
+        if message.mutated:
+            operation.mutated = True
         operation.warned.extend(message.warned)
         if message.reached and operation.home.reach is not None:
             operation.home.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
+        outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
+        note_graphs(worker, message)
+        for index, outcome in outcomes:
+            operation.deliver(index, outcome)
+
+    def _outcomes(
+        self, worker: WorkerHandle, chunk: Chunk, operation: Operation, message: Results, payload: memoryview
+    ) -> Iterator[tuple[int, Outcome | BaseException]]:
+        """With the calls' indices."""
         for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
             if isinstance(outcome, Failure):
                 name = operation.names.words(call.item + outcome.offset)
-                operation.deliver(call.index, failed_again(outcome, name, worker))
+                yield call.index, failed_again(outcome, name, worker)
                 continue
             graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
@@ -67,7 +82,7 @@ class Answers:
             try:
                 memories = self._borrow(outcome.tensors, gradients)
             except SharedMemoryError as error:
-                operation.deliver(call.index, error)
+                yield call.index, error
                 continue
             if graph is not None and outcome.gradients is not None:
                 apart = operation.ahead == RunAhead.APART
@@ -84,13 +99,13 @@ class Answers:
                     staying.forgets_call = True
             if graph is None:
                 call.claims = ()  # of what gave it something, no gradient is wanted
-            operation.deliver(call.index, Delivered(outcome, payload, memories, graph, call, worker, staying))
-        note_graphs(worker, message)
+            yield call.index, Delivered(outcome, payload, memories, graph, call, worker, staying)
 
     def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
         """Each backward that ran gets its reply; those whose graphs were missing go back to the backlog."""
-        first = chunk.gradients[0].reply
-        first.warned = [*first.warned, *message.warned]
+        if message.warned:
+            first = chunk.gradients[0].reply
+            first.warned = deque([*first.warned, *message.warned])
         note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.gradients[position].reply.reached = reached

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -67,6 +68,7 @@ class Scheduler(ABC):
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
         self.workers: dict[int, WorkerHandle] = {}
+        self._settling = threading.RLock()
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
         self._codes = codes = Codes(self.workers)
@@ -289,7 +291,7 @@ class Scheduler(ABC):
             self.staff.kills,
             self.recovery.reruns,
             calls_here,
-            len(self.admissions.unfinished),
+            sum(not operation.finished for operation in list(self.admissions.unfinished)),
             self.receiver.items_done,
             self._items_left(),
             self.receiver.backwards_done,
@@ -418,20 +420,28 @@ class Scheduler(ABC):
                 self.memory.close()
 
     def _settle(self) -> None:
-        """After the end: answer what came too late. Runs in whichever thread finds it, perhaps in several."""
-        while True:
+        """After the end: answer what came too late. Runs in whichever thread finds it, but in one at a time."""
+        unfinished = self.admissions.unfinished
+        while self.inbox or unfinished:
+            if not self._settling.acquire(blocking=False):
+                return  # whoever has it looks once more after giving it back
             try:
-                order = self.inbox.popleft()
-            except IndexError:
-                break
-            try:
-                order()
-            except BaseException:  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
-                report(logging.ERROR, "an order that came too late failed", with_traceback=True)
-        for operation in list(self.admissions.unfinished):
-            operation.fail(self.life.ended or InternalError("settled before the end"))
-            self.admissions.unfinished.pop(operation, None)
+                while self.inbox:
+                    do_too_late(self.inbox.popleft())
+                while unfinished:
+                    operation = next(iter(unfinished))
+                    del unfinished[operation]  # first: callbacks may ask for something, which comes here again
+                    operation.fail(self.life.ended or InternalError("settled before the end"))
+            finally:
+                self._settling.release()
         self.tell_waiters()
+
+
+def do_too_late(order: Callable[[], None]) -> None:
+    try:
+        order()
+    except BaseException:  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
+        report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 
 def statistics(worker: WorkerHandle) -> WorkerStats:

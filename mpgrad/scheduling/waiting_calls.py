@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpgrad.autograd.remote_graph import Promise
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Delivered, Failed
+from mpgrad.calls.output import taken
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.chunks import SentGradients
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -63,7 +65,7 @@ class Dependents:
         outcomes = [claim.outcome for claim in call.claims]
         for claim, outcome in zip(call.claims, outcomes, strict=True):
             put_in(call, outcome, self._packer if operation.request is not None and operation.request.staged else None)
-            operation.warned.extend(claim.source.take_warnings())  # perhaps nobody ever asks for the value itself
+            operation.warned.extend(taken(claim.source.warned))  # perhaps nobody ever asks for the value itself
         if operation.request is not None:
             try:
                 operation.request.look_again(call)
@@ -88,7 +90,8 @@ class Dependents:
                 self._ended.backward_has_failed()
                 return
         for promise in promises:
-            sent.reply.warned = [*sent.reply.warned, *promise.reply.take_warnings()]
+            if promise.reply.warned:
+                sent.reply.warned = deque([*sent.reply.warned, *taken(promise.reply.warned)])
         worker = sent.what.graph.worker
         assert isinstance(worker, WorkerHandle)
         staged_by = self._packer if worker.device == 0 else None

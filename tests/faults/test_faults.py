@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import PATIENCE
 
 import mpgrad
+from mpgrad.calls.operations import Operation
 from mpgrad.memory import arena
 from mpgrad.scheduling.answers import Answers
 from mpgrad.scheduling.chunk_writer import ChunkWriter
@@ -425,6 +427,37 @@ def test_terminate_fails_what_is_under_way(nursery: mpgrad.Pool) -> None:
     for wait in (result.get, future.result, iterator.next):
         with pytest.raises(mpgrad.PoolClosedError):
             wait()
+
+
+def test_one_thread_at_a_time_answers_what_came_too_late(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would give an operation the same error twice."""
+    failed, entered, go = [], threading.Event(), threading.Event()
+    fail = Operation.fail
+
+    def fail_slowly(operation: Operation, error: BaseException) -> None:
+        failed.append(operation)
+        entered.set()
+        assert go.wait(PATIENCE)
+        fail(operation, error)
+
+    pool = mpgrad.Pool(1, send="always")
+    results = [pool.apply_async(time.sleep, (600,)) for _ in range(2)]
+    monkeypatch.setattr(Operation, "fail", fail_slowly)
+    ends = threading.Thread(target=pool.terminate)
+    ends.start()
+    assert entered.wait(PATIENCE)
+    late = threading.Event()
+    other = threading.Thread(target=pool._scheduler.post, args=(late.set,))
+    other.start()
+    other.join(1)  # it waits for nobody
+    assert not other.is_alive()
+    go.set()
+    ends.join()
+    assert late.wait(PATIENCE)
+    assert failed == [result._operation for result in results]
+    for result in results:
+        with pytest.raises(mpgrad.PoolClosedError):
+            result.get(PATIENCE)
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])

@@ -737,6 +737,28 @@ def test_a_second_interrupt_while_the_first_one_calls_off(
     assert_same([x.grad], serial_gradients(lambda x: stuck_in_backward(tmp_path, busy, x), [x]))
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_iterator_adds_a_call_after_all_were_called_off(fresh_pool: mpgrad.Pool, ordered: bool) -> None:
+    """As where one thread iterates while another one leaves the executor's `with` by an interrupt."""
+    scheduler = fresh_pool._scheduler
+
+    def source() -> Iterator[int]:
+        yield 0
+        called_off = threading.Event()
+        scheduler.call_off_all()
+        scheduler.post(called_off.set)
+        assert called_off.wait(PATIENCE)
+        yield 1
+
+    results = (fresh_pool.imap if ordered else fresh_pool.imap_unordered)(abs, source())
+    with contextlib.suppress(concurrent.futures.CancelledError):  # it may have been faster
+        assert results.next(PATIENCE) == 0
+    with pytest.raises(concurrent.futures.CancelledError):
+        results.next(PATIENCE)
+    with pytest.raises(StopIteration):
+        results.next(PATIENCE)
+
+
 class Interrupter:
     """Raises where Python looks for signals: at the beginning of functions of mpgrad's, and after calls of C functions."""
 

@@ -189,3 +189,20 @@ def test_a_pool_that_has_nothing_to_do_does_nothing(pool: mpgrad.Pool) -> None:
         if counted(pool) == before:
             return
     raise AssertionError("an idle pool goes on with system calls")
+
+
+def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> None:
+    """They are right as soon as the last outcome is there, not an instant later."""
+    x = torch.ones(3, requires_grad=True)
+    with mpgrad.Pool(1, send="always", graphs="keep", graph_memory="1 GiB") as pool:
+        y = pool.map(double, [x], 1)
+        before = pool.stats()
+        result = pool.map_async(double, [x], 1)
+        at_once: list[PoolStats] = []
+        result._operation.on_outcome = lambda index: at_once.append(pool.stats())  # in the scheduling thread
+        z = result.get()
+        (found,), later = at_once, pool.stats()
+        assert (found.operations, found.calls_left, found.calls) == (0, 0, 2)
+        assert (found.workers[0].graphs, found.workers[0].graph_bytes) == (2, later.workers[0].graph_bytes)
+        assert 0 < before.workers[0].graph_bytes < found.workers[0].graph_bytes
+        del y, z
