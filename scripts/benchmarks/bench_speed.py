@@ -41,6 +41,7 @@ ROWS: dict[str, Row] = {
     "adaptive": grains.bench_adaptive,
     "transfer": copies.bench_transfer,
     "captures": copies.bench_captures,
+    "deterministic": copies.bench_deterministic,
     "tail": tail.bench_tail,
     "start": processes.bench_start,
     "memory": processes.bench_memory,

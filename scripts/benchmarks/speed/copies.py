@@ -25,6 +25,7 @@ from common import (
     python_item,
     serial,
     timed,
+    tiny_items,
 )
 from common import one_backward as backward_of_all
 from figures import Figure, interleaved, median_figure, ratios
@@ -39,6 +40,7 @@ CAPTURES_AIM = ("<=", 1.2)
 RATIO_OF_SIZES = 16  # of the largest tensor to the smallest
 ITEM_SECONDS = 5e-4  # of an item of the map with captures
 PARAMETERS = 64
+FEW_PARAMETERS = 20
 
 # --- large tensors
 
@@ -174,6 +176,28 @@ def bench_captures(pools: Pools, plan: Plan) -> Iterator[Figure]:
     _, pool, without, plain = results.values()
     needed = [one + other for one, other in zip(without, plain, strict=True)]
     yield median_figure(row, "pool over without captures and copies", ratios(pool, needed), "x", CAPTURES_AIM)
+
+
+def with_all(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    total = x.sum()
+    for weight in weights:
+        total = total * weight.sum()
+    return total
+
+
+def bench_deterministic(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """What it takes to add the gradients of captures in the loop's order, where that is most of the work."""
+    weights = [weight.requires_grad_() for weight in weights_of(FEW_PARAMETERS, 3)]
+    captured = Captured(weights, partial(with_all, weights), tiny_items(plan.deterministic_items))
+    loops: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map, "deterministic pool": pools.deterministic.map}
+    for loop in loops.values():
+        captured.check(loop)
+    results = interleaved({name: partial(captured.seconds, loop) for name, loop in loops.items()}, plan.repeats)
+    row = f"deterministic: an item uses {FEW_PARAMETERS} small captures, forward and backward, pools forced"
+    for name, seconds in results.items():
+        yield median_figure(row, name, [1e6 * value / plan.deterministic_items for value in seconds], "us/item")
+    _, pool, deterministic = results.values()
+    yield median_figure(row, "deterministic pool over pool", ratios(deterministic, pool), "x")
 
 
 class Captured:

@@ -28,6 +28,7 @@ class Plan:
     largest_bytes: int = 16_000_000
     capture_bytes: int = 100_000_000
     capture_items: int = 512
+    deterministic_items: int = 500
     tail_items: int = 256
     tail_seconds: float = 1.0  # serial
     further_workers: int = 8
@@ -46,6 +47,7 @@ QUICK = Plan(
     largest_bytes=1_000_000,
     capture_bytes=1_000_000,
     capture_items=16,
+    deterministic_items=16,
     tail_items=16,
     tail_seconds=0.05,
     further_workers=1,
@@ -85,6 +87,10 @@ class Pools:
     @cached_property
     def keep(self) -> mpgrad.Pool:
         return self._started(graphs="keep", send="always")
+
+    @cached_property
+    def deterministic(self) -> mpgrad.Pool:
+        return self._started(graphs="keep", send="always", deterministic=True)
 
     @cached_property
     def ahead(self) -> mpgrad.Pool:
