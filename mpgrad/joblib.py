@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     raise ImportError("mpgrad.joblib needs joblib, which is not installed; pip install joblib") from error
 
-__all__ = ["MpgradBackend", "register"]
+__all__ = ["register"]
 
 SHORTEST, LONGEST = 0.02, 0.2  # seconds from sending a batch to its end, between which batches keep their size
 # what joblib tells every backend; these concern its own ones

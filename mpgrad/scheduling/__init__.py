@@ -4,7 +4,7 @@ Imports `calls`, `engines` and what is below them. Nothing here waits for a work
 
     start            a scheduler for an engine; settings: what every worker starts with; stations: on which devices
     scheduler        puts the parts together; driver: in whose thread. dispatcher: its own; in_caller: the caller's
-    lifecycle        open, closed, leaving, draining, stopping
+    lifecycle        open, closed, leaving, draining, stopping; settling: what comes after the end
     admissions       operations from the start to their end; waiting_calls: calls whose arguments are other calls' results
     queue            the calls that wait; function_cache: what they cost; guesses: what gradients their losses get
     sizes            every decision about how much goes together: waves, bundles, chunks

@@ -9,7 +9,7 @@
 Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what comes from other threads is
 put into deques, and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineScheduler` the caller's. Any thread
 calls `lifecycle`, `gradient_sender`, the packers of `caller_memory`, and what the heads of other parts name. After the end
-there is no such thread: who comes too late does what it asks for by itself (`_settle`).
+there is no such thread: who comes too late does what it asks for by itself (`settling`).
 Guarantees: each call added to an operation gets one outcome, each backward one reply, a value or an error, also when its
     worker dies or the pool is closed. Values of tasks are not touched: but for copies of what lies on devices, no
     torch operation runs in the scheduling thread.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -30,7 +29,6 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Staying
 from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
-from mpgrad.errors import InternalError
 from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
@@ -44,6 +42,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.settling import Settling
 from mpgrad.scheduling.sizes import FAR, NEAR
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -68,7 +67,6 @@ class Scheduler(ABC):
         self.copying_packer = self.memory.copying_packer
         self.inbox: deque[Callable[[], None]] = deque()
         self.workers: dict[int, WorkerHandle] = {}
-        self._settling = threading.RLock()
         by_device = self.memory.crossing is not None
         numbers = itertools.count(1)  # of calls
         self._codes = codes = Codes(self.workers)
@@ -76,6 +74,7 @@ class Scheduler(ABC):
         self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
         self.gradients = gradients = GradientSender(self, self.life, codes, self.copying_packer, numbers)
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
+        self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
         self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery)
         self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
@@ -420,28 +419,8 @@ class Scheduler(ABC):
                 self.memory.close()
 
     def _settle(self) -> None:
-        """After the end: answer what came too late. Runs in whichever thread finds it, but in one at a time."""
-        unfinished = self.admissions.unfinished
-        while self.inbox or unfinished:
-            if not self._settling.acquire(blocking=False):
-                return  # whoever has it looks once more after giving it back
-            try:
-                while self.inbox:
-                    do_too_late(self.inbox.popleft())
-                while unfinished:
-                    operation = next(iter(unfinished))
-                    del unfinished[operation]  # first: callbacks may ask for something, which comes here again
-                    operation.fail(self.life.ended or InternalError("settled before the end"))
-            finally:
-                self._settling.release()
+        self._settling.settle()
         self.tell_waiters()
-
-
-def do_too_late(order: Callable[[], None]) -> None:
-    try:
-        order()
-    except BaseException:  # a fault of ours, perhaps the one that broke the pool: others still wait for an answer
-        report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 
 def statistics(worker: WorkerHandle) -> WorkerStats:
