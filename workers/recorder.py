@@ -16,6 +16,7 @@ import logging
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -164,7 +165,9 @@ class Profile:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
+        with warnings.catch_warnings():  # torch 2.11 warns whoever begins that a second beginning would forget the first
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            self._profiler.start()
         self._marks: list[tuple[int, int]] = []  # moments before and after each operation `CLOCK`
         self.mark()
 
