@@ -59,8 +59,9 @@ def test_a_loop_without_shared_memory(byte_pool: mpgrad.Pool, size: int) -> None
 def test_what_was_carried_is_carried_once(byte_pool: mpgrad.Pool) -> None:
     weight = torch.ones(50_000, requires_grad=True)
     sent = byte_pool.stats().bytes_sent
-    byte_pool.map(lambda k: (weight * k).sum(), range(40), 1)
-    assert 2 * weight.nbytes <= byte_pool.stats().bytes_sent - sent < 2.1 * weight.nbytes  # to each of two workers
+    results = byte_pool.map(lambda k: ((weight * k).sum(), os.getpid()), range(40), 1)
+    workers = len({pid for _, pid in results})  # on a busy machine one may have done it all
+    assert workers <= (byte_pool.stats().bytes_sent - sent) / weight.nbytes < workers + 0.1
 
 
 def test_what_lies_with_one_worker_is_carried_to_another(byte_pool: mpgrad.Pool) -> None:
