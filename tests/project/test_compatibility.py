@@ -64,6 +64,37 @@ def test_the_outcome(script: Any, tmp_path: Path) -> None:
     assert (late["outcome"], late["reason"]) == ("failed", "no test failed, but pytest did (exit status: 1)")
 
 
+def test_what_failed_is_run_once_more(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(name: str, failure: str = "") -> str:
+        return f"<testcase classname='m' name='{name}'>{failure and f'<failure message={failure!r}/>'}</testcase>"
+
+    def tox(name: str, workdir: Path, *options: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+        is_second = "--last-failed" in options
+        (workdir / name).mkdir(exist_ok=True)
+        cases = second if is_second else [case("a"), case("b", "late"), case("c", "late")]
+        if options[0] != "--notest" and cases:
+            file = options[-1].removeprefix("--junitxml=") if is_second else workdir / name / "junit.xml"
+            Path(file).write_text(f"<testsuites><testsuite time='1'>{''.join(cases)}</testsuite></testsuites>")
+        return subprocess.CompletedProcess([], int(options[0] != "--notest"), "")
+
+    monkeypatch.setattr(script, "tox", tox)
+    monkeypatch.setattr(script, "versions_in", lambda environment: {})
+    for second, passed, failed, late in (  # noqa: B007
+        ([case("b"), case("c")], 3, [], ["m::b", "m::c"]),
+        ([case("b"), case("c", "wrong")], 2, ["m::c"], ["m::b"]),
+        ([case("b", "wrong"), case("c", "wrong")], 1, ["m::b", "m::c"], []),
+        ([case("b")], 1, ["m::b", "m::c"], []),  # it was ended before the other one
+        ([], 1, ["m::b", "m::c"], []),
+    ):
+        found = script.tried("py311", tmp_path)
+        outcome = "failed" if failed else "passed"
+        assert (found["outcome"], found["passed"], found["failed"], found.get("late", [])) == (outcome, passed, failed, late)
+        lines = list(script.lines_of({"py311": found}))
+        assert [line for line in lines if "by itself" in line] == [
+            f"* `py311`: `{test}` failed among the others, and passed by itself" for test in late
+        ]
+
+
 def test_why_an_environment_could_not_be_made(script: Any) -> None:
     pip = "ERROR: Could not find a version\nERROR: No matching distribution found for torch==2.15.*\npy310: exit 1 (1 s)\n"
     assert script.reason_in(pip) == "No matching distribution found for torch==2.15.*"
