@@ -191,13 +191,17 @@ def test_a_pool_that_has_nothing_to_do_does_nothing(pool: mpgrad.Pool) -> None:
     raise AssertionError("an idle pool goes on with system calls")
 
 
+def keeps_as_much(x: torch.Tensor) -> torch.Tensor:
+    return x.exp().sum()
+
+
 def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> None:
     """They are right as soon as the last outcome is there, not an instant later."""
-    x = torch.ones(3, requires_grad=True)
+    x = torch.ones(2_000_000, requires_grad=True)  # 8 MB, so that whole pages show it where nothing finer is counted
     with mpgrad.Pool(1, send="always", graphs="keep", graph_memory="1 GiB") as pool:
-        y = pool.map(double, [x], 1)
+        y = pool.map(keeps_as_much, [x], 1)
         before = pool.stats()
-        result = pool.map_async(double, [x], 1)
+        result = pool.map_async(keeps_as_much, [x], 1)
         at_once: list[PoolStats] = []
         result._operation.on_outcome = lambda index: at_once.append(pool.stats())  # in the scheduling thread
         z = result.get()
