@@ -60,6 +60,13 @@ def known(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any]) -> l
     raise AssertionError("a cheap function is not run here")
 
 
+def stays_known(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many calls have run here so far. All that can will from now on, however slow the machine is."""
+    known(pool, function, xs)
+    monkeypatch.setattr(Costs, "pays", lambda *_: True)
+    return here(pool)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda x: (x.sin() * weight).exp(),
     "several": lambda x: (x * 2, weight * x),
@@ -74,10 +81,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_same_here_as_in_a_serial_loop(cheap: mpgrad.Pool, name: str) -> None:
+def test_the_same_here_as_in_a_serial_loop(cheap: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = FUNCTIONS[name]
-    known(cheap, function, items())
-    before = here(cheap)
+    before = stays_known(cheap, function, items(), monkeypatch)
     assert_same_as_serial(function, items(), cheap, order=2)
     assert here(cheap) > before
 
@@ -110,13 +116,12 @@ def test_calls_that_are_looked_at_together_and_others_between(cheap: mpgrad.Pool
     assert len(seen) == 100  # calls here have a list of their own
 
 
-def test_structured_arguments_and_starmap(cheap: mpgrad.Pool) -> None:
+def test_structured_arguments_and_starmap(cheap: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     def function(pair: dict[str, Tensor]) -> Tensor:
         return pair["a"] * pair["b"] * weight
 
     xs = [{"a": a, "b": b} for a, b in zip(items(), items(), strict=True)]
-    known(cheap, function, xs)
-    before = here(cheap)
+    before = stays_known(cheap, function, xs, monkeypatch)
     assert_same_as_serial(function, xs, cheap)
     assert here(cheap) > before
     pairs = list(zip(items(), items(), strict=True))
@@ -299,15 +304,14 @@ def test_a_function_that_becomes_dear_is_sent_again(cheap: mpgrad.Pool) -> None:
     assert "item 7" in item_that_failed()
 
 
-def test_captures_are_as_they_are_now(cheap: mpgrad.Pool) -> None:
+def test_captures_are_as_they_are_now(cheap: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = torch.ones(3, requires_grad=True)
 
     def function(x: Tensor) -> Tensor:
         return x * scale
 
     xs = [torch.ones(3) for _ in range(4)]
-    known(cheap, function, xs)
-    before = here(cheap)
+    before = stays_known(cheap, function, xs, monkeypatch)
     for value in (1.0, 2.0, 3.0):
         with torch.no_grad():
             scale.fill_(value)
@@ -316,10 +320,9 @@ def test_captures_are_as_they_are_now(cheap: mpgrad.Pool) -> None:
     assert torch.equal(gradient, torch.full((3,), 4.0)) and here(cheap) == before + 16
 
 
-def test_modes_and_modules(cheap: mpgrad.Pool) -> None:
+def test_modes_and_modules(cheap: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     network = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
-    known(cheap, network, items())
-    before = here(cheap)
+    before = stays_known(cheap, network, items(), monkeypatch)
     assert_same_as_serial(network, items(), cheap)
     assert here(cheap) > before
     with torch.no_grad():
@@ -370,9 +373,7 @@ def test_an_interrupt_leaves_the_pool_whole(cheap: mpgrad.Pool) -> None:
 
 
 def test_long_maps_in_pieces(cheap: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    known(cheap, abs, [1, 2])
-    monkeypatch.setattr(Costs, "pays", lambda *_: True)  # however slow the machine is now
-    before = here(cheap)
+    before = stays_known(cheap, abs, [1, 2], monkeypatch)
     count = 5 * CALLS_AT_ONCE + 3
     assert cheap.map(abs, iter(range(-count, 0))) == list(range(count, 0, -1))
     assert here(cheap) == before + count
