@@ -60,8 +60,8 @@ def known(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any]) -> l
     raise AssertionError("a cheap function is not run here")
 
 
-def stays_known(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many calls have run here so far. All that can will from now on, however slow the machine is."""
+def known_for_good(pool: mpgrad.Pool, function: Callable[[Any], Any], xs: list[Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of calls that have run here so far. From now on they are thought cheap, however slow the machine is."""
     known(pool, function, xs)
     monkeypatch.setattr(Costs, "pays", lambda *_: True)
     return here(pool)
@@ -83,7 +83,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_same_here_as_in_a_serial_loop(cheap: mpgrad.Pool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = FUNCTIONS[name]
-    before = stays_known(cheap, function, items(), monkeypatch)
+    before = known_for_good(cheap, function, items(), monkeypatch)
     assert_same_as_serial(function, items(), cheap, order=2)
     assert here(cheap) > before
 
@@ -121,7 +121,7 @@ def test_structured_arguments_and_starmap(cheap: mpgrad.Pool, monkeypatch: pytes
         return pair["a"] * pair["b"] * weight
 
     xs = [{"a": a, "b": b} for a, b in zip(items(), items(), strict=True)]
-    before = stays_known(cheap, function, xs, monkeypatch)
+    before = known_for_good(cheap, function, xs, monkeypatch)
     assert_same_as_serial(function, xs, cheap)
     assert here(cheap) > before
     pairs = list(zip(items(), items(), strict=True))
@@ -311,7 +311,7 @@ def test_captures_are_as_they_are_now(cheap: mpgrad.Pool, monkeypatch: pytest.Mo
         return x * scale
 
     xs = [torch.ones(3) for _ in range(4)]
-    before = stays_known(cheap, function, xs, monkeypatch)
+    before = known_for_good(cheap, function, xs, monkeypatch)
     for value in (1.0, 2.0, 3.0):
         with torch.no_grad():
             scale.fill_(value)
@@ -322,7 +322,7 @@ def test_captures_are_as_they_are_now(cheap: mpgrad.Pool, monkeypatch: pytest.Mo
 
 def test_modes_and_modules(cheap: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     network = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
-    before = stays_known(cheap, network, items(), monkeypatch)
+    before = known_for_good(cheap, network, items(), monkeypatch)
     assert_same_as_serial(network, items(), cheap)
     assert here(cheap) > before
     with torch.no_grad():
@@ -373,7 +373,7 @@ def test_an_interrupt_leaves_the_pool_whole(cheap: mpgrad.Pool) -> None:
 
 
 def test_long_maps_in_pieces(cheap: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = stays_known(cheap, abs, [1, 2], monkeypatch)
+    before = known_for_good(cheap, abs, [1, 2], monkeypatch)
     count = 5 * CALLS_AT_ONCE + 3
     assert cheap.map(abs, iter(range(-count, 0))) == list(range(count, 0, -1))
     assert here(cheap) == before + count
