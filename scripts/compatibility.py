@@ -230,9 +230,13 @@ def lines_of(entries: Entries) -> Iterator[str]:
         yield from (f"* `{name}`: `{test}` failed among the others, and passed by itself" for test in entry.get("late", ()))
         for why, count in entry.get("skipped", {}).items():
             skipped[why][name] = count
+    if skipped:
+        yield from ("", "<details><summary>Why tests were skipped</summary>", "")
     for why, counts in sorted(skipped.items()):
         where = ", ".join(f"`{name}`" for name in counts) if len(counts) < len(entries) else "in every environment"
-        yield f"* {sum(counts.values())} skipped: {why} ({where})"
+        yield f"* {sum(counts.values())}: {why} ({where})"
+    if skipped:
+        yield from ("", "</details>")
 
 
 def cells(name: str, entry: Entry) -> list[object]:

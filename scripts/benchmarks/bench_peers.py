@@ -189,6 +189,7 @@ def draw(figures: Sequence[Figure], names: Sequence[str], grains: Sequence[float
 
     values = {(figure.row, figure.name): figure.value for figure in figures}
     canvas = Canvas(figsize=(13, 6), layout="constrained")
+    shown: list[float] = []
     for axes, kind in zip(canvas.subplots(1, 2, sharey=True), KINDS, strict=True):
         for number, name in enumerate(names):
             rows = [f"{Case(kind, ms, 0, 0).title}: forward and backward" for ms in grains]
@@ -199,15 +200,17 @@ def draw(figures: Sequence[Figure], names: Sequence[str], grains: Sequence[float
                 style = "--" if name in IN_ONE_PROCESS else ":"
                 look = {"linestyle": style, "color": colours(number % colours.N), "linewidth": 1.2}
             axes.plot(ups, "o", label=name, **look)
+            shown += [up for up in ups if not math.isnan(up)]
         axes.set_xticks(range(len(grains)), [f"{ms:g}" for ms in grains])
         axes.set(title=kind, xlabel="serial time of an item, forward and backward (ms)", yscale="log")
         axes.axhline(1, color="black", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
         axes.minorticks_off()
-        axes.set_ylim(bottom=TICKS[0])  # what is slower leaves the picture, which would be about nothing else
+    lowest = min(shown, default=TICKS[0])
+    axes.set_ylim(bottom=max((tick for tick in TICKS if tick <= lowest), default=TICKS[0]))  # what is slower leaves the picture
     axes.legend(frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
-    canvas.axes[0].set_ylabel("speed-up over the best serial loop")
+    canvas.axes[0].set_ylabel("speed-up over the best serial loop (higher is better)")
     canvas.savefig(file, dpi=150)
 
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from common import WrongResultError, at_least_1, limited, surroundings
 from figures import Figure, add_options, fail, print_figures, report
-from speed import budget, copies, floor, grains, processes, tail
+from speed import budget, classes, copies, floor, grains, processes, tail
 from speed.plan import QUICK, Plan, Pools
 
 EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
@@ -42,6 +42,7 @@ ROWS: dict[str, Row] = {
     "transfer": copies.bench_transfer,
     "captures": copies.bench_captures,
     "deterministic": copies.bench_deterministic,
+    "classes": classes.bench_classes,
     "tail": tail.bench_tail,
     "start": processes.bench_start,
     "memory": processes.bench_memory,

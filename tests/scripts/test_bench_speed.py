@@ -28,7 +28,7 @@ def run(*arguments: str) -> tuple[str, list[dict[str, Any]]]:
 
 def test_rows_of_grains_and_copies(tmp_path: Path) -> None:
     of_grains = ["tiny", "forward", "lengths", "budget", "cpu", "floor", "python", "op"]
-    rows = [*of_grains, "transfer", "captures", "deterministic", "tail"]
+    rows = [*of_grains, "transfer", "captures", "deterministic", "classes", "tail"]
     table, figures = run("--rows", *rows, "--json", str(tmp_path / "quick.json"))
     assert [figure["row"].partition(":")[0] for figure in figures if figure["aim"]] == [
         "tiny", "forward", *["lengths"] * 4, *["python"] * 3, "op", "op", "transfer", "captures", "tail", "tail"

@@ -54,7 +54,7 @@ def parts(pool: mpgrad.Pool, items: Sequence[Tensor], chunksize: int | None) -> 
 
 
 def bench_cpu(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    loops = {"keep": pools.keep, "ahead": pools.ahead}
+    loops = {"keep": pools.keep, "ahead": pools.ahead, "auto": pools.default}
     for work in (PYTHON, OP):
         for ms in plan.grains_ms:
             function, items = items_of(work, ms / 1e3, plan.work_seconds)
