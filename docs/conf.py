@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import zlib
 from pathlib import Path
 
@@ -35,9 +36,25 @@ smartquotes = False  # readers copy "options"
 # for the drawings in design.md; blocks of code name their language
 highlight_language = "none"
 
-# `map` in a docstring becomes a link where there is such a name, and stays text where
-# there is none
+# `map` in a docstring becomes a link where there is such a name. What is no link has to
+# be a parameter, or one of NO_LINKS: then a misspelt or a former name is a warning
 default_role = "py:obj"
+PARAMETERS = {
+    node.arg
+    for file in Path(mpgrad.__file__).parent.rglob("*.py")
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.arg)
+}
+NO_LINKS = (
+    # other projects: docs/inventories has only what pages and signatures link to
+    r"(concurrent|functools|joblib|multiprocessing|torch)(\W.+)?",
+    # ... without their first names
+    r"BrokenProcessPool|Parallel|parallel_config|RAY_ADDRESS|Tensor\.register_hook",
+    r"mark_dirty|needs_input_grad|next_functions|func\.apply|self\.module|split",
+    r"with|next|__cause__",  # Python's own
+    r"[a-z]+[=(].*",  # parameters with their values, as in `retries=0`, and calls
+    r"docs/.+\.md",
+)
 # types in signatures that nobody documents under this name
 UNDOCUMENTED = (
     r"(multiprocessing\.context\.)?BaseContext",
@@ -47,8 +64,10 @@ UNDOCUMENTED = (
     r"collections\.abc\.Mapping\[str",
     r"(mpgrad\..*\.)?([ART]|EachOptions|OnFailure|Items|MoreOptions|Device|Function)",
 )
-nitpick_ignore_regex = [("py:obj", ".*"), ("py:exc", "BrokenProcessPool")]
+nitpick_ignore = {("py:obj", name) for name in PARAMETERS}
+nitpick_ignore_regex = [("py:obj", name) for name in NO_LINKS]
 nitpick_ignore_regex += [("py:class", name) for name in UNDOCUMENTED]
+nitpick_ignore_regex += [("py:exc", "BrokenProcessPool")]
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

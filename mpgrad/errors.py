@@ -59,7 +59,7 @@ class CallNames(NamedTuple):
 
 
 class PoolClosedError(ValueError):
-    """The caller used a pool, or a graph that lives on its workers, after `close` or `terminate`.
+    """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or `Pool.terminate`.
 
     A `ValueError`, because `multiprocessing.Pool` raises that for the same mistake.
 

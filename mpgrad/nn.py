@@ -94,7 +94,7 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
 
     Args:
         network: the module; tied parameters stay tied.
-        devices: workers of a pool (`pool.workers`), or CUDA devices.
+        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices.
         detach: do not connect the replicas' parameters.
 
     Raises:
@@ -315,8 +315,8 @@ def data_parallel(
     Args:
         module: on workers it may have any captures, hooks and buffers.
         input: a tensor, or a tuple of arguments; their first dimension (`dim`) is the batch.
-        devices: workers of a pool (`pool.workers`), or CUDA devices; None for all CUDA devices there are. An input that is
-            smaller than their number uses fewer.
+        devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA devices there are. An input that
+            is smaller than their number uses fewer.
         output_device: where outputs are gathered; None for the first device.
         module_kwargs: keyword arguments, cut likewise.
 

@@ -718,8 +718,8 @@ class Pool:
         """Record, in a `with` block, what each worker and each thread of the caller does, and when.
 
         Waits, packing, transfer, forward, backward, which item on which worker, what is run again after a death, what runs in
-        the caller. The object prints as the ten lines that matter; its `events` are in Chrome's trace event format. Calls that
-        were sent before the block are left out.
+        the caller. The object prints as the ten lines that matter; `Timeline.events` are in Chrome's trace event format. Calls
+        that were sent before the block are left out.
 
         Args:
             path: a file to write at the end of the block, also where that raises. It opens in https://ui.perfetto.dev, and
@@ -730,8 +730,8 @@ class Pool:
         Raises:
             TypeError: `path` is no name of a file, or `profile` neither True nor False.
             ValueError: `profile` is for workers that are processes.
-            RuntimeError: when the block begins: this pool records a timeline already, or this object was used before. `events`
-                and `save` raise it until the block ends.
+            RuntimeError: when the block begins: this pool records a timeline already, or this object was used before.
+                `Timeline.events` and `Timeline.save` raise it until the block ends.
             OSError: when the block begins: the file cannot be written.
 
         Example:

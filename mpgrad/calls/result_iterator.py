@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class ResultIterator(Generic[R]):
-    """The results of `imap` or `imap_unordered`; takes items from their source only as far as it needs them.
+    """The results of `Pool.imap` or `Pool.imap_unordered`; takes items from their source only as far as it needs them.
 
     Example:
         >>> import mpgrad

@@ -93,7 +93,7 @@ class Uncollected:
 
 
 class AsyncResult(Generic[R]):
-    """The result of `map_async`, `starmap_async` or `apply_async`, with the meaning of `multiprocessing.pool.AsyncResult`.
+    """The result of `Pool.map_async`, `Pool.starmap_async` or `Pool.apply_async`, like `multiprocessing.pool.AsyncResult`.
 
     Example:
         >>> import torch, mpgrad

@@ -44,8 +44,8 @@ def per_item_grad(
     Hooks on results and inputs are not called: nothing goes through autograd's engine here.
 
     Args:
-        results: tensors, each as a pool's `map`, `starmap`, `imap` or `submit` returned it; of others, and of calls that ran in
-            the caller, gradients are computed one after the other, by the engine, and their graphs are kept.
+        results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned it; of others, and of calls
+            that ran in the caller, gradients are computed one after the other, by the engine, and their graphs are kept.
         inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
             for each result. So parameters that you keep in a list are passed as `tuple(parameters)`.
         grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
