@@ -234,7 +234,7 @@ def lines_of(entries: Entries) -> Iterator[str]:
         yield from ("", "<details><summary>Why tests were skipped</summary>", "")
     for why, counts in sorted(skipped.items()):
         where = ", ".join(f"`{name}`" for name in counts) if len(counts) < len(entries) else "in every environment"
-        yield f"* {sum(counts.values())}: {why} ({where})"
+        yield f"* {sum(counts.values())} tests: {why} ({where})"
     if skipped:
         yield from ("", "</details>")
 

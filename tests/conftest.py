@@ -192,11 +192,11 @@ def passes_with(plugin: Path, *names: str) -> None:
     assert ended.returncode == 0, ended.stdout[-6000:]
 
 
-def quick_figures(script: Path, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+def quick_figures(script: Path, folder: Path, *arguments: str, within: float = 58) -> tuple[list[dict[str, Any]], str]:
     """What a quick run of a benchmark, without a warning, writes into its file and prints."""
     file = folder / "figures.json"
     command = [sys.executable, "-W", "error", str(script), *arguments, "--quick", "--json", str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=58)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=within)
     assert (ended.returncode, ended.stderr) == (0, "")
     figures: list[dict[str, Any]] = json.loads(file.read_text())["figures"]
     return figures, ended.stdout

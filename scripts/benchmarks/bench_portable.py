@@ -14,12 +14,14 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from common import at_least_1, batch_of, calibrated, limited, python_item, surroundings, timed, tiny_items
@@ -53,7 +55,17 @@ class Plan:
     limit: int = 1200
 
 
-QUICK = Plan(1, 1, 20, 20, 4, 1_000_000, 1_000_000, 1, 120)
+QUICK = Plan(
+    rounds=1,
+    starts=1,
+    tiny_items=20,
+    items=20,
+    tensors=4,
+    largest_bytes=1_000_000,
+    read_bytes=1_000_000,
+    further_workers=1,
+    limit=120,
+)
 
 
 # --- what both programs do
@@ -127,26 +139,38 @@ def run_when_told(end: Connection, processes: int, plan: Plan, steps: int) -> No
 @contextlib.contextmanager
 def mode(portable: str) -> Iterator[None]:
     """Programs that are started in the block take these branches."""
+    before = os.environ.copy()
     os.environ["MPGRAD_PORTABLE"] = portable
     try:
         yield
     finally:
-        del os.environ["MPGRAD_PORTABLE"]
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Program:
+    """Raises ChildProcessError where it should answer and has died; what it died of stands on the terminal."""
+
     def __init__(self, portable: str, processes: int, plan: Plan, steps: int) -> None:
+        self._portable = portable
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
         self._process = context.Process(target=run_when_told, args=(theirs, processes, plan, steps))
         with mode(portable):
             self._process.start()
         theirs.close()  # else its death would not be the end of the pipe
-        self.cases: list[str] = self._end.recv()
+        self.cases: list[str] = self._answer()
 
     def seconds(self, case: str) -> float:
-        self._end.send(case)
-        return float(self._end.recv())
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            self._end.send(case)
+        return float(self._answer())
+
+    def _answer(self) -> Any:
+        try:
+            return self._end.recv()
+        except EOFError:
+            raise ChildProcessError(f"the program died (MPGRAD_PORTABLE: {self._portable})") from None
 
     def end(self) -> None:
         with contextlib.suppress(BrokenPipeError):  # it died, which whoever waited for its answer has heard
@@ -206,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = list(bench(options.processes, plan))
                 print_figures(found)
                 figures += found
-    except (TimeoutError, EOFError) as error:
+    except (OSError, subprocess.SubprocessError) as error:  # TimeoutError and ChildProcessError are OSErrors
         return fail(error)
     report(options, around, figures, rounds=plan.rounds)
     return 0

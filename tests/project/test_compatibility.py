@@ -112,9 +112,15 @@ def test_the_table(script: Any) -> None:
     assert "| `a` | 3.13.0 | 2.9.1+cu128 | 3.1.2 | 7.2.2 | 2.4.6 | core | 5 | 0 | 2 | 60 | 2026-11-30 | 1a2b3c4+ |" in lines
     assert "| `c` |  |  |  |  |  | whole | not installed |  |  |  | 2026-11-30 |  |" in lines
     assert lines[-8:-6] == ["* `b`: `test_map::test_b` failed", "* `c`: No matching distribution found"]
-    assert lines[-5:] == ["<details><summary>Why tests were skipped</summary>", "", "* 4: no GPU (`a`, `b`)", "", "</details>"]
+    assert lines[-5:] == [
+        "<details><summary>Why tests were skipped</summary>",
+        "",
+        "* 4 tests: no GPU (`a`, `b`)",
+        "",
+        "</details>",
+    ]
     del entries["c"]
-    assert "* 4: no GPU (in every environment)" in script.lines_of(entries)
+    assert "* 4 tests: no GPU (in every environment)" in script.lines_of(entries)
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     with pytest.raises(ValueError, match="the page needs the two lines between which the table belongs"):
         script.with_table("before\nafter\n", entries)

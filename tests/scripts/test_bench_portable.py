@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_portable.
 
 
 def test_each_case_in_both_modes(tmp_path: Path) -> None:
-    figures, shown = quick_figures(SCRIPT, tmp_path, "--processes", "1")
+    figures, shown = quick_figures(SCRIPT, tmp_path, "--processes", "1", within=150)  # a dozen programs import torch
     assert [each["name"] for each in figures] == ["Linux's own", "portable", "portable over Linux's own"] * 9
     assert all(each["row"] in shown for each in figures)
     own, portable, ratio = (each["value"] for each in figures if each["row"].startswith("memory"))

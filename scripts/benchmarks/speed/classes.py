@@ -42,6 +42,10 @@ def doubled_as(kind: type[Any], x: Tensor) -> Any:
     return kind(doubled(x))
 
 
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    return [value if isinstance(value, Tensor) else value.x for value in values]
+
+
 def bench_classes(pools: Pools, plan: Plan) -> Iterator[Figure]:
     tensors = [torch.randn(FLOATS) for _ in range(plan.tiny_items)]
     jobs: dict[str, tuple[Callable[[Any], Any], Sequence[Any]]] = {"tensors": (doubled, tensors)}
@@ -57,8 +61,7 @@ def bench_classes(pools: Pools, plan: Plan) -> Iterator[Figure]:
 
     for name, job in jobs.items():
         function, items = job
-        right = [getattr(function(item), "x", function(item)) for item in items]
-        found = [getattr(value, "x", value) for value in pools.keep.map(function, items)]
+        right, found = map(tensors_in, ([function(item) for item in items], pools.keep.map(function, items)))
         if not all(map(torch.equal, found, right)):
             raise WrongResultError(f"{name}: a value differs from the serial loop's")
     row = f"classes: x * 2 on {FLOATS} floats, forward only, pool forced"
