@@ -314,7 +314,7 @@ def data_parallel(
 
     Args:
         module: on workers it may have any captures, hooks and buffers.
-        input: a tensor, or a tuple of arguments; their first dimension (`dim`) is the batch.
+        input: one argument, a tuple of them, or None for none; the first dimension (`dim`) of their tensors is the batch.
         devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices; None for all CUDA devices there are. An input that
             is smaller than their number uses fewer.
         output_device: where outputs are gathered; None for the first device.
@@ -339,7 +339,7 @@ def data_parallel(
     if devices is None:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     pool = pool_of(devices)
-    inputs = tuple(input) if isinstance(input, (tuple, list)) else (input,)
+    inputs = input if isinstance(input, tuple) else () if input is None else (input,)
     kwargs = module_kwargs or {}
     if pool is None:
         names = [cuda_name(device) for device in devices]

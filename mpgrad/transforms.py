@@ -22,6 +22,7 @@ from mpgrad.tasks.transform_programs import Batched, Direct, Jvp, Program, Runne
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.torch_state.private import (
     dual_level_is_active,
+    has_ended,
     has_tangent,
     is_functorch_wrapped,
     is_refusing_no_grad,
@@ -77,6 +78,11 @@ def run_followed(
         programs.append(Direct(index, arguments, *needs_grad))
     if not any(is_followed(tensor) for tensor in itertools.chain(common, *own)):
         return None
+    if any(map(has_ended, itertools.chain(common, *own))):
+        raise TypeError(
+            "the function or an item holds a tensor of a torch.func transform that has ended, as a function that "
+            "torch.func.vjp returned does; its graph stays here: call it here, or take the derivative within the function"
+        )
     if older_levels():
         raise TypeError(
             "tensors of PyTorch's older vmap cannot be followed into a worker (vectorize=True with strategy='forward-mode', "

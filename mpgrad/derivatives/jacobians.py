@@ -25,7 +25,7 @@ from mpgrad.submission.source import callable_of
 from mpgrad.tasks.jacobian_arguments import Argnums, Arguments
 from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Vjp, check_alike
 from mpgrad.tasks.points import Task
-from mpgrad.torch_state.modes import kept_random_state
+from mpgrad.torch_state.modes import DIFFERENTIATING, kept_random_state
 from mpgrad.torch_state.private import grad_mode
 from mpgrad.tracebacks import warn, without_own_frames
 from mpgrad.transforms import may_be_followed
@@ -248,7 +248,7 @@ def differentiated(
     check_pool(pool)
     cut = [1] * arguments.items if pool is None else shares_of(arguments.sizes(), pool.processes)
     calls = [(item, share, shares, *arguments.of(item)) for item, shares in enumerate(cut) for share in range(shares)]
-    create_graph = create_graph or may_be_followed()  # by a transform, which asks for no graph, but for what follows
+    create_graph = create_graph or is_differentiated()
     task = Jacobian(fn, arguments, create_graph, mode, chunk_size)
     found = iter(run_alike(task, calls, pool))
     with torch.inference_mode(False), grad_mode(create_graph):
@@ -257,6 +257,11 @@ def differentiated(
             for item, shares in enumerate(cut)
         ]
     return jacobians if arguments.in_items else jacobians[0]
+
+
+def is_differentiated() -> bool:
+    """Whether a transform, or another derivative of ours, is taken around this one, and so needs a graph."""
+    return may_be_followed() or DIFFERENTIATING.needs_graph()
 
 
 def check_pool(pool: object) -> None:
@@ -334,7 +339,7 @@ def product(
     alone = isinstance(argnums, int) or (argnums is None and not isinstance(args, tuple))
     for item in range(0 if kind is Vjp else arguments.items):
         check_alike(noun, arguments.vectors(item), arguments.inputs(item))
-    create_graph = create_graph or may_be_followed()
+    create_graph = create_graph or is_differentiated()
     task = kind(Gradient(fn, arguments, and_value=True) if kind is Hvp else fn, arguments, create_graph)
     found = run(task, [(item, *arguments.of(item)) for item in range(arguments.items)], pool)
     pairs = [

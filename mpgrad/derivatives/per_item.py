@@ -18,6 +18,7 @@ from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_t
 from mpgrad.autograd.input_gates import gate
 from mpgrad.autograd.remote_graph import Derivative, Order
 from mpgrad.autograd.running import backward_without_engine
+from mpgrad.torch_state.modes import DIFFERENTIATING
 from mpgrad.torch_state.private import plus
 from mpgrad.tracebacks import without_own_frames
 
@@ -50,7 +51,7 @@ def per_item_grad(
             for each result. So parameters that you keep in a list are passed as `tuple(parameters)`.
         grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
         retain_graph: keep the workers' graphs for another backward; None for as `create_graph`.
-        create_graph: let the gradients themselves be differentiated.
+        create_graph: let the gradients themselves be differentiated. Inside of `jacobian` and its kin they always can be.
 
     Returns:
         For each result a tensor of its input's shape, or a tuple of them; zeros where it does not depend on the input.
@@ -84,6 +85,7 @@ def per_item_grad(
         check_graph(index, result)
         check_tensors(index, own)
     cotangents = [cotangent(index, *pair) for index, pair in enumerate(zip(results, each_grad, strict=True))]
+    create_graph = create_graph or DIFFERENTIATING.needs_graph()
     keep = create_graph if retain_graph is None else retain_graph
     asked = [Asked(index, *each) for index, each in enumerate(zip(results, each_inputs, cotangents, strict=True))]
     here = {each.number: by_engine(each, create_graph) for each in asked if is_here(each.result)}

@@ -111,7 +111,7 @@ class Jacobian(Task):
         other.ways = [ROWS, ROW]
         return other
 
-    def __call__(self, item: int, share: int, shares: int, *own: Any) -> Share:
+    def answer(self, item: int, share: int, shares: int, *own: Any) -> Share:
         point, _ = self.at(item, own)
         ways = self.ways
         graph = Graph(point) if ways[-1].by_rows else None
@@ -192,7 +192,7 @@ class Product(NamedTuple):
 class Jvp(Task):
     """The output of one item, and the product of its Jacobian with tangents."""
 
-    def __call__(self, item: int, *own: Any) -> Product:
+    def answer(self, item: int, *own: Any) -> Product:
         point, tangents = self.at(item, own)
         said = ""
         try:
@@ -208,7 +208,7 @@ class Jvp(Task):
 class Vjp(Task):
     """The output of one item, and the product of cotangents with its Jacobian."""
 
-    def __call__(self, item: int, *own: Any) -> Product:
+    def answer(self, item: int, *own: Any) -> Product:
         point, cotangents = self.at(item, own)
         graph = Graph(point)
         check_alike("cotangents", cotangents, graph.outputs)
@@ -219,7 +219,7 @@ class Vjp(Task):
 class Hvp(Task):
     """Of the function's gradient, whose derivative is symmetric: a product from the left is one from the right."""
 
-    def __call__(self, item: int, *own: Any) -> Product:
+    def answer(self, item: int, *own: Any) -> Product:
         point, vectors = self.at(item, own)
         said = ""
         try:

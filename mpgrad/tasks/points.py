@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpgrad.tasks.jacobian_arguments import Arguments, check_real, filled
-from mpgrad.torch_state.modes import draw_seed, seed_item
+from mpgrad.torch_state.modes import DIFFERENTIATING, draw_seed, seed_item
 from mpgrad.torch_state.private import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
 from mpgrad.wire.tensor_cores import overlaps
 
@@ -26,7 +27,7 @@ FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for al
 PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
 
 
-class Task:
+class Task(ABC):
     """The function of an operation: holds what all items share; a call gets the item's number and what is its own."""
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool) -> None:
@@ -37,6 +38,14 @@ class Task:
         self.wanted = arguments.wanted
         self.create_graph = create_graph
         self.seed = draw_seed()
+
+    def __call__(self, item: int, *own: Any) -> Any:
+        with DIFFERENTIATING.entered():
+            return self.answer(item, *own)
+
+    @abstractmethod
+    def answer(self, item: int, *own: Any) -> Any:
+        """The derivative of one item, or a share of it."""
 
     def at(self, item: int, own: Sequence[Any]) -> tuple[Point, list[Any]]:
         """The point, and the vectors that a product is taken with."""

@@ -21,6 +21,9 @@ class Replicas:
     def __call__(self, number: int, inputs: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
         """The output, and the buffers that replica 0 has written to or replaced."""
         module = self.modules[number % len(self.modules)]
+        for each in module.modules():
+            # as PyTorch marks its replicas: `zero_grad`, which has no effect on them, then says so
+            vars(each)["_is_replica"] = True
         own = dict(module.named_buffers(remove_duplicate=False))
         place = {id(buffer): name for name, buffer in own.items()}
         copies = {known: own[name].clone() for known, name in place.items()}

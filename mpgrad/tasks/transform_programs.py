@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
-from mpgrad.torch_state.modes import Modes, seed_item, under
+from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
 from mpgrad.torch_state.private import dual_level_kept, refusing_no_grad, transforms_are_active, within_dual_level
 
 __all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
@@ -105,7 +105,7 @@ class Derived(Program):
 
     def __call__(self, load: Load, common: Tensors, own: Tensors) -> list[torch.Tensor]:
         plain = self.is_plain
-        with dual_level_kept() if plain and self.tangents else contextlib.nullcontext():
+        with DIFFERENTIATING.entered(), dual_level_kept() if plain and self.tangents else contextlib.nullcontext():
             return self.run(load, list(common), list(own), plain)
 
     @abstractmethod

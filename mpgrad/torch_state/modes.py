@@ -22,6 +22,7 @@ import torch
 from mpgrad.torch_state.private import outside_transforms, saved_tensor_hooks
 
 __all__ = [
+    "DIFFERENTIATING",
     "TURNS",
     "Modes",
     "RandomState",
@@ -53,6 +54,7 @@ class Modes(NamedTuple):
     anomaly: bool
     anomaly_nan: bool
     matmul_precision: str
+    differentiating: bool  # a derivative of ours is being taken
     device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
 
     @property
@@ -78,6 +80,7 @@ def current_modes(kind: str = "") -> Modes:
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
         torch.get_float32_matmul_precision(),
+        DIFFERENTIATING.now,
         (kind, str(torch.get_autocast_dtype(kind))) if kind and torch.is_autocast_enabled(kind) else None,
     )
 
@@ -89,6 +92,8 @@ def under(modes: Modes) -> Iterator[None]:
     set_process_modes(modes, before)
     try:
         with contextlib.ExitStack() as stack:
+            if modes.differentiating:
+                stack.enter_context(DIFFERENTIATING.entered())
             if modes.inference:
                 stack.enter_context(torch.inference_mode())
             else:
@@ -152,6 +157,26 @@ def under_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
     if hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return function
     return UnderHooks(function, *hooks)
+
+
+class Differentiating(threading.local):
+    """Whether this thread takes a derivative of ours: then those that the function takes need a graph."""
+
+    now = False
+
+    def needs_graph(self) -> bool:
+        return self.now and torch.is_grad_enabled()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        before, self.now = self.now, True
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+DIFFERENTIATING = Differentiating()
 
 
 class Turns:

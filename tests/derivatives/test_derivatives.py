@@ -556,14 +556,138 @@ def test_within_transforms(mode: str, where: mpgrad.Pool | None) -> None:
     assert_equal(torch.func.vmap(inner)(torch.stack([x, x * 2])), torch.stack([torch.diag(x.cos()), torch.diag((x * 2).cos())]))
     assert_equal(torch.func.jacfwd(lambda q: inner(q).sum(0))(x), torch.diag(-x.sin()))
 
-    def forward() -> torch.Tensor:
-        return torch.func.jvp(lambda q: inner(q).sum(0), (x,), (x,))[1]
+    assert_equal(torch.func.jvp(lambda q: inner(q).sum(0), (x,), (x,))[1], -x.sin() * x)
 
-    if where is not None and mode == "forward":  # what follows the outer one in a worker is no transform there
-        with pytest.raises(NotImplementedError, match=r"Nested forward mode AD is not supported.*use mode='auto' or"):
-            forward()
-    else:
-        assert_equal(forward(), -x.sin() * x)
+
+@pytest.mark.parametrize("pool_of", [("process", 2), ("thread", 2), ("inline", 1)], ids=str)
+def test_a_pull_function_is_refused_in_a_transform(
+    pool_of: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> None:
+    """What it holds lost its graph on the way to a worker, so that all its gradients were zero."""
+    pool = shared_pools(*pool_of)
+    _, pull = torch.func.vjp(torch.sin, tensor(3))
+    with pytest.raises(TypeError, match=r"of a torch\.func transform that has ended"):
+        torch.func.vmap(lambda v: pool.apply(pull, (v,))[0])(torch.eye(3))
+    with pytest.raises(TypeError, match=r"of a torch\.func transform that has ended"):
+        torch.func.grad(lambda v: pool.apply(lambda call, v: call(v)[0], (pull, v)).sum())(tensor(3))
+    with pytest.raises(TypeError, match=r"belongs to a torch\.func transform"):
+        pool.apply(pull, (tensor(3),))
+
+
+DIRECTION = tensor(2, seed=1)
+
+
+def square(fn: Compute) -> Compute:
+    return lambda x: (fn(x) ** 2).sum()
+
+
+def squares(fn: Compute) -> Compute:
+    return lambda x: (fn(x) ** 2).reshape(-1)
+
+
+def own_and_torch_func() -> dict[str, tuple[Compute, Compute]]:
+    """Each kind of derivative, as ours and as that of torch.func: both make a function of a function."""
+    found: dict[str, tuple[Compute, Compute]] = {
+        "jvp": (
+            lambda fn, pool: lambda x: jvp(squares(fn), x, DIRECTION, pool=pool)[1],
+            lambda fn: lambda x: torch.func.jvp(squares(fn), (x,), (DIRECTION,))[1],
+        ),
+        "vjp": (
+            lambda fn, pool: lambda x: vjp(square(fn), x, torch.ones((), dtype=torch.float64), pool=pool)[1],
+            lambda fn: torch.func.grad(square(fn)),
+        ),
+        "hvp": (
+            lambda fn, pool: lambda x: hvp(square(fn), x, DIRECTION, pool=pool)[1],
+            lambda fn: lambda x: torch.func.jvp(torch.func.grad(square(fn)), (x,), (DIRECTION,))[1],
+        ),
+    }
+    for mode in MODES:
+        ways: dict[str, Any] = {"mode": mode}
+        found[f"jacobian, {mode}"] = (
+            lambda fn, pool, ways=ways: lambda x: jacobian(squares(fn), x, pool=pool, **ways),
+            lambda fn: torch.func.jacrev(squares(fn)),
+        )
+        found[f"hessian, {mode}"] = (
+            lambda fn, pool, ways=ways: lambda x: hessian(square(fn), x, pool=pool, **ways),
+            lambda fn: torch.func.hessian(square(fn)),
+        )
+    return found
+
+
+KINDS = own_and_torch_func()
+
+
+def curved(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * x.cumprod(0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("outer", KINDS)
+def test_a_derivative_of_a_derivative(outer: str, pool2: mpgrad.Pool) -> None:
+    """The inner one detached its result unless `create_graph` was given, so that a reverse outer one gave zeros."""
+    x = tensor(2)
+    own, of_torch = KINDS[outer]
+    for inner, (own_inner, of_torch_inner) in KINDS.items():
+        expected = of_torch(of_torch_inner(curved))(x)
+        assert_equal(own(own_inner(curved, None), None)(x), expected)
+        if inner in ("jacobian, reverse", "jvp"):  # one way through a graph, one by dual numbers
+            assert_equal(own(own_inner(curved, None), pool2)(x), expected)
+            assert_equal(own(own_inner(curved, pool2), None)(x), expected)
+            task = own_inner(curved, None)
+            assert_equal(own(lambda x, task=task: pool2.apply(task, (x,)), None)(x), expected)
+            assert_equal(of_torch(lambda x, task=task: pool2.apply(task, (x,)))(x), expected)
+
+
+def test_a_derivative_of_a_derivative_of_a_derivative(where: mpgrad.Pool | None) -> None:
+    x = tensor(2)
+    for mode in MODES:
+        once = functools.partial(jacobian, curved, mode=mode)
+        twice = functools.partial(jacobian, once, mode=mode)
+        expected = torch.func.jacrev(torch.func.jacrev(torch.func.jacrev(curved)))(x)
+        assert_equal(jacobian(twice, x, mode=mode, pool=where), expected)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "batched"])
+def test_a_derivative_of_the_gradients_of_items(mode: str, pool2: mpgrad.Pool) -> None:
+    def gradients(x: torch.Tensor) -> torch.Tensor:
+        items = [x[:2] * 1, x[1:] * 1]
+        results = pool2.map(lambda each: (each.sin() ** 2).sum(), items)
+        return torch.cat([grad * 3 for grad in mpgrad.per_item_grad(results, items)])
+
+    def of_torch(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.func.grad(lambda each: (each.sin() ** 2).sum())(each) * 3 for each in (x[:2], x[1:])])
+
+    x = tensor(3)
+    assert_equal(jacobian(gradients, x, mode=mode), torch.func.jacrev(of_torch)(x))
+
+
+def test_an_inner_derivative_under_no_grad_is_a_constant(where: mpgrad.Pool | None) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            slope = jacobian(torch.sin, x).diagonal()
+        return slope * x
+
+    x = tensor(3)
+    assert_equal(jacobian(fn, x, mode="reverse", pool=where), torch.diag(x.cos()))
+
+
+@pytest.mark.parametrize("pool_of", [("process", 2), ("thread", 2), ("inline", 1)], ids=str)
+def test_forward_mode_around_a_call_that_uses_it(
+    pool_of: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]
+) -> None:
+    """Workers opened a level of dual numbers for the outer one, and PyTorch refuses to open another one for the inner one."""
+    pool, x, v = shared_pools(*pool_of), tensor(2), DIRECTION
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(curved, (x,), (v,))[1]
+
+    for outer in (
+        lambda fn: torch.func.jvp(fn, (x,), (v,)),
+        lambda fn: torch.func.jvp(lambda y: torch.func.jvp(fn, (y,), (v,))[1], (x,), (v,)),
+        lambda fn: torch.func.jacfwd(torch.func.jacrev(fn))(x),
+        lambda fn: torch.func.vmap(torch.func.jacfwd(fn))(torch.stack([x, v])),
+    ):
+        assert_equal(outer(lambda x: pool.apply(inner, (x,))), outer(inner))
 
 
 def test_what_is_computed_under_no_grad_has_no_derivative(where: mpgrad.Pool | None) -> None:

@@ -177,6 +177,38 @@ def test_buffers_that_a_forward_makes_or_replaces(pool: mpgrad.Pool) -> None:
         assert not hasattr(net, "cache")
 
 
+def test_no_arguments_and_one_that_is_a_list(pool: mpgrad.Pool) -> None:
+    """None was an argument, and a list was several: PyTorch takes only a tuple for several."""
+
+    class Counts(nn.Module):
+        def forward(self, *args: Any, word: str = "") -> Tensor:
+            return torch.tensor([float(len(args)), float(len(word))])
+
+    module, x = Counts(), torch.ones(2)
+    for devices in (workers(pool, 1), workers(pool, 2)):
+        assert mnn.data_parallel(module, None, devices).tolist() == [0, 0]
+        assert mnn.data_parallel(module, (), devices, module_kwargs={"word": "ab"}).tolist()[:2] == [0, 2]
+        assert mnn.data_parallel(module, [x, x], devices).tolist()[:2] == [1, 0]
+        assert mnn.data_parallel(module, (x, x), devices).tolist()[:2] == [2, 0]
+
+
+def test_zero_grad_in_a_replica_says_that_it_has_no_effect(pool: mpgrad.Pool) -> None:
+    class Zeroes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.zero_grad()
+            return self.inner(x)
+
+    module = Zeroes()
+    module.inner.weight.grad = grad = torch.ones(2, 2)
+    with pytest.warns(UserWarning, match=r"zero_grad\(\) from a module created with nn\.DataParallel\(\) has no effect"):
+        mnn.data_parallel(module, torch.ones(4, 2), workers(pool, 2))
+    assert module.inner.weight.grad is grad and not hasattr(module.inner, "_is_replica")
+
+
 def test_arguments_of_different_length(pool2: mpgrad.Pool) -> None:
     """No rows are dropped."""
     net, x = nn.Bilinear(1, 1, 1), torch.ones(8, 1)

@@ -14,10 +14,12 @@ __all__ = [
     "batched",
     "dual_level_is_active",
     "dual_level_kept",
+    "has_ended",
     "has_tangent",
     "is_batched",
     "is_batched_the_older_way",
     "is_functorch_wrapped",
+    "known_to_torch_func",
     "level_count",
     "level_of",
     "older_levels",
@@ -36,6 +38,11 @@ __all__ = [
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a wrapper inside `torch.func.grad`, `vmap` and their like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def has_ended(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is the wrapper of a `torch.func.grad`, `vjp` or `jvp` that is over."""
+    return bool(torch._C._functorch.is_dead_tensor_wrapper(tensor))  # type: ignore[attr-defined]
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,6 +93,7 @@ class SharedLevel:
             is_ours = self._count > 0 or not dual_level_is_active()
             if is_ours and self._count == 0:
                 self._level.enter_context(forward_ad.dual_level())
+                self._level.enter_context(known_to_torch_func())
             self._count += is_ours
         try:
             yield
@@ -94,6 +102,16 @@ class SharedLevel:
                 self._count -= is_ours
                 if is_ours and self._count == 0:
                     self._level.close()
+
+
+@contextlib.contextmanager
+def known_to_torch_func() -> Iterator[None]:
+    """A `torch.func.jvp` in the body takes the level of dual tensors that there is, and does not open a second one."""
+    torch._functorch.eager_transforms.JVP_NESTING += 1
+    try:
+        yield
+    finally:
+        torch._functorch.eager_transforms.JVP_NESTING -= 1
 
 
 DUAL_LEVEL = SharedLevel()

@@ -50,8 +50,10 @@ def tensors_that_grad_follows() -> None:
         followed = torch._C._functorch._wrap_for_grad(plain, level)
         expect((True, False), (private.is_functorch_wrapped(followed), private.is_batched(followed)))
         expect(plain.data_ptr(), private.unwrapped(followed).data_ptr())
+        ended = [private.has_ended(followed)]
     finally:
         torch._C._functorch._grad_decrement_nesting()
+    expect([False, True], [*ended, private.has_ended(followed)])
 
 
 @behaviour("batched gradients come to nodes as wrappers, of torch.func.vmap's kind or the one before")
@@ -108,3 +110,6 @@ def forward_mode() -> None:
         with private.without_tangents():
             expect(False, private.has_tangent(dual.view(2)))
         expect(True, private.has_tangent(dual.view(2)))
+    count: int = torch._functorch.eager_transforms.JVP_NESTING
+    with private.known_to_torch_func():
+        expect(count + 1, torch._functorch.eager_transforms.JVP_NESTING)
