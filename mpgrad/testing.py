@@ -25,6 +25,7 @@ from mpgrad.pool import Pool
 from mpgrad.scheduling.run_in_caller import LocalFunction, UnusualError, may_run_here
 from mpgrad.torch_state.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
 from mpgrad.torch_state.private import apply, has_plain_memory, tree_leaves, tree_map_only
+from mpgrad.wire.tensor_refs import have_attributes
 
 __all__ = ["assert_same_as_serial"]
 
@@ -226,7 +227,7 @@ def copies(items: Sequence[Any]) -> list[Any]:
         return known[id(tensor)]
 
     def copy_leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if is_bare(value):
             return copy(value)
         if type(value) in ATOMS:
             return value
@@ -270,8 +271,13 @@ def rest_of(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def is_bare(value: Any) -> bool:
+    """Whether it is a tensor, and nobody has given it attributes."""
+    return isinstance(value, torch.Tensor) and not have_attributes((value,))
+
+
 def tensors_of(leaf: Any) -> list[torch.Tensor]:
-    if isinstance(leaf, torch.Tensor):
+    if is_bare(leaf):
         return [leaf]
     return [] if type(leaf) in ATOMS else taken_apart(leaf)[0]
 
@@ -311,7 +317,7 @@ def compare_values(name: str, result: Any, expected: Any, how: str = "") -> None
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(mine, torch.Tensor) != isinstance(other, torch.Tensor):
             raise AssertionError(f"{name}: the results differ in structure{how}")
-        if isinstance(other, torch.Tensor):
+        if is_bare(mine) and is_bare(other):
             compare_parts(name, [mine], [other], how)
         elif not (type(other) in ATOMS and are_equal(mine, other)):
             compare_objects(name, mine, other, how)

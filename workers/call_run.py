@@ -21,10 +21,11 @@ from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
     TensorRef,
-    are_distinct_tensors,
     check_carriable,
     flags_in,
     flags_of,
+    have_attributes,
+    need_no_pickle,
     with_more_behind,
 )
 from mpgrad.workers.backward_ahead import Ahead
@@ -229,9 +230,9 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         UncarriedResultError: it cannot be carried.
     """
     shape: Structure = None
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not have_attributes((value,)):
         tensors = [value]
-    elif type(value) is tuple and value and are_distinct_tensors(value):
+    elif type(value) is tuple and value and need_no_pickle(value):
         shape, tensors = len(value), list(value)
     else:
         try:

@@ -25,7 +25,16 @@ from mpgrad.wire.bundles import owners
 from mpgrad.wire.messages import Parts, Structure
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
-from mpgrad.wire.tensor_refs import HOOKED, LEAF, REQUIRES_GRAD, SHARED, are_distinct_tensors, check_carriable, flags_of
+from mpgrad.wire.tensor_refs import (
+    HOOKED,
+    LEAF,
+    REQUIRES_GRAD,
+    SHARED,
+    check_carriable,
+    flags_of,
+    have_attributes,
+    need_no_pickle,
+)
 
 __all__ = [
     "Arguments",
@@ -300,11 +309,11 @@ def have_more_behind(items: Items) -> bool:
 
 
 def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
-    """The arguments; None where a call has more than a tensor, or none; or where they might have tangents."""
+    """The arguments; None where a call has more than a tensor, or none; or where they have attributes, or may have tangents."""
     found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
     if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
         return None
-    return found
+    return None if have_attributes(found) else found
 
 
 def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: State | None) -> Items | None:
@@ -341,7 +350,7 @@ def arguments_structure(
     index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
-    if not kwargs and (are_distinct_tensors(args) if len(args) != 1 else isinstance(args[0], torch.Tensor)):
+    if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     try:
         return state.dumps_arguments((tuple(args), kwargs), known)

@@ -44,7 +44,7 @@ STEADY = (
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
     *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
 )  # never written to; or they show what they hold as they are pickled
 
 
@@ -119,11 +119,13 @@ class StatePickler(CallerPickler):
 
     # --- what is noted of each object
 
-    def persistent_id(self, value: object) -> Any:
+    def persistent_id(self, value: Any) -> Any:
         kind = type(value)
         if (kind is dict or kind is list or kind is set) and id(value) not in self._made:
             self.watch.content(pairs_of if kind is dict else items_of, value)
             return None
+        if issubclass(kind, torch.Tensor):
+            self.watch.attributes(value)
         return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:

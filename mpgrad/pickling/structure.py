@@ -6,7 +6,7 @@ decided elsewhere. The tensors that a *function* reaches in this way are its cap
 
 Large buffers of other libraries (numpy arrays, above all) go the same way, as tensors of bytes: pickle asks for them in the
 order in which it met them, so they stand at the end of the list, the first one last. What pickle refuses, or carries as
-something else, goes as `mpgrad.pickling.reducers` has it.
+something else, goes as `mpgrad.pickling.reducers` has it. Attributes that somebody set on a tensor are in the bytes.
 
 A result that a call is still to give (`Deferred`) leaves a number below 0, and a claim to what it will be.
 """
@@ -19,7 +19,7 @@ import pickle
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
@@ -45,6 +45,7 @@ from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
 from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
 from mpgrad.wire.tensor_cores import RIDE_BYTES
+from mpgrad.wire.tensor_refs import have_attributes
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
 
@@ -99,14 +100,18 @@ class TensorPickler(ClassPickler):
     def taken_out(self) -> list[torch.Tensor]:
         return self.tensors + self.buffers[::-1]
 
-    def persistent_id(self, value: object) -> Any:
+    def persistent_id(self, value: Any) -> Any:
         kind = type(value)
         if kind in NEVER_TAKEN_OUT:
             return None
         if kind in PROXIES:
             return referent(value)
-        if not isinstance(value, torch.Tensor):
+        if kind is Bare:
+            value = value.tensor
+        elif not isinstance(value, torch.Tensor):
             return self._number_of_claim(value) if isinstance(value, Deferred) else None
+        elif have_attributes((value,)):
+            return None
         number = self._number.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
@@ -128,6 +133,8 @@ class TensorPickler(ClassPickler):
         return self._number[id(value)]
 
     def reducer_override(self, value: object) -> Any:
+        if isinstance(value, torch.Tensor):
+            return itself, (Bare(value),), value.__dict__, None, None, set_attributes
         if isinstance(value, Deferred):
             return itself, (value._taken(),)
         if isinstance(value, Module) and (reduced := reduce_module(value)) is not None:
@@ -148,6 +155,16 @@ class TensorPickler(ClassPickler):
             uses_gone = f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is gone"
             raise pickle.PicklingError(f"{uses_gone}; let go of the proxy, or keep the object") from None
         return make_dynamic, self._function_getnewargs(function), state, None, None, function_setstate
+
+
+class Bare(NamedTuple):
+    """A tensor without the attributes that it has in Python."""
+
+    tensor: torch.Tensor
+
+
+def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 class CallerPickler(TensorPickler):

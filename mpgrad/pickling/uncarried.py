@@ -69,7 +69,7 @@ class Trial(TensorPickler):
     def persistent_id(self, value: object) -> Any:
         if type(value) in PROXIES:
             return super().persistent_id(value)
-        if isinstance(value, torch.Tensor) or (isinstance(value, Deferred) and self.claims is not None):
+        if isinstance(value, Deferred) and self.claims is not None:
             return 0
         return super().persistent_id(value)
 
@@ -126,6 +126,8 @@ def parts(value: object) -> Iterator[Part]:
     """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
     if isinstance(value, types.FunctionType):
         yield from parts_of_function(value)
+    elif isinstance(value, torch.Tensor):
+        yield from (Part(f".{name}", each) for name, each in value.__dict__.items())
     elif isinstance(value, types.MethodType):
         yield Part("", value.__self__)
         yield Part(".__func__", value.__func__)

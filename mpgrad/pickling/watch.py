@@ -2,7 +2,7 @@
 
 While a pickle is made, each object in it that may be written to is noted here, with the objects that it then held; it is
 unchanged as long as it holds the same ones. What does not show what it holds (numpy arrays, objects of other libraries)
-is pickled again and compared. Tensors are not looked at: their values travel with each operation, whatever they are.
+is pickled again and compared. Of tensors only attributes are: their values travel with each operation, whatever they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 __all__ = ["ABSENT", "Watch"]
 
@@ -29,7 +31,7 @@ class Watch:
     def __init__(self) -> None:
         self._functions: list[types.FunctionType] = []
         self._code: list[Any] = []
-        self._bare: list[types.FunctionType] = []  # those of them without attributes of their own
+        self._bare: list[types.FunctionType | torch.Tensor] = []  # without attributes of their own
         self._names: list[tuple[dict[str, Any], list[str], list[Any]]] = []
         self._rest: list[tuple[Callable[[Any], Content], Any, Content]] = []
         self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
@@ -56,6 +58,9 @@ class Watch:
     def function(self, value: types.FunctionType) -> None:
         self._functions.append(value)
         self._code.extend(OF_A_FUNCTION(value))
+        self.attributes(value)
+
+    def attributes(self, value: types.FunctionType | torch.Tensor) -> None:
         if vars(value):
             self.content(attributes_of, value)
         else:

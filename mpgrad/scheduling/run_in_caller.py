@@ -38,7 +38,7 @@ from mpgrad.torch_state.modes import TURNS, RandomState
 from mpgrad.torch_state.private import SharedHooks, dual_level_is_active, have_plain_memory, saved_tensor_hooks
 from mpgrad.transforms import may_be_followed
 from mpgrad.wire.tensor_packing import are_alike
-from mpgrad.wire.tensor_refs import are_distinct_tensors, check_carriable
+from mpgrad.wire.tensor_refs import check_carriable, need_no_pickle
 
 __all__ = ["AdaptiveMap", "LocalFunction", "UnusualError", "is_at_rest", "may_run_here"]
 
@@ -256,7 +256,7 @@ class LocalFunction:
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result on private copies; raises `UnusualError` where a worker would do otherwise."""
-        if not kwargs and (isinstance(args[0], torch.Tensor) if len(args) == 1 else are_distinct_tensors(args)):
+        if not kwargs and need_no_pickle(args):
             target = self._target_for(args)
             copies = [private(each, self._border, is_argument=True) for each in args]
             value = target(*copies)

@@ -12,6 +12,7 @@ Guarantees: strides survive, and where that is little what lies between the elem
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,11 +45,12 @@ __all__ = [
     "Row",
     "Sparse",
     "TensorRef",
-    "are_distinct_tensors",
     "check_carriable",
     "flags_in",
     "flags_of",
+    "have_attributes",
     "lent",
+    "need_no_pickle",
     "place_of",
     "redirected",
     "rows_of",
@@ -294,9 +296,16 @@ def check_carriable(tensor: torch.Tensor, owner: str, index: int | None = None, 
         raise TypeError(f"{owner} holds a tensor that cannot be carried to or from a worker: {reason}")
 
 
-def are_distinct_tensors(values: Sequence[object]) -> bool:
-    """Whether `values` are tensors and no two of them the same one, so that they may travel without a pickle."""
-    return all(isinstance(value, torch.Tensor) for value in values) and len({id(value) for value in values}) == len(values)
+def need_no_pickle(values: Sequence[object]) -> bool:
+    """Whether `values` are tensors, no two of them the same one, and nobody has given one of them attributes."""
+    if len(values) > 1 and len({id(value) for value in values}) < len(values):
+        return False
+    return all(isinstance(value, torch.Tensor) for value in values) and not have_attributes(values)
+
+
+def have_attributes(tensors: Sequence[Any]) -> bool:
+    """Whether somebody has given attributes to one of them. To be asked for its `__dict__` gives a tensor one."""
+    return gc.get_referents(*tensors) != list(map(type, tensors)) and any(tensor.__dict__ for tensor in tensors)
 
 
 def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:

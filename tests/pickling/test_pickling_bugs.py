@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.testing import assert_same_as_serial
 
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
 
@@ -33,6 +36,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         "        return x * W\n"
         "def function(x):\n"
         "    return x * W\n"
+        "def labelled(x):\n"
+        "    return getattr(W, 'label', 'none')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("own_parameters")
@@ -124,3 +129,65 @@ def test_code_has_the_name_of_its_file(pool2: mpgrad.Pool) -> None:
         return [each.co_filename for each in code]
 
     assert pool2.map(fn, [1]) == [[__file__] * 2]
+
+
+class Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.bias.no_decay = True  # type: ignore[attr-defined]
+        self.weight.scale = torch.tensor(2.0, requires_grad=True)  # type: ignore[attr-defined]
+        self.weight.owner = self  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("send", ["always", "auto"])
+def test_attributes_of_tensors(pool: mpgrad.Pool, send: str) -> None:
+    # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what it had in Python.
+    net = Head()
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        decayed = [p for p in net.parameters() if not getattr(p, "no_decay", False)]
+        scaled = (net.weight * x).sum() * net.weight.scale + net.bias.sum()  # type: ignore[attr-defined, operator]
+        assert net.weight.owner is net  # type: ignore[attr-defined]
+        return scaled + 10.0 * len(decayed) + getattr(x, "shift", 0.0)
+
+    def given() -> list[torch.Tensor]:
+        items = [torch.full((3,), float(k), requires_grad=True) for k in range(30)]
+        for k, each in enumerate(items):
+            each.shift = torch.tensor(k + 0.5)  # type: ignore[attr-defined]
+        return items
+
+    assert_same_as_serial(penalty, given(), pool)
+    assert_same_as_serial(lambda pair: penalty(pair[0]) + penalty(pair[1]), [[x, x] for x in given()], pool)
+    net.bias.no_decay = False  # type: ignore[attr-defined]
+    assert pool.map(penalty, given()[:1])[0] == penalty(given()[0]) == 20.5
+
+
+def test_attributes_of_results(pool: mpgrad.Pool) -> None:
+    # symptom: AttributeError. cause: a result that is a tensor travelled without a pickle.
+    def tagged(x: torch.Tensor) -> Any:
+        y = x * 2
+        y.tag = {"of": x.item(), "item": x * 3}  # type: ignore[attr-defined]
+        return (y, y) if x > 1 else y
+
+    items = [torch.tensor(float(k), requires_grad=True) for k in range(4)]
+    assert_same_as_serial(tagged, items, pool)
+    first, *_, (last, same) = pool.map(tagged, items)
+    assert first.tag["of"] == 0 and last is same and last.tag["item"] == 9
+    last.tag["item"].backward()
+    assert items[3].grad == 3
+
+
+def test_attributes_of_tensors_in_a_module_that_change(own_module: Any, fresh_pool: mpgrad.Pool) -> None:
+    # the state of a module is pickled again only when something in it has changed
+    fn = own_module.labelled
+    for label in ("a", "b"):
+        own_module.W.label = label
+        assert fresh_pool.map(fn, [1]) == [label]
+    del own_module.W.label
+    assert fresh_pool.map(fn, [1]) == ["none"]
+    item = torch.ones(1)
+    with pytest.raises(pickle.PicklingError, match=r"\(label\); pass its name"), open(os.devnull, "w") as file:
+        item.label = file  # type: ignore[attr-defined]
+        fresh_pool.map(fn, [item])
