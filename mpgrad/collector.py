@@ -10,11 +10,12 @@ Guarantees: at most LONGEST_HOLD seconds of waiting and MOST_HELD new objects pa
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
 from collections.abc import Iterator
+
+from mpgrad.errors import contextmanager
 
 __all__ = ["LONGEST_HOLD", "collector_held", "let_collector_look"]
 
@@ -62,7 +63,7 @@ HOLDERS = Holders()
 os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 
-@contextlib.contextmanager
+@contextmanager
 def collector_held() -> Iterator[None]:
     hold = Hold()
     try:

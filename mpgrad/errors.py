@@ -6,13 +6,17 @@ multiprocessing raises whatever type is at hand; here the class already says who
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import multiprocessing.pool
 import pickle
 import signal
-from collections.abc import Sequence
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 __all__ = [
     "ONE_CALL",
@@ -29,8 +33,17 @@ __all__ = [
     "WorkerDiedError",
     "add_note",
     "ancestor_failed",
+    "contextmanager",
+    "error_in_words",
+    "kind_name",
+    "read",
+    "traceback_of",
+    "write",
 ]
 
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger("mpgrad")
 
@@ -306,7 +319,7 @@ class UncarriedResultError(
 
 def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
     """The error of a call (for example "item 3 of simulate") that was to get the result of one that raised `error`."""
-    described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    described = error_in_words(error)
     failed = AncestorFailedError(f"{call} did not run, because a call that it needs failed ({described})")
     failed.__cause__ = error
     return failed
@@ -324,12 +337,87 @@ def describe_exit(exit_code: int | None) -> str:
     return f"exited with status {exit_code}"
 
 
+# --- of any exception: its class may be a frozen dataclass, or have properties that raise
+
+
+def kind_name(error: BaseException) -> str:
+    """The name of its class, which a metaclass may hide."""
+    return str(vars(type)["__qualname__"].__get__(type(error)))
+
+
+def read(error: BaseException, name: str) -> Any:
+    """Python's own field of an exception, such as `__cause__`."""
+    return vars(BaseException)[name].__get__(error)
+
+
+def write(error: BaseException, name: str, value: Any) -> None:
+    """Set Python's own field of an exception, such as `__cause__`."""
+    vars(BaseException)[name].__set__(error, value)
+
+
+def error_in_words(error: BaseException) -> str:
+    """As the last line of a traceback; its class alone where it has no text, or its text cannot be had."""
+    try:
+        text = str(error)
+    except BaseException as reason:
+        return f"{kind_name(error)}, whose text cannot be had ({kind_name(reason)})"
+    return f"{kind_name(error)}: {text}" if text else kind_name(error)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The text; without what the exception's own code does not tell of it."""
+    entries = read(error, "__traceback__")
+    try:
+        return "".join(traceback.format_exception(type(error), error, entries))
+    except BaseException as reason:  # of one of its properties, say, which may raise anything
+        frames = "".join(traceback.format_tb(entries))
+        unread = f"(the rest of its traceback cannot be read: {error_in_words(reason)})"
+        return f"Traceback (most recent call last):\n{frames}{unread}\n{error_in_words(error)}\n"
+
+
+class Block(contextlib.AbstractContextManager[T]):
+    """What `contextmanager` makes of a generator."""
+
+    def __init__(self, steps: Iterator[T]) -> None:
+        self._steps: Any = steps  # a generator
+
+    def __enter__(self) -> T:
+        value: T = next(self._steps)
+        return value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, entries: types.TracebackType | None
+    ) -> None:
+        if error is None:
+            next(self._steps, None)
+            return
+        try:
+            self._steps.throw(error)
+        except BaseException as raised:
+            # Python makes a RuntimeError of a StopIteration that leaves a generator
+            if raised is not error and read(raised, "__cause__") is not error:
+                raise
+            BaseException.with_traceback(error, entries)
+
+
+def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
+    """As `contextlib`'s, which sets attributes of an exception that leaves the block: a frozen dataclass refuses that.
+
+    Assumes: the block ends with what was raised in it.
+    """
+
+    @functools.wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Block[T]:
+        return Block(function(*args, **kwargs))
+
+    return made
+
+
 def add_note(error: BaseException, note: str) -> None:
-    """`error.add_note(note)`, which Python has only from 3.11 on."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+    """As `error.add_note(note)`, which Python has only from 3.11 on."""
+    notes = read(error, "__dict__").setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
 
 
 def note_stack(error: BaseException, stack: str) -> None:

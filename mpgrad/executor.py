@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import threading
 import time
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.result_iterator import ResultIterator
 from mpgrad.calls.results import DifferentiableFuture
-from mpgrad.errors import RemoteTraceback
+from mpgrad.errors import RemoteTraceback, traceback_of, write
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
@@ -267,9 +266,9 @@ class Executor(concurrent.futures.Executor):
 
 def without_frames(error: Exception) -> Exception:
     """`error` with its traceback as text only: frames would keep the arguments for as long as the future."""
-    error.__cause__ = RemoteTraceback("".join(traceback.format_exception(type(error), error, error.__traceback__)))
-    error.__context__ = None
-    return error.with_traceback(None)
+    write(error, "__cause__", RemoteTraceback(traceback_of(error)))
+    write(error, "__context__", None)
+    return BaseException.with_traceback(error, None)  # the class may have another one
 
 
 def raised_later(error: Exception) -> Iterator[Any]:

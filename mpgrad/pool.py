@@ -14,7 +14,6 @@ Caller only. Public methods, with what they take and raise; what they do is in `
 from __future__ import annotations
 
 import atexit
-import contextlib
 import operator
 import os
 import weakref
@@ -30,6 +29,7 @@ from mpgrad.calls.result_iterator import ResultIterator
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture
 from mpgrad.cluster.options import Ray
 from mpgrad.engines.kinds import EngineName, Wanted
+from mpgrad.errors import contextmanager
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, Standing, reported
 from mpgrad.scheduling.scheduler import Scheduler
@@ -753,7 +753,7 @@ class Pool:
             )
         return Timeline(self._scheduler, path, profile, self._options.engine)
 
-    @contextlib.contextmanager
+    @contextmanager
     def progress(self, progress: Progress = True) -> Iterator[None]:
         """Show, until the block ends, how much of what the pool has to do is done: futures of `submit`, backwards, all.
 

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from mpgrad.errors import contextmanager
+
 __all__ = ["Progress", "Reporter", "Standing", "reported"]
 
 # done, in all, seconds left; None where that is not known, or there is nothing yet
@@ -137,7 +139,7 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
 
-@contextlib.contextmanager
+@contextmanager
 def reported(progress: Progress, look: Callable[[], Standing]) -> Iterator[None]:
     """Show what `look` finds until the block ends."""
     if progress is False:

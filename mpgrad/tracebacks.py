@@ -27,7 +27,15 @@ from typing import ParamSpec, TypeVar
 import cloudpickle
 import torch
 
-from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, RemoteTraceback, WorkerDiedError
+from mpgrad.errors import (
+    AncestorFailedError,
+    CallTimeoutError,
+    PoolClosedError,
+    RemoteTraceback,
+    WorkerDiedError,
+    read,
+    write,
+)
 
 __all__ = ["hide_own_frames", "is_own", "outside", "shown", "shown_stack", "warn", "without_own_frames"]
 
@@ -83,10 +91,10 @@ def hide_own_frames(error: BaseException) -> None:
 
     Python 3.10 raises again what it has caught, whatever becomes of `__traceback__`: there the frame of who calls this stays.
     """
-    entries = list(entries_of(error.__traceback__))
+    entries = list(entries_of(read(error, "__traceback__")))
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     innermost = itertools.takewhile(lambda file: not is_own(file), files[::-1])
-    is_outcome = isinstance(error, OUTCOMES) or isinstance(error.__cause__, RemoteTraceback)
+    is_outcome = issubclass(type(error), OUTCOMES) or isinstance(read(error, "__cause__"), RemoteTraceback)
     if wants_all() or not (is_outcome or any(map(is_callers, innermost))):
         return
     kept: types.TracebackType | None = None
@@ -94,7 +102,7 @@ def hide_own_frames(error: BaseException) -> None:
         if not file.startswith(hidden_folders()):
             entry.tb_next, kept = kept, entry
     if sys.version_info >= (3, 11):
-        error.__traceback__ = kept
+        write(error, "__traceback__", kept)
     else:
         entries[0].tb_next = kept
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mpgrad.errors import traceback_of
 from mpgrad.pickling.exceptions import carried
 from mpgrad.wire.messages import Failure
 
@@ -15,8 +15,7 @@ __all__ = ["described", "failure", "given_in_words"]
 
 
 def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(carried(error), text, phase, offset, given)
+    return Failure(carried(error), traceback_of(error), phase, offset, given)
 
 
 MOST_IN_WORDS = 6  # values of each container

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
 from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import current_graph_task, when_backward_ends
 
 __all__ = ["backward_without_engine", "call_off_if_interrupted", "forget_at_end_of_backward", "note_failure"]
@@ -72,7 +72,7 @@ def call_off_if_interrupted(graph_task: int, sender: Sender) -> None:
             backward.senders.append(sender)
 
 
-@contextlib.contextmanager
+@contextmanager
 def backward_without_engine(graph_task: int) -> Iterator[None]:
     """What is sent within it, with this number, is called off if it is interrupted."""
     backward = RUNNING[graph_task] = Backward(graph_task)

@@ -8,7 +8,6 @@ Assumes: `deliver` and `fail` come from the scheduling thread, or from who made 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from mpgrad.calls.device_choice import Request
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import Conditions, PackedCall
+from mpgrad.errors import contextmanager
 from mpgrad.pickling import structure
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
@@ -165,7 +165,7 @@ class Operation:
                 "backward of its own); the change stays in the worker: return the new value, and store it in the caller"
             )
 
-    @contextlib.contextmanager
+    @contextmanager
     def modes_of_caller(self) -> Iterator[None]:
         """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
         with outside_transforms(), torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):

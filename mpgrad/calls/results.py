@@ -151,7 +151,7 @@ class AsyncResult(Generic[R]):
                     self._error = error
                 self._fetched = True
             if self._error is not None:
-                raise self._error.with_traceback(None)  # without the lines that asked before
+                raise BaseException.with_traceback(self._error, None)  # without the lines that asked before
             value: R = self._value
             return value
 
@@ -264,7 +264,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
                 raise late(timeout)
             failed = staying.failed
         if failed is not None:
-            raise failed.error().with_traceback(None)
+            raise BaseException.with_traceback(failed.error(), None)  # its class may have another one
         value: R = self._operation.take()
         return value
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mpgrad.errors import InternalError, RemoteError, RemoteTraceback, add_note
+from mpgrad.errors import InternalError, RemoteError, RemoteTraceback, add_note, error_in_words, read, write
 from mpgrad.pickling import classes
 
 __all__ = ["carried", "raised_again"]
@@ -18,17 +20,15 @@ log = logging.getLogger("mpgrad")
 
 def carried(error: BaseException) -> bytes:
     """The pickle of a task's exception; of its type and text only, where it cannot be carried."""
-    name = type(error).__qualname__
     forms: Sequence[Callable[[], object]] = (
         lambda: error,
         lambda: Rebuilt(error),
-        lambda: RemoteError(f"{name}: {error}"),
-        lambda: RemoteError(f"{name}, whose text cannot be had"),
+        lambda: RemoteError(error_in_words(error)),
     )
     for form in forms:
         try:
             pickled = classes.dumps(form(), ExceptionPickler)
-            if isinstance(classes.loads(pickled), BaseException):
+            if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
         except BaseException:  # its own code runs here, and may do anything; the next form has less of it
             continue
@@ -51,14 +51,28 @@ class Rebuilt:
         self._error = error
 
     def __reduce__(self) -> Any:
-        return rebuilt, (type(self._error), self._error.args, vars(self._error))
+        error = self._error
+        return rebuilt, (type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error)))
 
 
-def rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """An exception again. Its `__init__` is not called: it may want other arguments."""
+def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
+    """What it has in slots, of its own classes."""
+    for kind in type(error).__mro__:
+        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # nothing is in it
+                    yield kind, name, member.__get__(error)
+
+
+def rebuilt(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any], slots: Sequence[tuple[type, str, Any]]
+) -> BaseException:
+    """An exception again. Its `__init__` is not called: it may want other arguments. It may be frozen."""
     error = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(state)
+    write(error, "args", args)
+    read(error, "__dict__").update(state)
+    for owner, name, value in slots:
+        vars(owner)[name].__set__(error, value)
     return error
 
 
@@ -67,19 +81,13 @@ def raised_again(pickled: bytes, traceback: str, phase: str, call: str, worker: 
     try:
         error = classes.loads(pickled)
     except BaseException as reason:  # its class cannot be imported here, and the text is worth more than the class
-        error = RemoteError(f"an exception that cannot be loaded here ({reason})")
+        last = traceback.rstrip().rpartition("\n")[2]  # it names the class, unless there are notes
+        error = RemoteError(f"{last} (an exception that cannot be loaded here: {error_in_words(reason)})")
     note = f"raised in {f'{call}, ' if call else ''}worker {worker}, phase: {phase}{f' ({given})' if given else ''}"
-    if isinstance(error, SystemExit):  # the program ends with it, without a word of where it was raised
+    if not issubclass(type(error), BaseException):
+        error = RemoteError(f"an exception that is none when it is loaded here ({type(error).__qualname__})")
+    elif issubclass(type(error), SystemExit):  # the program ends with it, without a word of where it was raised
         log.warning("a task called sys.exit: %s", note)
-    try:
-        tell_origin(error, traceback, note)
-    except Exception as reason:  # it takes no attributes, or is no exception
-        error = RemoteError(f"an exception that cannot be raised again here ({type(error).__qualname__}: {reason})")
-        tell_origin(error, traceback, note)
-    return error  # type: ignore[no-any-return]
-
-
-def tell_origin(error: BaseException, traceback: str, note: str) -> None:
-    """Give it the worker's traceback as its cause, and a note."""
-    error.__cause__ = RemoteTraceback(traceback)
+    write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
+    return error  # type: ignore[no-any-return]

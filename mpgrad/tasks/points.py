@@ -9,7 +9,6 @@ Assumes: `fn`, run twice with the same random numbers, is the same function.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpgrad.errors import contextmanager
 from mpgrad.tasks.jacobian_arguments import Arguments, check_real, filled
 from mpgrad.torch_state.modes import DIFFERENTIATING, draw_seed, seed_item
 from mpgrad.torch_state.private import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
@@ -203,7 +203,7 @@ class ForwardModeBusyError(RuntimeError):
     """No fault of the function's: no other way is taken for it."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def forward_mode() -> Iterator[None]:
     """One thread at a time."""
     if not FORWARD_MODE.acquire(timeout=PATIENCE):

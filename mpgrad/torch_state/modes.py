@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import outside_transforms, saved_tensor_hooks
 
 __all__ = [
@@ -85,7 +86,7 @@ def current_modes(kind: str = "") -> Modes:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """Run the body as the caller would run it, then go back to what was."""
     before = current_modes()
@@ -260,7 +261,7 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-@contextlib.contextmanager
+@contextmanager
 def kept_random_state() -> Iterator[None]:
     """Put the generators back afterwards: for tasks that run in the caller's own process."""
     state = RandomState()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpgrad.errors import contextmanager
 
 __all__ = [
     "NODE_IN_PYTHON",
@@ -161,7 +162,7 @@ class CallCounter:
         setattr(self._owner, self._name, counted if method is function else bind(counted))
         self.is_watching = True
 
-    @contextlib.contextmanager
+    @contextmanager
     def watching(self) -> Iterator[None]:
         """In the body only, where other threads may call it too, and are counted."""
         method = inspect.getattr_static(self._owner, self._name)

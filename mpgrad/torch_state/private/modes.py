@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mpgrad.errors import contextmanager
+
 __all__ = [
     "MAKE_FX",
     "grad_mode",
@@ -34,7 +36,7 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
     return hooks
 
 
-@contextlib.contextmanager
+@contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """As in a thread of its own."""
     hidden = []
@@ -74,7 +76,7 @@ def without_refusal() -> contextlib.AbstractContextManager[Any]:
     return guard
 
 
-@contextlib.contextmanager
+@contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
     """`torch.set_grad_enabled`, without the refusal."""
     before = torch.is_grad_enabled()
@@ -92,7 +94,7 @@ def is_refusing_no_grad() -> bool:
     return any(isinstance(mode, RefusingNoGrad) for mode in modes())
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusing_no_grad() -> Iterator[None]:
     """`torch.no_grad` in the body raises; to be entered with gradients on."""
     with torch._C._EnableTorchFunction(), RefusingNoGrad():  # a task in the caller's thread may run `without_refusal`

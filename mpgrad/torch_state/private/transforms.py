@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from mpgrad.errors import contextmanager
+
 __all__ = [
     "batched",
     "dual_level_is_active",
@@ -86,7 +88,7 @@ class SharedLevel:
         self._level = contextlib.ExitStack()
         self._count = 0
 
-    @contextlib.contextmanager
+    @contextmanager
     def entered(self) -> Iterator[None]:
         """Whoever is here can make dual tensors; where somebody else has opened a level, that one serves."""
         with self._lock:
@@ -117,14 +119,14 @@ def known_to_torch_func() -> Iterator[None]:
 DUAL_LEVEL = SharedLevel()
 
 
-@contextlib.contextmanager
+@contextmanager
 def within_dual_level() -> Iterator[None]:
     """Forward-mode differentiation is on in the body."""
     with forward_ad._set_fwd_grad_enabled(True), DUAL_LEVEL.entered():  # a function's own `jvp` runs with it off
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def dual_level_kept() -> Iterator[None]:
     """Around all that is made of dual tensors, with forward-mode differentiation off.
 
