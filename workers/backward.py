@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
 from mpgrad.torch_state.modes import under
 from mpgrad.torch_state.private import plus
@@ -84,6 +85,7 @@ class BackwardHandler:
                     found: Differentiated | None = None
                     while steps:
                         self._tracker.begin(chunk, position)
+                        FOLLOWER.follow(message.modes.environment)  # a step before may have had another one
                         found = self._step(steps.popleft(), incoming, stage)
                         if found is None:
                             break

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import torch
 
+from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import run_initializer
 from mpgrad.place import PLACE
@@ -89,6 +90,7 @@ def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack |
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
             run_initializer(initializer, initargs)
+        FOLLOWER.settle()
     except BaseException as error:
         link.send([StartFailed(failure(error, "initializer"))])
         return None
@@ -131,12 +133,15 @@ def serve_spawned(descriptor: int, number: int) -> NoReturn:
 def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
     multiprocessing.current_process().name = f"mpgrad-worker-{number}"  # as log records call it
-    sys.path[:] = merged(sys.path, start.path) if start.remote else start.path
-    sys.argv[:] = start.argv
-    if start.directory is not None:
-        with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
-            os.chdir(start.directory)
-    if not start.remote:
+    environment = start.environment
+    if start.remote:  # of which this machine has its own; there may be a folder of that name
+        sys.path[:] = merged(sys.path, environment.paths)
+        sys.argv[:] = environment.arguments
+        if environment.directory is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(environment.directory)
+    else:
+        FOLLOWER.take_over(environment)
         multiprocessing.current_process().authkey = start.authkey
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide

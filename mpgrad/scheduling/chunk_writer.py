@@ -18,6 +18,7 @@ from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, Sen
 from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, SumLedger
 from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.sizes import MOST_CALLS, MOST_PAYLOAD
+from mpgrad.torch_state.modes import Modes
 from mpgrad.wire.messages import (
     Backward,
     BackwardCall,
@@ -54,7 +55,7 @@ class ChunkWriter:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
         function, modes, seed, _ = operation.conditions
-        self._define(function, messages)
+        self._define(function, modes, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         stops, ahead = operation.stop_at_failure, operation.ahead
         stay = self.may_stay and operation.may_stay
@@ -94,14 +95,23 @@ class ChunkWriter:
         messages.append(Backward(number, first.what.modes, calls))
         return messages, payload, Chunk(None, [], sent, None, first.timeout)
 
-    def _define(self, function: SharedFunction, messages: list[Message]) -> None:
+    def _define(self, function: SharedFunction, modes: Modes, messages: list[Message]) -> None:
         """Adds a `Define` where the worker does not know the function, and lends the captures."""
         if function.number in self.functions:
             return
         pickled = None if function.code in self.codes else function.pickled
         state = None if function.state is None else self._told(function.state)
         messages.append(
-            Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
+            Define(
+                function.number,
+                function.code,
+                pickled,
+                function.sent_slot,
+                function.refs,
+                function.gathers,
+                state,
+                modes.environment,
+            )
         )
         self.functions.add(function.number)
         self.codes.add(function.code)
@@ -148,7 +158,7 @@ class ChunkWriter:
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
         assert isinstance(recipe, PackedCall)
         function, modes, seed, _ = recipe.conditions
-        self._define(function, messages)
+        self._define(function, modes, messages)
         is_spent = state is GraphState.SPENT and not again
         return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent)]
 

@@ -17,6 +17,7 @@ from mpgrad.autograd.remote_graph import Grads, Order, Promise, RemoteGraph
 from mpgrad.autograd.running import call_off_if_interrupted
 from mpgrad.calls.homes import GradientReply
 from mpgrad.calls.packing import SharedFunction
+from mpgrad.environment import Since
 from mpgrad.scheduling.chunks import CaptureRequest, Differentiation, SentGradients
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.function_cache import Codes
@@ -36,13 +37,22 @@ HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for 
 class GradientSender:
     """What homes of operations ask of the scheduler (see `calls.homes.Sender`)."""
 
-    def __init__(self, driver: Driver, life: Lifecycle, codes: Codes, packer: Packer, numbers: itertools.count[int]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        life: Lifecycle,
+        codes: Codes,
+        packer: Packer,
+        numbers: itertools.count[int],
+        since: Since | None,
+    ) -> None:
         """`numbers` are given to graphs of gradients, as to calls."""
         self._driver = driver
         self._life = life
         self._codes = codes
         self._packer = packer
         self._numbers = numbers
+        self._since = since
         self._wait_until = driver.wait_until  # one bound method for all replies
         self.wait_for_gradients: Callable[[SentGradients], None]  # that it needs and that are still to come
         self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
@@ -67,6 +77,8 @@ class GradientSender:
         if graph_task != order.graph_task:
             call_off_if_interrupted(order.graph_task, self)
             modes = current_modes()
+            if self._since is not None:
+                modes = modes._replace(environment=self._since.changes())
             self._graph_task_modes = order.graph_task, modes
             self._driver.notes.backward_begins()
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)

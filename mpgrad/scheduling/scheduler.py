@@ -72,7 +72,7 @@ class Scheduler(ABC):
         self._codes = codes = Codes(self.workers)
         self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device, FAR if settings.remote else NEAR)
         self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
-        self.gradients = gradients = GradientSender(self, self.life, codes, self.copying_packer, numbers)
+        self.gradients = gradients = GradientSender(self, self.life, codes, self.copying_packer, numbers, settings.since)
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mpgrad.environment import Since
+
 __all__ = ["Settings"]
 
 
@@ -21,6 +23,7 @@ class Settings(NamedTuple):
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
+    since: Since | None = None  # the caller's environment when the pool began, where workers follow it
 
     @property
     def recoverable(self) -> bool:

@@ -11,14 +11,13 @@ import itertools
 import logging
 import math
 import multiprocessing
-import sys
 import time
 
 from mpgrad.calls.device_choice import missing_device
 from mpgrad.calls.output import lowest_log_level, report
 from mpgrad.engines.protocol import Engine
+from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError
-from mpgrad.place import working_directory
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
@@ -119,9 +118,7 @@ class Staff:
             settings.graph_bytes,
             settings.spares_memory,
             lowest_log_level(),
-            list(sys.path),
-            list(sys.argv),
-            working_directory(),
+            current_environment() if settings.since is None else settings.since.begin,
             b"" if settings.remote else bytes(multiprocessing.current_process().authkey),
             b"" if crossing is None else crossing.post(device),
             settings.remote,

@@ -16,6 +16,7 @@ from mpgrad.cluster.options import Ray
 from mpgrad.cpus import usable_cpus
 from mpgrad.engines.kinds import EngineName, traits_of
 from mpgrad.engines.protocol import Traits
+from mpgrad.environment import Since
 from mpgrad.memory.limits import bytes_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried
@@ -168,6 +169,7 @@ class PoolOptions:
             in_process=not is_process,
             ahead=self.runs_ahead,
             remote=self.traits.remote,
+            since=Since() if is_process and not self.traits.remote else None,
         )
 
 

@@ -120,6 +120,8 @@ class Starter:
             at_rest=at_rest,
         )
         now = modes or current_modes(scheduler.packer.kind)
+        if (since := scheduler.settings.since) is not None:
+            now = now._replace(environment=since.changes())
         return kind(Conditions(shared, now, seed, first), home, captures, how)
 
     def draw_seed(self) -> int | None:

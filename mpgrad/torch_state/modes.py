@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad.environment import FOLLOWER
 from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import outside_transforms, saved_tensor_hooks
 
@@ -57,6 +58,7 @@ class Modes(NamedTuple):
     matmul_precision: str
     differentiating: bool  # a derivative of ours is being taken
     device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
+    environment: bytes | None = None  # see `mpgrad.environment.Since`; only for workers on the caller's machine
 
     @property
     def determinism(self) -> tuple[bool, bool]:
@@ -88,7 +90,8 @@ def current_modes(kind: str = "") -> Modes:
 
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
-    """Run the body as the caller would run it, then go back to what was."""
+    """Run the body as the caller would run it, then go back to what was; the environment stays, until it is another one."""
+    FOLLOWER.follow(modes.environment)
     before = current_modes()
     set_process_modes(modes, before)
     try:

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
@@ -148,9 +149,7 @@ class Start(NamedTuple):
     graph_bytes: int | None
     spares_memory: bool
     log_level: int
-    path: list[str]
-    argv: list[str]
-    directory: str | None
+    environment: Environment
     authkey: bytes  # of multiprocessing, with which tasks reach the caller's managers; it stays on the caller's machine
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
@@ -179,6 +178,7 @@ class Define(NamedTuple):
     captures: Sequence[TensorRef]
     gathers: bool = False  # all tensors of its calls go to the worker's device
     state: ModulesState | None = None
+    environment: bytes | None = None  # as in the modes of its calls: loading it may import modules
 
 
 class Forget(NamedTuple):

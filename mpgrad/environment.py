@@ -1,0 +1,152 @@
+"""The environment of the caller's process, which its workers follow: variables, directory, arguments, paths, time zone.
+
+A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a worker would find what was
+there when its pool began. So each operation carries what the caller has changed since then, and each backward does.
+
+    caller   Since: begin ──► Start                                changes ──► Modes, Define
+    worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
+Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the caller compares and the worker
+    does nothing.
+Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mpgrad.cpus import THREAD_VARIABLES
+from mpgrad.place import working_directory
+
+__all__ = ["FOLLOWER", "Environment", "Since", "current_environment"]
+
+
+class Environment(NamedTuple):
+    """The environment of a process at one moment. Where it tells changes, a variable that was deleted is None."""
+
+    variables: Mapping[str, str | None]
+    directory: str | None  # None: it was deleted
+    arguments: list[str]
+    paths: list[str]  # of modules
+    zone: tuple[Any, ...]  # what `time.tzset` has made of the variable TZ
+
+    def changes(self, begin: Environment) -> Environment:
+        """Only the variables that `begin` has not; all of the rest, which is little."""
+        deleted = dict.fromkeys(begin.variables.keys() - self.variables.keys())
+        return self._replace(variables={**dict(self.variables.items() - begin.variables.items()), **deleted})
+
+
+def variables_in_use() -> Mapping[Any, Any]:
+    """The variables as `os.environ` stores them: a dictionary, which C compares in a microsecond."""
+    variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+    return variables
+
+
+def zone_in_use() -> tuple[Any, ...]:
+    return time.tzname, time.timezone, time.altzone, time.daylight
+
+
+def current_environment() -> Environment:
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in dict(variables_in_use()).items()}
+    return Environment(variables, working_directory(), list(map(str, sys.argv)), list(map(str, sys.path)), zone_in_use())
+
+
+class Since:
+    """What the caller has changed since a pool began. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self.begin = current_environment()
+        self._seen: tuple[Any, ...] = ()  # what was there at the last look, and what it had changed
+
+    def changes(self) -> bytes:
+        """A pickled `Environment`, the same object until something changes; no bytes where all is as at the beginning."""
+        now = variables_in_use(), working_directory(), sys.argv, sys.path, zone_in_use()
+        seen = self._seen  # read once: another thread may put another one there
+        if not seen or seen[0] != now:
+            variables, directory, arguments, paths, zone = now
+            changed = current_environment()
+            pickled = b"" if changed == self.begin else pickle.dumps(changed.changes(self.begin))
+            self._seen = seen = (dict(variables), directory, list(arguments), list(paths), zone), pickled
+        changes: bytes = seen[1]
+        return changes
+
+
+class Follower:
+    """Has a worker's environment follow the caller's."""
+
+    def __init__(self) -> None:
+        self._begin: Environment | None = None  # the caller's, when the pool began
+        self._taken: Environment  # ours, after we took over
+        self._own: Environment  # ours, after the initializer
+        self._followed = b""
+        self._target: Environment  # the caller's, as it was followed
+
+    def take_over(self, begin: Environment) -> None:
+        """Be like the caller when its pool began; the caller may have changed things before this process started."""
+        self._begin = self._target = begin
+        self._followed = b""
+        for name in os.environ.keys() - begin.variables.keys() - set(THREAD_VARIABLES):
+            del os.environ[name]
+        for name, value in begin.variables.items():
+            set_variable(name, value)
+        sys.argv[:], sys.path[:] = begin.arguments, begin.paths
+        if begin.directory is not None:
+            with contextlib.suppress(OSError):  # gone meanwhile; the initializer may know a better one
+                os.chdir(begin.directory)
+        if zone_in_use() != begin.zone:
+            time.tzset()
+        self._taken = current_environment()
+
+    def settle(self) -> None:
+        """The initializer has run: what it, or we, have set does not follow the caller."""
+        if self._begin is not None:
+            self._own = current_environment()
+
+    def follow(self, changes: bytes | None) -> None:
+        """Be like the caller at that time. None: this process is no worker, or not on the caller's machine."""
+        if changes is None or self._begin is None or changes == self._followed:
+            return
+        begin, own, taken, before = self._begin, self._own, self._taken, self._target
+        now = begin
+        if changes:
+            now = pickle.loads(changes)
+            present = {**begin.variables, **now.variables}
+            now = now._replace(variables={name: value for name, value in present.items() if value is not None})
+        self._followed, self._target = changes, now
+        for name in {name for name, _ in before.variables.items() ^ now.variables.items()}:
+            if own.variables.get(name) == begin.variables.get(name):
+                set_variable(name, now.variables.get(name))
+        if now.directory != before.directory and own.directory == taken.directory:
+            go_to(now.directory)
+        if now.arguments != before.arguments and own.arguments == taken.arguments:
+            sys.argv[:] = now.arguments
+        if now.paths != before.paths:
+            sys.path[:] = [*(each for each in own.paths if each not in begin.paths), *now.paths]
+        if now.zone != before.zone:
+            time.tzset()
+
+
+def set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    elif os.environ.get(name) != value:
+        os.environ[name] = value
+
+
+def go_to(directory: str | None) -> None:
+    """The caller may still be in a directory that was deleted: nothing is found there, and it has no name."""
+    try:
+        os.chdir(directory or "")
+    except OSError:
+        nowhere = tempfile.mkdtemp()
+        os.chdir(nowhere)
+        os.rmdir(nowhere)
+
+
+FOLLOWER = Follower()
