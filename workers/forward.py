@@ -65,26 +65,29 @@ class ForwardHandler:
         function = found if isinstance(found, Function) else None
         payload = Payload()
         outcomes: list[Result | Failure] = []
-        own_seconds = ahead_seconds = 0.0
+        own_seconds = ahead_seconds = failed_seconds = 0.0
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
                 if self._tracker.is_skipped(chunk):
                     break
                 self._tracker.begin(chunk, position)
-                stage = self.new_stage()
+                stage, begun = self.new_stage(), time.perf_counter()
                 outcome = self._run(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
                 outcomes.append(outcome)
-                own_seconds += stage.own_seconds
-                ahead_seconds += stage.backward_seconds
                 self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
                 if function is None:
                     self._loans.give_back_unread(call)
-                if isinstance(outcome, Failure) and message.stop_at_failure:
+                if isinstance(outcome, Result):
+                    own_seconds += stage.own_seconds
+                    ahead_seconds += stage.backward_seconds
+                    continue
+                failed_seconds += time.perf_counter() - begun
+                if message.stop_at_failure:
                     break
         for call in calls[len(outcomes) :]:
             self._loans.give_back_unread(call)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - failed_seconds
         mutated = function is not None and function.has_written
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         reached = () if function is None else function.search.take_found()

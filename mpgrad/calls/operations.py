@@ -119,6 +119,11 @@ class Operation:
         return self.delivered >= min(self.added, self.limit)
 
     @property
+    def has_failed(self) -> bool:
+        """A call raised, or nobody waits any more: calls that are added from now on do not matter."""
+        return self.limit < math.inf
+
+    @property
     def items_left(self) -> int:
         """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about so many."""
         left = min(self.added, self.limit) - self.delivered

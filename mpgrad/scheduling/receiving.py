@@ -167,9 +167,11 @@ class Receiver:
             worker.calls_done += items
             self.items_done += items
             outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
-            with_graphs = sum([call.items for (_, call), each in outcomes if isinstance(each, Result) and each.has_graph])
-            share = done / (operation.delivered + done) if operation.largest_first else math.inf
-            self._codes.note_results(operation.function, message, items, with_graphs, share)
+            good = [(call.items, each.has_graph) for (_, call), each in outcomes if isinstance(each, Result)]
+            if good:
+                share = done / (operation.delivered + done) if operation.largest_first else math.inf
+                measured, with_graphs = sum([items for items, _ in good]), sum([items for items, kept in good if kept])
+                self._codes.note_results(operation.function, message, measured, with_graphs, share)
         limit = operation.limit
         self._answers.results(worker, chunk, message, payload)
         self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all

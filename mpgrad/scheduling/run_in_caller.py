@@ -56,6 +56,8 @@ AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 class Sender(Protocol):
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
+    def cancel(self, operation: Operation) -> None: ...
+
     def call_off(self, operation: Operation) -> None: ...
 
 
@@ -92,13 +94,16 @@ class AdaptiveMap:
                 first = self._send_first(calls) if self._costs.are_unknown(self._function.pickled) else 0
                 here, calls = self._run_here(calls, None if total is None else total - first, first)
                 self._send_rest(calls, first + len(here), bool(here))
-                finished = self._sender.wait_until(self._all_finished, LONGEST_HOLD)
-            if not finished:
-                self._sender.wait_until(self._all_finished)
+                decided = self._sender.wait_until(self._is_decided, LONGEST_HOLD)
+            if not decided:
+                self._sender.wait_until(self._is_decided)
         except BaseException:
             for operation in self._sent:
                 self._sender.call_off(operation)
             raise
+        for operation in self._sent:
+            if not operation.finished:  # one before it has failed
+                self._sender.cancel(operation)
         lap = self._laps()
         with collector_held():
             results = [each for operation in self._sent for each in operation.values()]
@@ -115,8 +120,15 @@ class AdaptiveMap:
             self._grads = any(each.requires_grad for each in self._function.captures) or may_need_gradients(head)
         return itertools.chain(head, calls)
 
-    def _all_finished(self) -> bool:
-        return all(operation.finished for operation in self._sent)
+    def _is_decided(self) -> bool:
+        """All results are there, or the error that a loop would have raised."""
+        for operation in self._sent:
+            if operation.has_failed or not operation.finished:
+                return operation.finished
+        return True
+
+    def _has_failed(self) -> bool:
+        return any(operation.has_failed for operation in self._sent)
 
     def _send_first(self, calls: Iterator[Arguments]) -> int:
         """So many that the workers have something to do until it is known what a call costs; returns how many."""
@@ -140,7 +152,9 @@ class AdaptiveMap:
         run, left = list[Arguments](), list[Arguments]()
         local: LocalFunction | None = None
         lap = self._laps()
-        while self._costs.pays(pickled, self._workers, None if count is None else count - len(results), self._grads):
+        while not self._has_failed():
+            if not self._costs.pays(pickled, self._workers, None if count is None else count - len(results), self._grads):
+                break
             left += itertools.islice(calls, CALLS_AT_ONCE - len(left))
             if not left:
                 break
@@ -163,6 +177,9 @@ class AdaptiveMap:
 
     def _send_rest(self, calls: Iterator[Arguments], first: int, is_apart: bool) -> None:
         """From item `first` on; where those do not follow on what was sent (`is_apart`), as an operation of their own."""
+        if is_apart and self._sent:
+            before = self._sent[0]
+            calls = itertools.takewhile(lambda _: not before.has_failed, calls)
         rest = list(itertools.islice(calls, 1))
         if is_apart and self._sent:
             self._add(self._sent[0], (), seal=True)

@@ -1,8 +1,8 @@
 """How an operation gets its calls: packed alone or in bundles, and handed to the scheduler a wave at a time. Caller only.
 
     calls ──► alone, or in bundles once they are known to be cheap ──► `operation.add` ──► `scheduler.admit`, wave by wave
-Guarantees: an operation gets all its calls and is sealed, or it is called off. What the caller goes on to change is copied
-    before `feed` returns, unless it waits for the results (`borrow`).
+Guarantees: an operation gets all its calls and is sealed, or it is called off; once one has failed it gets no more. What the
+    caller goes on to change is copied before `feed` returns, unless it waits for the results (`borrow`).
 Assumes: one thread feeds an operation.
 """
 
@@ -60,6 +60,8 @@ class Feeder:
                     lap = scheduler.notes.laps()
                     let_collector_look()
                     wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
+                if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
+                    break
             operation.sealed = seal
             lap("packs", operation.function.number, last_items(operation, packed), packer.bytes_copied - copied)
             scheduler.admit(operation, waits=borrow)

@@ -359,6 +359,7 @@ class Results(NamedTuple):
     """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
 
     Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards run ahead; the rest is our work.
+    Failed calls do not count: how soon one fails does not tell how long others take.
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
     depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.

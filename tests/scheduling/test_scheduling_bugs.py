@@ -145,3 +145,61 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     del results
     gc.collect()
     assert pool2._scheduler.wait_until(lambda: not pool2._scheduler.admissions.unfinished, timeout=5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ask", ["map", "map_async", "starmap"])
+def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> None:
+    # symptom: a million items were packed, and an endless source never came to its end, though the first item had failed.
+    # cause: whoever packed calls did not look at what came of them.
+    taken = 0
+
+    def source() -> Iterator[Any]:
+        nonlocal taken
+        for taken in range(1, 200_001):
+            yield (-taken,) if ask == "starmap" else -taken
+
+    def fails(k: int) -> int:
+        raise LookupError(k)
+
+    with pytest.raises(LookupError, match="-1"):
+        getattr(pool, ask)(fails, source()).get()
+    assert taken < 200_000
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_failing_early_item(failing: int, nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom: hours until the error of an item that had failed at once. cause: it counted as a call of 0 s, so the function was
+    # cheap: the other items, however long they take, ran in the caller or were sent, and were waited for.
+    monkeypatch.undo()  # cheap calls may run in the caller
+    caller = os.getpid()
+
+    def simulate(k: int) -> None:
+        (tmp_path / f"{k} {os.getpid()}").touch()
+        if k == failing:
+            raise ValueError("is not valid")
+        time.sleep(0.05)
+
+    with mpgrad.Pool(2) as pool:
+        for _ in range(2):  # the second finds what was learned from the first
+            with pytest.raises(ValueError, match="is not valid"):
+                pool.map(simulate, range(300))
+        begun = [each.name.split() for each in tmp_path.iterdir()]
+        assert len({number for number, _ in begun}) < 40
+        assert not [number for number, pid in begun if int(pid) == caller]
+
+
+def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
+    # symptom: as above. cause: the time of a call that had raised was part of the mean.
+    def simulate(k: int) -> None:
+        if k % 2:
+            raise ValueError("is not valid")
+        time.sleep(0.002)
+
+    with mpgrad.Pool(1) as pool:
+        for chunksize in (1, 4):
+            pool.map(simulate, [1, 1, 1, 1], chunksize=chunksize, on_error="return")
+        assert not pool._scheduler._codes._measured
+        pool.map(simulate, [0, 1, 1, 1] * 4, chunksize=4, on_error="return")
+        (measured,) = pool._scheduler._codes._measured.values()
+        assert measured.ran.forward >= 0.002 <= measured.seconds
