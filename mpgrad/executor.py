@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.result_iterator import ResultIterator
 from mpgrad.calls.results import DifferentiableFuture
+from mpgrad.calls.seconds import seconds_or_none
 from mpgrad.errors import RemoteTraceback, traceback_of, write
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress
@@ -166,7 +167,8 @@ class Executor(concurrent.futures.Executor):
             positive("chunksize", chunksize)
         if buffersize is not None:
             positive("buffersize", buffersize)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        seconds = seconds_or_none("timeout", timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
         arguments = zip(*(iterator("the items", each) for each in iterables), strict=False)
         items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
         window = math.inf if buffersize is None else buffersize

@@ -9,6 +9,7 @@ from typing import TypeVar
 from mpgrad.advice.advice import Advice
 from mpgrad.advice.model import best_of, obstacles_of, spread_of, ways_of
 from mpgrad.advice.trial import tried
+from mpgrad.calls.seconds import seconds_given
 from mpgrad.cpus import usable_cpus
 from mpgrad.submission.options import positive
 from mpgrad.submission.source import callable_of, iterator
@@ -52,10 +53,8 @@ def advise(
     function, items = callable_of(fn), list(iterator("the items", items))
     if not items:
         raise ValueError("advice needs at least one item (items: [])")
-    if not isinstance(seconds, int | float):
-        raise TypeError(f"seconds must be a number (seconds: {seconds!r})")
-    if not seconds > 0:
-        raise ValueError(f"seconds must be above 0 (seconds: {seconds})")
+    if (seconds := seconds_given("seconds", seconds, "a number")) <= 0:
+        raise ValueError(f"seconds must be above 0 (seconds: {seconds:g})")
     if processes is not None:
         positive("processes", processes)
     found = tried(function, items, seconds, processes)

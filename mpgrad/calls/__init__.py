@@ -10,5 +10,6 @@ Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker a
     delivered_gradients   those of losses, which came with the results
     homes           where its autograd nodes find their graphs, and the replies that gates wait for
     results         what the caller holds: AsyncResult, DifferentiableFuture; result_iterator: what imap returns
+    seconds         timeouts and deadlines, as the caller gives them
     output          what tasks printed, logged and warned of
 """

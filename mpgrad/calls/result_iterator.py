@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.calls.results import Desk
+from mpgrad.calls.seconds import seconds_or_none
 from mpgrad.torch_state.private import not_compiled
 
 __all__ = ["ResultIterator"]
@@ -69,6 +70,7 @@ class ResultIterator(Generic[R]):
             multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked for again.
             Exception: what the call raised, or what the source of the items raised; later results can still be asked for.
         """
+        timeout = seconds_or_none("timeout", timeout)
         with self._turn:  # several threads may share the iterator
             if self._next == self._operation.added:
                 self._end()

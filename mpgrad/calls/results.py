@@ -20,6 +20,7 @@ from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Failed, Staying
 from mpgrad.calls.output import report
+from mpgrad.calls.seconds import seconds_given, seconds_or_none
 from mpgrad.calls.submitted import Submitted
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
@@ -161,6 +162,7 @@ class AsyncResult(Generic[R]):
         self._wait(timeout)
 
     def _wait(self, timeout: float | None) -> bool:
+        timeout = seconds_or_none("timeout", timeout)
         try:
             is_ready = self._desk.wait_until(self.ready, timeout)
         except BaseException:  # KeyboardInterrupt, above all
@@ -257,7 +259,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
     @not_compiled
     def result(self, timeout: float | None = None) -> R:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
-        begun = time.monotonic()
+        begun, timeout = time.monotonic(), seconds_or_none("timeout", timeout)
         failed = self._await_failure(timeout)
         if failed is None and (staying := self._operation.staying) is not None:
             if not self._desk.bring(staying, None if timeout is None else begun + timeout - time.monotonic()):
@@ -278,7 +280,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             ...     pool.submit(int, "x").exception()
             ValueError("invalid literal for int() with base 10: 'x'")
         """
-        failed = self._await_failure(timeout)
+        failed = self._await_failure(seconds_or_none("timeout", timeout))
         return None if failed is None else failed.error()
 
     def _await_failure(self, timeout: float | None) -> Failed | None:
@@ -349,7 +351,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         """A deadline: cancel the call with `force`, unless it is done `seconds` from now.
 
         Raises:
-            ValueError: `seconds` is negative.
+            TypeError, ValueError: `seconds` is no number, or negative.
 
         Example:
             >>> import time, mpgrad
@@ -359,8 +361,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             ...     mpgrad.wait([future]).done == {future}, future.cancelled()
             (True, True)
         """
-        if not seconds >= 0:
-            raise ValueError(f"seconds must not be negative (seconds: {seconds})")
+        if (seconds := seconds_given("seconds", seconds)) < 0:
+            raise ValueError(f"seconds must not be negative (seconds: {seconds:g})")
         self._desk.stop_at(time.monotonic() + seconds, self._operation)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:

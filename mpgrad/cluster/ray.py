@@ -259,4 +259,5 @@ class SiteActor:
 
 def ray_engine(options: Ray | None, workers: int | None) -> ClusterEngine:
     options = Ray() if options is None else options
-    return ClusterEngine(RayCarrier(options), workers, options.node_timeout, options.placement == "pack")
+    patience = min(options.node_timeout, threading.TIMEOUT_MAX)
+    return ClusterEngine(RayCarrier(options), workers, patience, options.placement == "pack")

@@ -108,7 +108,7 @@ class Dispatcher(Scheduler):
             if satisfied():
                 return True
             if not self._is_over:
-                waiter.lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+                waiter.lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
             if self._is_over and not satisfied():  # nobody is left to bring that about
                 raise copy.copy(self.life.ended or InternalError("the dispatcher ended before the pool"))
             return satisfied()

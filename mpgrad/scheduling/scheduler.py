@@ -52,6 +52,7 @@ from mpgrad.wire.records import Record
 
 __all__ = ["Scheduler"]
 
+LONGEST_SLEEP = 86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
 
 # long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
 class Scheduler(ABC):
@@ -383,12 +384,12 @@ class Scheduler(ABC):
             self._have(room)
 
     def keep_time(self) -> float | None:
-        """Do what is due; returns the seconds until something next is, None where nothing is."""
+        """Do what is due; returns the seconds until it is time to look again, None where nothing is to come."""
         now = time.monotonic()
         if now >= self.staff.again_at:
             self.staff.fill()
         soonest = min(self.calling_off.keep_time(now), self.staff.again_at)
-        return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+        return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
 
     def end(self) -> None:
         """The last thing that happens; nobody may be left waiting."""

@@ -12,6 +12,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypedDict, get_args
 
 from mpgrad.calls.device_choice import Device
+from mpgrad.calls.seconds import seconds_or_none
 from mpgrad.cluster.options import Ray
 from mpgrad.cpus import usable_cpus
 from mpgrad.engines.kinds import EngineName, traits_of
@@ -142,16 +143,14 @@ class PoolOptions:
         Raises:
             ValueError, TypeError: it is out of range, no number, or the engine cannot end a call.
         """
-        timeout = self.timeout if timeout is None else timeout
-        if timeout is None:
+        seconds = seconds_or_none("timeout", self.timeout if timeout is None else timeout)
+        if seconds is None:
             return None
         if not self.traits.is_process:
             raise ValueError(f"a timeout needs workers that can be killed: engine 'process' or 'ray' (engine: {self.engine!r})")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"timeout must be a number of seconds, or None (timeout: {timeout!r})")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds (timeout: {timeout})")
-        return float(timeout)
+        if seconds <= 0:
+            raise ValueError(f"timeout must be more than 0 seconds (timeout: {seconds:g})")
+        return seconds
 
     def settings(self) -> Settings:
         """What its workers start with."""

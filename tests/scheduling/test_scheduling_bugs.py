@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fractions
 import gc
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,43 @@ def test_nothing_is_learned_from_failures(nursery: mpgrad.Pool) -> None:
         pool.map(simulate, [0, 1, 1, 1] * 4, chunksize=4, on_error="return")
         (measured,) = pool._scheduler._codes._measured.values()
         assert measured.ran.forward >= 0.002 <= measured.seconds
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str)
+def test_time_limits_of_any_length(seconds: Any, nursery: mpgrad.Pool) -> None:
+    # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the system takes milliseconds as
+    # 32 bits where the pool sleeps, and nanoseconds as 64 where a caller does.
+    with mpgrad.Pool(1, timeout=seconds) as pool:
+        assert pool.map(abs, [-1], timeout=seconds) == [1]
+        future, result = pool.submit(time.sleep, 0.02), pool.map_async(time.sleep, [0.02])
+        future.cancel_after(seconds)
+        assert future.result(seconds) is None and future.exception(seconds) is None
+        result.wait(seconds)
+        assert result.get(seconds) == [None]
+        assert pool.imap(time.sleep, [0.02]).next(seconds) is None
+    with mpgrad.Executor(1, timeout=seconds) as executor:
+        assert list(executor.map(time.sleep, [0.02], timeout=seconds)) == [None]
+
+
+WAITS: dict[str, Callable[[mpgrad.Pool, Any], Any]] = {
+    "a map": lambda pool, seconds: pool.map(abs, [-1], timeout=seconds),
+    "get": lambda pool, seconds: pool.map_async(abs, [-1]).get(seconds),
+    "wait": lambda pool, seconds: pool.map_async(abs, [-1]).wait(seconds),
+    "next": lambda pool, seconds: pool.imap(abs, [-1]).next(seconds),
+    "result": lambda pool, seconds: pool.submit(abs, -1).result(seconds),
+    "exception": lambda pool, seconds: pool.submit(abs, -1).exception(seconds),
+    "cancel_after": lambda pool, seconds: pool.submit(abs, -1).cancel_after(seconds),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_what_is_no_time_is_refused_by_name(pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]) -> None:
+    # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert to float"
+    for wrong, error in {"5": TypeError, True: TypeError, math.nan: ValueError, 10**400: ValueError}.items():
+        with pytest.raises(error, match=rf"(timeout|seconds) must be a number of seconds.*: {wrong!r}\)"):
+            wait(pool, wrong)
+    with pytest.raises(ValueError, match=r"more than 1000 digits\)"):
+        wait(pool, 10**5000)
+    assert pool.map(abs, [-1]) == [1]
