@@ -76,7 +76,7 @@ class Recovery:
         if not parts_of(chunk):
             return False
         accused = parts_of(chunk)[place]
-        if position >= 0:
+        if position >= 0 or worker.overdue is not None:  # before it began, its function was loaded, which took too long
             accused.deaths += 1
         else:
             accused.idle_deaths += 1
@@ -119,10 +119,12 @@ class Recovery:
         """The error of a call that fails: what is known of the death, and how often it was tried."""
         names = (accused.conditions.function if isinstance(accused, PackedCall) else accused.what.graph.home).names
         item, call = names.number(index), names.words(index)
-        tried = accused.deaths + accused.idle_deaths
-        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"]
+        tried, idle = accused.deaths, accused.idle_deaths
+        details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"] * (tried > 0)
+        if idle:
+            details.append(f"{'a worker' if idle == 1 else f'{idle} workers'} died when the call was next")
         if worker.overdue is not None:
-            return CallTimeoutError(item, phase, worker.overdue, details[0], worker.stack, call)
+            return CallTimeoutError(item, phase, worker.overdue, "; ".join(details), worker.stack, call)
         if worker.unreadable:
             return SharedMemoryError(f"{worker.unreadable} ({call}, phase: {phase})")
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:

@@ -347,6 +347,30 @@ def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.P
         assert pool.apply(abs, (-1,)) == 1
 
 
+class LoadedBy:
+    """Calls a function in whoever loads it."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+    def __call__(self, k: int) -> None: ...
+
+
+def test_how_often_a_function_was_loaded_in_vain(nursery: mpgrad.Pool) -> None:
+    # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken for a worker that had died
+    # for another reason before the call began; and such deaths were counted as tries.
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
+        pool.apply(abs, (-1,))
+        with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried once \(retries: 0\)") as caught:
+            pool.map(LoadedBy(time.sleep, (60,)), [1], timeout=0.1)
+        assert caught.value.phase == "loading the function" and pool.stats().deaths == 1
+        with pytest.raises(mpgrad.WorkerDiedError, match="; 3 workers died when the call was next"):
+            pool.map(LoadedBy(os._exit, (3,)), [1])
+
+
 def assert_at(error: mpgrad.WorkerDiedError | mpgrad.CallTimeoutError, source: str) -> None:
     assert source in error.stack and f'File "{__file__}", line ' in error.stack
     assert OWN_FOLDER not in error.stack
