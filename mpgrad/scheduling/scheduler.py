@@ -54,6 +54,7 @@ __all__ = ["Scheduler"]
 
 LONGEST_SLEEP = 86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
 
+
 # long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
 class Scheduler(ABC):
     """Puts the parts together, and is what the caller's threads ask of them."""
