@@ -48,7 +48,8 @@ SHORTEST, LONGEST = 0.02, 0.2  # seconds from sending a batch to its end, betwee
 # what joblib tells every backend; these concern its own ones
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException
-MODES_OF_A_THREAD = "grad", "inference", "autocast", "autocast_dtype", "autocast_cache"  # the others are the process's
+# the others are the process's
+MODES_OF_A_THREAD = "grad", "inference", "autocast", "autocast_dtype", "autocast_cache", "device", "thread_settings"
 
 
 def register(make_default: bool = False) -> None:

@@ -300,7 +300,8 @@ def gradients_of(
     if not outputs or not inputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
-    cotangents = [torch.randn(output.shape, dtype=output.dtype, generator=generator).to(output.device) for output in outputs]
+    drawn = (torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu") for each in outputs)
+    cotangents = [numbers.to(output.device) for numbers, output in zip(drawn, outputs, strict=True)]
     # kept, because captures may share a history with those of the other run
     found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
     return list(found)

@@ -137,7 +137,7 @@ class Plan:
     def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)
         self.counts = [len(each) for each in outputs]
-        return tuple(itertools.chain(*outputs)) or (torch.zeros(()),)  # a Function has at least one output
+        return tuple(itertools.chain(*outputs)) or (torch.zeros((), device="cpu"),)  # a Function has at least one output
 
     def parts(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """One value per tensor, split into those of the common ones and those of each call."""
@@ -215,7 +215,7 @@ class Mapped(torch.autograd.Function):
                 calls[call] = program, [*own[call], *(of_own[call][k] for k in moving)]
         found, _ = plan.derived(calls, [*common, *(of_common[k] for k in common_moving)])
         # PyTorch wants a tangent for every output that could have one
-        resting = per_call([torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.sorts], plan.counts)
+        resting = per_call([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.sorts], plan.counts)
         results: list[torch.Tensor | None] = []
         for call, (outputs, zeros) in enumerate(zip(outputs_of, resting, strict=True)):
             moved = dict(zip(outputs, found[call], strict=True)) if call in found else {}

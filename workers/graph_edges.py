@@ -66,7 +66,7 @@ class GraphEntry(torch.autograd.Function):
 
 
 ENTRY_NODE = node_type(GraphEntry)
-ROOT = torch.zeros((), requires_grad=True)
+ROOT = torch.zeros((), device="cpu", requires_grad=True)
 # Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
 # which waits for that lock, holding the interpreter's, would wait for ever.
 ROOT_EDGE = get_gradient_edge(ROOT)

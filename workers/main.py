@@ -24,6 +24,7 @@ from mpgrad.pickling import classes
 from mpgrad.pickling.modules import run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
+from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
@@ -63,6 +64,7 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
             outlet = Outlet(link, start.log_level)
             if link.takes_descriptors:
                 promise_last_words(link)
+        begin_as_new(is_process=in_process)
         worker = begin(number, link, start, setting)
         if outlet is not None and worker is not None:
             worker.take_warnings()

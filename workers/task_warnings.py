@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from mpgrad.errors import contextmanager
 from mpgrad.pickling import classes
 from mpgrad.wire.messages import Warned
 
@@ -30,7 +30,7 @@ class TaskWarnings:
         given, self._given = self._given, {}
         return list(given)
 
-    @contextlib.contextmanager
+    @contextmanager
     def muted(self) -> Iterator[None]:
         """While something runs again: its warnings were given the first time."""
         given = dict(self._given)

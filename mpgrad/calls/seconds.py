@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 __all__ = ["seconds_given", "seconds_or_none"]
 
@@ -15,7 +16,7 @@ def seconds_or_none(name: str, given: object) -> float | None:
     return None if given is None else seconds_given(name, given, "a number of seconds, or None")
 
 
-def seconds_given(name: str, given: object, expected: str = "a number of seconds") -> float:
+def seconds_given(name: str, given: Any, expected: str = "a number of seconds") -> float:
     """`given` as a float.
 
     Raises:
@@ -26,7 +27,7 @@ def seconds_given(name: str, given: object, expected: str = "a number of seconds
     try:
         seconds = float(given)
     except OverflowError:
-        shown = given if -MOST_SHOWN < given < MOST_SHOWN else "more than 1000 digits"
+        shown = given if abs(given) < MOST_SHOWN else "more than 1000 digits"
         raise ValueError(f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})") from None
     if math.isnan(seconds):
         raise ValueError(f"{name} must be {expected} ({name}: nan)")

@@ -143,7 +143,7 @@ def start_first(pools: ExitStack) -> Iterator[Finding]:
     pool.apply(abs, (-1,))
     seconds = time.perf_counter() - start
     # exact arithmetic: the first `exp` of a process in two threads of MKL may have errors of 3e-5 while the machine is busy
-    item = torch.arange(1.0, SHARED_NUMBERS + 1).requires_grad_()
+    item = torch.arange(1.0, SHARED_NUMBERS + 1, device="cpu").requires_grad_()
     result = pool.apply(torch.square, (item,))
     torch.autograd.backward(result.sum())
     assert item.grad is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.system import resident_bytes
-from mpgrad.torch_state.modes import kept_random_state
+from mpgrad.torch_state.modes import default_settings, kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
 from mpgrad.wire.frames import Frame, in_frames
 from mpgrad.wire.messages import Message, Start, Stop
@@ -115,7 +115,7 @@ class InlineEngine:
     def _run(self, frame: Frame) -> None:
         first = frame.messages[0]
         # what is the caller's would follow the task
-        with kept_random_state(), outside_transforms(), without_saved_tensor_hooks():
+        with kept_random_state(), outside_transforms(), without_saved_tensor_hooks(), default_settings():
             if isinstance(first, Start):
                 main = importlib.import_module("mpgrad.workers.main")
                 self._worker = main.begin(1, self._workers, first)

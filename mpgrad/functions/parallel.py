@@ -38,7 +38,7 @@ from mpgrad.functions.contexts import (
     with_defaults,
 )
 from mpgrad.torch_state import behaviours
-from mpgrad.torch_state.modes import current_modes, under
+from mpgrad.torch_state.modes import Watch, current_modes, under
 from mpgrad.torch_state.private import (
     apply,
     dual_level_is_active,
@@ -200,8 +200,12 @@ def settled(ctx: EmulatedAutogradContext, args: Values, outputs: Values, constan
     return tuple(settled)
 
 
+WATCH = Watch()
+
+
 def side_by_side(phase: str, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
     """What each call's task returns: a thread each, under this thread's modes. All have ended when one's error is raised."""
+    WATCH.look()
     modes = current_modes()
 
     def run(task: Callable[[], T]) -> T:

@@ -24,7 +24,7 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
     if isinstance(value, torch.jit.ScriptModule):
         tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers(remove_duplicate=False))}
         hollow = copy.deepcopy(value)
-        put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0)))
+        put_tensors(hollow, dict.fromkeys(tensors, torch.empty(0, device="cpu")))
         return script_again, (hollow.save_to_buffer(), tensors)
     if (reduced := reduce_compiled(value)) is not None:
         return reduced

@@ -24,7 +24,7 @@ from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.guesses import Guess
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.torch_state.modes import Modes, current_modes
+from mpgrad.torch_state.modes import Modes, Watch, current_modes
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.tensor_packing import Packer, Placed, Together
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD
@@ -45,8 +45,10 @@ class GradientSender:
         packer: Packer,
         numbers: itertools.count[int],
         since: Since | None,
+        watch: Watch,
     ) -> None:
         """`numbers` are given to graphs of gradients, as to calls."""
+        self._watch = watch
         self._driver = driver
         self._life = life
         self._codes = codes
@@ -76,6 +78,7 @@ class GradientSender:
         graph_task, modes = self._graph_task_modes  # read once: another thread's backward may put its own there
         if graph_task != order.graph_task:
             call_off_if_interrupted(order.graph_task, self)
+            self._watch.look()
             modes = current_modes()
             if self._since is not None:
                 modes = modes._replace(environment=self._since.changes())

@@ -48,6 +48,7 @@ from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
 from mpgrad.timeline.recording import Recording
+from mpgrad.torch_state.modes import Watch
 from mpgrad.wire.records import Record
 
 __all__ = ["Scheduler"]
@@ -64,6 +65,7 @@ class Scheduler(ABC):
         self.engine = engine
         self.life = Lifecycle()
         self.notes = Notes()
+        self.watch = Watch(settings.in_caller)
         self.memory = CallerMemory(settings, self.nudge)
         self.packer = self.memory.packer
         self.copying_packer = self.memory.copying_packer
@@ -74,7 +76,9 @@ class Scheduler(ABC):
         self._codes = codes = Codes(self.workers)
         self._line = line = Line(codes, numbers, settings.workers, settings.calls, by_device, FAR if settings.remote else NEAR)
         self.deliveries = deliveries = Deliveries(self.workers, line, self.memory, self.notes)
-        self.gradients = gradients = GradientSender(self, self.life, codes, self.copying_packer, numbers, settings.since)
+        self.gradients = gradients = GradientSender(
+            self, self.life, codes, self.copying_packer, numbers, settings.since, self.watch
+        )
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)

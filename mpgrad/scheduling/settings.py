@@ -24,6 +24,7 @@ class Settings(NamedTuple):
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
     since: Since | None = None  # the caller's environment when the pool began, where workers follow it
+    in_caller: bool = False  # calls run in the thread that waits for them
 
     @property
     def recoverable(self) -> bool:

@@ -169,6 +169,7 @@ class PoolOptions:
             ahead=self.runs_ahead,
             remote=self.traits.remote,
             since=Since() if is_process and not self.traits.remote else None,
+            in_caller=self.traits.in_caller,
         )
 
 

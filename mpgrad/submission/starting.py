@@ -69,8 +69,8 @@ class Starter:
         notes = self._scheduler.notes
         lap, name = notes.laps(), name_of(function)
         is_named = not (name.endswith("<lambda>") or type(function).__module__.startswith("mpgrad."))
+        self.check_modes()
         function = under_hooks(callable_of(function))
-        check_untraced()
         seconds = self._options.seconds(options.timeout)
         self._scheduler.life.check_open()
         with outside_transforms():
@@ -123,6 +123,14 @@ class Starter:
         if (since := scheduler.settings.since) is not None:
             now = now._replace(environment=since.changes())
         return kind(Conditions(shared, now, seed, first), home, captures, how)
+
+    def check_modes(self) -> None:
+        """
+        Raises:
+            RuntimeError: PyTorch records what is called, or the caller is in a mode that no call can be in.
+        """
+        check_untraced()
+        self._scheduler.watch.look()
 
     def draw_seed(self) -> int | None:
         """A number of the caller's generator, where workers have generators that it can be given to."""

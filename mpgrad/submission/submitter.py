@@ -72,7 +72,7 @@ class Submitter:
         random numbers.
         """
         if modes is None and may_be_followed():
-            check_untraced()
+            self.starter.check_modes()
             if options.on_error == "return":
                 raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
             given = list(source.calls)

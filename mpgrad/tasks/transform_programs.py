@@ -252,4 +252,4 @@ class Batched(Derived):
 
         batch = torch.func.vmap(element, (list(self.own_dims), list(self.common_dims), 0), randomness=self.randomness)
         # also where nothing is batched: random numbers may be, or be forbidden
-        return list(batch(own, common, torch.empty(self.batch_size)))
+        return list(batch(own, common, torch.empty(self.batch_size, device="cpu")))

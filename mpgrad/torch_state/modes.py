@@ -1,7 +1,9 @@
 """What PyTorch keeps beside tensors: grad mode, default dtype, autocast, and where random numbers come from.
 
 A serial loop runs under the caller's modes without a thought; a worker has modes of its own. `Modes` is a snapshot that
-travels with every chunk; hooks for saved tensors are code, and travel with the function. Random numbers follow one rule: an
+travels with every chunk: a setting of PyTorch's where it differs from its default, so that what nobody has changed costs
+nothing, and what an initializer has set stays. Hooks for saved tensors are code, and travel with the function. Modes that are
+objects of the user's cannot travel: a call under one is refused (`Watch`). Random numbers follow one rule: an
 operation draws one seed from the caller's generator, and each item derives its own from that, so nothing depends on which
 worker runs an item, in what order, or how often.
 """
@@ -9,26 +11,44 @@ worker runs an item, in what order, or how often.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mpgrad.environment import FOLLOWER
 from mpgrad.errors import contextmanager
-from mpgrad.torch_state.private import outside_transforms, saved_tensor_hooks
+from mpgrad.torch_state.private import (
+    Setting,
+    default_device,
+    every_setting,
+    foreign_modes,
+    is_observer,
+    leave_all_modes,
+    name_of_mode,
+    outside_transforms,
+    parametrizations_are_cached,
+    profiler_is_on,
+    saved_tensor_hooks,
+    under_default_device,
+)
+from mpgrad.tracebacks import warn
 
 __all__ = [
     "DIFFERENTIATING",
     "TURNS",
     "Modes",
     "RandomState",
+    "Watch",
+    "begin_as_new",
     "current_modes",
+    "default_settings",
     "draw_seed",
     "kept_random_state",
     "load_generators",
@@ -40,6 +60,9 @@ __all__ = [
 MASK = (1 << 64) - 1
 SEED_TORCH = torch.default_generator.manual_seed
 SEED_RANDOM = super(random.Random, random._inst).seed  # the C function behind random.seed
+
+
+Changed = tuple[tuple[str, Any], ...]  # names and values of settings that differ from their defaults
 
 
 class Modes(NamedTuple):
@@ -55,10 +78,12 @@ class Modes(NamedTuple):
     deterministic_warn_only: bool
     anomaly: bool
     anomaly_nan: bool
-    matmul_precision: str
     differentiating: bool  # a derivative of ours is being taken
     device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
+    device: str | None = None  # where tensors are made if nobody says where
     environment: bytes | None = None  # see `mpgrad.environment.Since`; only for workers on the caller's machine
+    settings: Changed = ()  # of the process
+    thread_settings: Changed = ()
 
     @property
     def determinism(self) -> tuple[bool, bool]:
@@ -71,6 +96,11 @@ class Modes(NamedTuple):
 
 def current_modes(kind: str = "") -> Modes:
     """`kind` is that of the pool's devices, if it has some."""
+    settings, thread_settings = changed_settings()
+    return modes_but_settings(kind)._replace(settings=settings, thread_settings=thread_settings)
+
+
+def modes_but_settings(kind: str = "") -> Modes:
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -82,22 +112,136 @@ def current_modes(kind: str = "") -> Modes:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
-        torch.get_float32_matmul_precision(),
         DIFFERENTIATING.now,
         (kind, str(torch.get_autocast_dtype(kind))) if kind and torch.is_autocast_enabled(kind) else None,
+        default_device(),
     )
+
+
+class Table:
+    """PyTorch's settings, by name, and as they are read."""
+
+    def __init__(self) -> None:
+        self.settings = {setting.name: setting for setting in every_setting()}
+        self.readings = [
+            [(each.name, each.get, each.default) for each in self.settings.values() if each.of_thread is of_thread]
+            for of_thread in (False, True)
+        ]
+
+
+@functools.cache
+def table() -> Table:
+    """Made when it is needed: importing this module needs no private name of PyTorch's."""
+    return Table()
+
+
+def changed_settings() -> list[Changed]:
+    """Those of the process, then those of this thread."""
+    return [
+        tuple([(name, value) for name, get, default in readings if (value := get()) is not default and value != default])
+        for readings in table().readings
+    ]
+
+
+class Enclosing(threading.local):
+    """What settings were before `under` changed them in this thread; an `under` within it changes the others back."""
+
+    before: Mapping[str, Any] = {}
+
+
+ENCLOSING = Enclosing()
+
+
+@contextmanager
+def under_settings(changed: Changed) -> Iterator[None]:
+    """All others are what they were outside of any `under`. Each is set only where it differs."""
+    outer = ENCLOSING.before
+    if not changed and not outer:
+        yield
+        return
+    wanted = {**outer, **dict(changed)}
+    settings = [setting for name, setting in table().settings.items() if name in wanted]
+    before = {setting.name: setting.get() for setting in settings}
+    try:
+        set_where_different(settings, wanted)
+        ENCLOSING.before = {**before, **outer}
+        yield
+    finally:
+        ENCLOSING.before = outer
+        set_where_different(settings, before)
+
+
+def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
+    for setting in settings:
+        if setting.get() != wanted[setting.name]:  # asked one by one: to set one may set others, which come later
+            setting.set(wanted[setting.name])
+
+
+@contextmanager
+def default_settings() -> Iterator[None]:
+    """`under` in the body knows no other settings than those that it is given: the body runs in the caller's thread."""
+    outer = ENCLOSING.before
+    ENCLOSING.before = {name: setting.default for name, setting in table().settings.items()}
+    try:
+        yield
+    finally:
+        ENCLOSING.before = outer
+
+
+def begin_as_new(is_process: bool) -> None:
+    """For a worker that begins: what it has of whoever made it is forgotten."""
+    leave_all_modes()
+    ENCLOSING.before = {}
+    own = [setting for setting in table().settings.values() if is_process or setting.of_thread]
+    set_where_different(own, {setting.name: setting.default for setting in own})
+
+
+class Watch:
+    """Whether a pool's operation, or a backward through its results, may begin in the modes that the caller's thread is in."""
+
+    def __init__(self, in_caller: bool = False) -> None:
+        """`in_caller`: calls run in this thread, and what observes it sees them."""
+        self._in_caller = in_caller
+        self._noticed: set[tuple[str, int]] = set()  # what only observes, and was on when we looked last
+
+    def look(self) -> None:
+        """Warn of what only observes, once for as long as it is on.
+
+        Raises:
+            NotImplementedError: a mode might change values, and cannot travel; names it.
+        """
+        if parametrizations_are_cached():
+            raise NotImplementedError(
+                "workers do not share cached parametrizations (mode: torch.nn.utils.parametrize.cached); "
+                "enter it inside the function"
+            )
+        modes = foreign_modes()
+        for mode in modes:
+            if not is_observer(mode):
+                raise NotImplementedError(f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {REMEDY}")
+        if not (modes or self._noticed or profiler_is_on()):
+            return
+        on = {(name_of_mode(mode), id(mode)) for mode in modes} | ({("torch.profiler", 0)} if profiler_is_on() else set())
+        new, self._noticed = on - self._noticed, on
+        for name, _ in sorted(new) if not self._in_caller else ():
+            warn(f"workers' operations are not seen by {name}: enter it inside the function, or use engine='inline'")
+
+
+REMEDY = "enter it inside the function, or run the function in the caller"
 
 
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """Run the body as the caller would run it, then go back to what was; the environment stays, until it is another one."""
     FOLLOWER.follow(modes.environment)
-    before = current_modes()
+    before = modes_but_settings()
     set_process_modes(modes, before)
     try:
-        with contextlib.ExitStack() as stack:
+        with under_settings(modes.settings + modes.thread_settings), contextlib.ExitStack() as stack:
             if modes.differentiating:
                 stack.enter_context(DIFFERENTIATING.entered())
+            if modes.device != before.device:
+                stack.enter_context(under_default_device(modes.device))
             if modes.inference:
                 stack.enter_context(torch.inference_mode())
             else:
@@ -123,8 +267,6 @@ def set_process_modes(modes: Modes, now: Modes) -> None:
         torch.set_default_dtype(dtype_named(modes.default_dtype))
     if modes.determinism != now.determinism:
         torch.use_deterministic_algorithms(modes.deterministic, warn_only=modes.deterministic_warn_only)
-    if modes.matmul_precision != now.matmul_precision:
-        torch.set_float32_matmul_precision(modes.matmul_precision)
     if modes.detection != now.detection:
         torch.autograd.set_detect_anomaly(modes.anomaly, modes.anomaly_nan)
 
@@ -171,7 +313,7 @@ class Differentiating(threading.local):
     def needs_graph(self) -> bool:
         return self.now and torch.is_grad_enabled()
 
-    @contextlib.contextmanager
+    @contextmanager
     def entered(self) -> Iterator[None]:
         before, self.now = self.now, True
         try:

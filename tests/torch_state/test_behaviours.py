@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
+from torch.utils._device import DeviceContext
 
 import mpgrad
 from mpgrad.errors import UnsupportedTorchError
@@ -284,6 +285,21 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch._C, "_EnableTorchFunction", contextlib.nullcontext),
         replaced(torch._C, "DisableTorchFunction", contextlib.nullcontext),
     ],
+    "the modes of a thread can be seen, and left": [
+        replaced(torch._C, "_len_torch_dispatch_stack", lambda: 0),
+        replaced(torch.overrides, "_pop_mode", lambda: None),
+        replaced(torch._C._autograd, "_profiler_enabled", lambda: True),
+        replaced(parametrize, "_cache_enabled", 1),
+    ],
+    "the default device can be seen, and gone without": [
+        replaced(torch._C, "_len_torch_function_stack", lambda: 0),
+        replaced(DeviceContext, "__module__", "torch.utils._devices"),
+    ],
+    "settings can be read, and set": [
+        replaced(torch._C._autograd, "_saved_tensors_hooks_disable", lambda message: None),
+        replaced(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message", None),
+        replaced(torch._C, "_set_multithreading_enabled", lambda enabled: None),
+    ],
     "within torch.func.vmap, tensors and levels say what they are": [
         replaced(FUNCTORCH, "get_interpreter_stack", lambda: None),
         numbered_from_0,
@@ -462,6 +478,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.utils._device import DeviceContext
 
 import mpgrad.errors  # with what it imports; not what binds any of the names
 

@@ -2,6 +2,7 @@
 
     autograd    nodes, graphs, and the backward that runs through them
     modes       what a thread is in: autocast, hooks for saved tensors, tracing
+    settings    PyTorch's own settings, and how each is read and set
     memory      the memory of tensors, and storages that processes share
     transforms  torch.func's tensors, levels of vmap, forward mode
     compiler    what torch.compile makes, and code that it leaves alone
@@ -18,4 +19,5 @@ from mpgrad.torch_state.private.compiler import *  # noqa: F403
 from mpgrad.torch_state.private.memory import *  # noqa: F403
 from mpgrad.torch_state.private.modes import *  # noqa: F403
 from mpgrad.torch_state.private.objects import *  # noqa: F403
+from mpgrad.torch_state.private.settings import *  # noqa: F403
 from mpgrad.torch_state.private.transforms import *  # noqa: F403

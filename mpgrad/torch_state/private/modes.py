@@ -1,4 +1,4 @@
-"""What a thread is in: autocast, hooks for saved tensors, tracing, and a `torch.no_grad` that is refused."""
+"""What a thread is in: autocast, hooks for saved tensors, tracing, modes, and a `torch.no_grad` that is refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from mpgrad.errors import contextmanager
 
 __all__ = [
     "MAKE_FX",
+    "default_device",
+    "foreign_modes",
     "grad_mode",
+    "is_observer",
     "is_refusing_no_grad",
+    "leave_all_modes",
+    "name_of_mode",
+    "profiler_is_on",
     "refusing_no_grad",
     "saved_tensor_hooks",
     "tracer",
+    "under_default_device",
     "without_autocast",
     "without_refusal",
     "without_saved_tensor_hooks",
@@ -59,6 +66,100 @@ def tracer() -> str | None:
 
 
 MAKE_FX = "torch.fx (make_fx, torch.func.linearize, torch.export)"
+
+
+OBSERVERS = (
+    "torch.cuda._sanitizer.CUDASanitizerDispatchMode",
+    "torch.distributed._tools.",
+    "torch.distributed.tensor.debug.",
+    "torch.testing._internal.logging_tensor.LoggingTensorMode",
+    "torch.utils._debug_mode.",
+    "torch.utils.flop_counter.",
+)  # PyTorch's own modes that only look on; where a module has nothing else, its name
+# checkpoint with a policy: what it keeps and what it computes once more has the same values
+UNNOTICED = "mpgrad.", "torch.utils.checkpoint._Cach"
+CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
+
+
+def name_of_mode(mode: object) -> str:
+    """As its user calls it."""
+    name = f"{type(mode).__module__}.{type(mode).__qualname__}"
+    return "torch.autograd.graph.allow_mutation_on_saved_tensors" if name == CLONES else name.replace("._Flop", ".Flop")
+
+
+def is_observer(mode: object) -> bool:
+    """Whether it is known to change no values."""
+    return name_of_mode(mode).startswith(OBSERVERS)
+
+
+def gives_device(mode: object) -> bool:
+    return name_of_mode(mode) == "torch.utils._device.DeviceContext"
+
+
+def function_modes() -> list[Any]:
+    """Those of this thread, the innermost last."""
+    stack: Any = torch.overrides._get_current_function_mode_stack
+    return list(stack()) if torch._C._len_torch_function_stack() else []
+
+
+def foreign_modes() -> list[Any]:
+    """The modes of this thread that a worker knows nothing of; that of a default device is not among them."""
+    found = [mode for mode in function_modes() if not gives_device(mode)]
+    if torch._C._len_torch_dispatch_stack():
+        found += dispatch_modes()
+    return [mode for mode in found if not name_of_mode(mode).startswith(UNNOTICED)] if found else found
+
+
+def dispatch_modes() -> list[Any]:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    stack: Any = _get_current_dispatch_mode_stack
+    return list(stack())
+
+
+def profiler_is_on() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def default_device() -> str | None:
+    """That of `torch.set_default_device` or ``with torch.device(...)`` in this thread."""
+    found = [str(mode.device) for mode in function_modes() if gives_device(mode)]
+    return found[-1] if found else None
+
+
+@contextmanager
+def under_default_device(name: str | None) -> Iterator[None]:
+    """The body runs with it; None: without one, whatever there was."""
+    if name is not None:
+        with torch.device(name):
+            yield
+        return
+    push: Any = torch.overrides._push_mode
+    before = function_modes()
+    pop_function_modes()
+    try:
+        for mode in before:
+            if not gives_device(mode):
+                push(mode)
+        yield
+    finally:
+        pop_function_modes()
+        for mode in before:
+            push(mode)
+
+
+def pop_function_modes() -> None:
+    pop: Any = torch.overrides._pop_mode
+    for _ in range(torch._C._len_torch_function_stack()):
+        pop()
+
+
+def leave_all_modes() -> None:
+    """For a process that was forked by a thread that was in some."""
+    pop_function_modes()
+    if torch._C._len_torch_dispatch_stack():
+        for mode in reversed(dispatch_modes()):
+            torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
 
 
 class RefusingNoGrad(TorchFunctionMode):

@@ -1,10 +1,11 @@
-"""Probes of `private.modes`."""
+"""Probes of `private.modes` and `private.settings`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mpgrad.torch_state import private
 from mpgrad.torch_state.probes.expectations import DiffersError, behaviour, expect
@@ -80,3 +81,58 @@ def expect_refusal() -> None:
             raise DiffersError("torch.no_grad was not refused")
     except NotImplementedError:
         pass
+
+
+@behaviour("the modes of a thread can be seen, and left")
+def seen_modes() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class OfFunctions(TorchFunctionMode):
+        __module__ = "users"  # our own do not count
+
+    class OfOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        __module__ = "users"
+
+    inner, outer = OfOperations(), OfFunctions()  # type: ignore[no-untyped-call]
+    with inner, outer:
+        expect([outer, inner], private.foreign_modes())
+    outer.__enter__()  # type: ignore[no-untyped-call]
+    torch._C._push_on_torch_dispatch_stack(inner)
+    private.leave_all_modes()
+    expect([], private.foreign_modes())
+    expect((False, False), (private.profiler_is_on(), private.parametrizations_are_cached()))
+    with torch.nn.utils.parametrize.cached():
+        expect(True, private.parametrizations_are_cached())
+
+
+@behaviour("the default device can be seen, and gone without")
+def default_devices() -> None:
+    found = [private.default_device()]
+    with torch.device("meta"):
+        found.append(private.default_device())
+        expect([], private.foreign_modes())
+        with private.under_default_device(None):
+            found += [private.default_device(), str(torch.empty(0).device)]
+            with private.under_default_device("meta"):
+                found += [private.default_device(), str(torch.empty(0).device)]
+        found.append(private.default_device())
+    expect([None, "meta", None, "cpu", "meta", "meta", "meta", None], [*found, private.default_device()])
+
+
+@behaviour("settings can be read, and set")
+def settings() -> None:
+    """Only those of this thread are set."""
+    other = {
+        "torch.autograd.graph.disable_saved_tensors_hooks": "not now",
+        "torch.autograd.set_multithreading_enabled": False,
+        "torch.set_autocast_cache_enabled": False,
+        "torch.set_autocast_dtype": torch.float16,
+    }
+    for setting in private.every_setting():
+        before = setting.get()
+        if setting.name in other:
+            setting.set(other[setting.name])
+            expect(other.pop(setting.name), setting.get())
+            setting.set(before)
+            expect(before, setting.get())
+    expect({}, other)
