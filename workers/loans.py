@@ -52,7 +52,8 @@ class Loans:
         self._staying: list[int] = []  # addresses, since the last time that they were taken
         self._carried: set[int] = set()  # addresses of what is lent
         self._shown: set[int] = set()  # slabs that the site can look into
-        self._lenders = Lenders(lambda: None)  # what is given back is told with the next answer
+        # what is given back is told with the next answer
+        self._lenders = Lenders(lambda: None, copies_for_children=True)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
 
     # --- what we borrow

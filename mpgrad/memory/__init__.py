@@ -4,6 +4,7 @@ Imports `torch_state`, `errors`, `system`. A slot is its owner's: written before
 
     addresses     which slab, where in it, and whose
     arena         slabs, slots, what is borrowed
+    forks         what a forked child sees of what is borrowed
     accelerator   the same on devices, and who waits for whom there
     limits        how much memory this process may take
 """

@@ -29,6 +29,7 @@ import torch
 
 from mpgrad.errors import PoolClosedError, SharedMemoryError
 from mpgrad.memory.addresses import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
+from mpgrad.memory.forks import KEPT, PRIVATE, SHARED, View, forget, let_go, share_again, watch
 from mpgrad.system import PORTABLE, free_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
@@ -55,6 +56,7 @@ class Slab:
         self.nbytes = storage.nbytes()
         self.descriptor = descriptor_of(storage)
         os.set_inheritable(self.descriptor, False)  # it is a duplicate that torch has made for itself
+        self.inode = os.fstat(self.descriptor).st_ino
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
@@ -86,8 +88,6 @@ class Slab:
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
         """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
-        if PORTABLE:  # macOS maps named shared memory for all or not at all
-            return memoryview(bytearray(borrowed))
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
         mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)
@@ -273,7 +273,9 @@ class Lenders:
     Assumes: one thread borrows and collects; `find` may be called from any.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None], copies_for_children: bool = PORTABLE) -> None:
+        """`copies_for_children`: see `forks`. macOS maps named shared memory for all or not at all."""
+        self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
         self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
         self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
@@ -281,13 +283,14 @@ class Lenders:
         self._given_back: list[tuple[int, int]] = []
         self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
         self.lacking: Sequence[tuple[int, int, str]] = ()  # pieces that could not be had here: address, bytes, why
-        self._closed = False
-        self._notify = notify  # called from finalizers when there is something to collect
+        self.closed = False
+        self.notify = notify  # called from finalizers when there is something to collect
         # by address and size: what all borrowers of it here share, and how often it was received
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}  # of storages -> address, slab, view
-        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview]]] = deque()  # key, pointer, view
+        # key, pointer, view, and whether it was made private
+        self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = deque()
 
     @property
     def bytes_in_use(self) -> int:
@@ -369,18 +372,26 @@ class Lenders:
         self._received[key] = self._received.get(key, 0) + 1
         known = self._views.get(key)
         memory = known() if known is not None else None
-        if memory is None:
+        if known is None or memory is None:
             memory = slab.memory[offset : offset + nbytes]
             pointer = slab.start + offset
-            view = weakref.ref(memory, lambda view: self._died(key, pointer, view))
-            self._views[key] = view
+            known = weakref.ref(memory, lambda view: self._died(key, pointer, view))
+            self._views[key] = known
             if findable:
-                self._pointers[pointer] = address, slab, view
+                self._pointers[pointer] = address, slab, known
+            if not private:
+                watch((known, pointer, nbytes, slab, self))
+                return memory
         if not private:
+            if id(known) not in SHARED and id(known) not in PRIVATE:
+                watch((known, slab.start + offset, nbytes, slab, self))
             return memory
-        if nbytes <= COPY_BYTES:
+        if PORTABLE or nbytes <= COPY_BYTES:
             return memoryview(bytearray(memory))
-        return slab.private(offset, memory)
+        mapping = slab.private(offset, memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        watch((weakref.ref(mapping, forget), start, nbytes, None, self))
+        return mapping
 
     def take_missing(self) -> list[int]:
         """Slabs that their owners should send again, since the last time."""
@@ -401,13 +412,21 @@ class Lenders:
         return address + int(core.storage_offset()) * core.element_size(), Borrowed(memory, slab)
 
     def _died(self, key: tuple[int, int], pointer: int, view: weakref.ref[memoryview]) -> None:
-        if not self._closed:
-            self._dead.append((key, pointer, view))
-            self._notify()
+        private = forget(view)
+        if not self.closed:
+            self._dead.append((key, pointer, view, private))
+            self.notify()
+
+    def hide(self, view: View) -> None:
+        """From others: they would not find what is written there from now on."""
+        memory, start, *_ = view
+        if self._pointers.get(start, (0, None, None))[2] is memory:
+            del self._pointers[start]
 
     def close(self) -> None:
         """Nobody is left to give anything back to; each slab goes when its last view dies."""
-        self._closed = True
+        self.closed = True
+        let_go(self)
         for number in list(self._unmapped):
             self.detach(number)
         for table in (self.slabs, self._elsewhere, self._views, self._received, self._pointers, self._dead):
@@ -415,9 +434,13 @@ class Lenders:
 
     def collect(self) -> list[tuple[int, int]]:
         """What is not needed here any more, since the last time: addresses, and how often each was received."""
+        if KEPT:
+            let_go()
         returned, self._given_back = self._given_back, []
         while self._dead:
-            key, pointer, view = self._dead.popleft()
+            key, pointer, view, private = self._dead.popleft()
+            if private is not None and not share_again(private):
+                continue  # what its owner writes would not be seen here: it is not to be used again
             if self._pointers.get(pointer, (0, None, None))[2] is view:
                 del self._pointers[pointer]
             if self._views.get(key) is view:  # else it was borrowed again; that view's end will tell for both

@@ -30,6 +30,7 @@ from mpgrad.calls.outcomes import Staying
 from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
 from mpgrad.memory.accelerator import name_of
+from mpgrad.memory.forks import KEPT
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.calling_off import CallingOff
@@ -54,6 +55,7 @@ from mpgrad.wire.records import Record
 __all__ = ["Scheduler"]
 
 LONGEST_SLEEP = 86_400.0  # seconds until the clock is looked at again: the system takes no more than 2**31 ms
+CHILDREN_PATIENCE = 0.5  # seconds between two looks whether forked children have ended, for whom memory is kept
 
 
 # long because: a method for each thing that may be asked; most are a line that has the scheduling thread do it
@@ -394,6 +396,8 @@ class Scheduler(ABC):
         if now >= self.staff.again_at:
             self.staff.fill()
         soonest = min(self.calling_off.keep_time(now), self.staff.again_at)
+        if KEPT:
+            soonest = min(soonest, now + CHILDREN_PATIENCE)
         return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
 
     def end(self) -> None:
