@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import math
-import multiprocessing
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.result_iterator import ResultIterator
+from mpgrad.calls.result_iterator import LateError, ResultIterator
 from mpgrad.calls.results import DifferentiableFuture
 from mpgrad.calls.seconds import seconds_or_none
 from mpgrad.errors import RemoteTraceback, traceback_of, write
@@ -98,7 +97,7 @@ class Executor(concurrent.futures.Executor):
                 raise TypeError(f"initializer must be callable (initializer: {initializer!r})")
             initializer = Initializer(initializer)
         self._pool = Pool(max_workers, initializer, initargs, max_tasks_per_child, mp_context, **options)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the sets below; finalizers, and handlers of signals, may come here again
         self._shut_down = False
         self._futures: weakref.WeakSet[DifferentiableFuture[Any]] = weakref.WeakSet()
         self._maps: weakref.WeakSet[Operation] = weakref.WeakSet()
@@ -123,15 +122,16 @@ class Executor(concurrent.futures.Executor):
             tensor([2., 2., 2.])
         """
         function = callable_of(fn)
+        self._check_open()
+        if "device" in kwargs:  # the function's, not the pool's
+            function, kwargs = functools.partial(function, **kwargs), {}
+        try:
+            future = self._pool.submit(function, *args, **kwargs)  # no lock is held: the caller's code is run, to pickle it
+        except Exception as error:
+            self._check_open()  # another thread may have shut it down meanwhile
+            self._pool._scheduler.life.check_open()
+            future = self._pool._submitter.failed_call(without_frames(error))
         with self._lock:
-            self._check_open()
-            if "device" in kwargs:  # the function's, not the pool's
-                function, kwargs = functools.partial(function, **kwargs), {}
-            try:
-                future = self._pool.submit(function, *args, **kwargs)
-            except Exception as error:
-                self._pool._scheduler.life.check_open()
-                future = self._pool._submitter.failed_call(without_frames(error))
             self._futures.add(future)
         return future
 
@@ -172,15 +172,15 @@ class Executor(concurrent.futures.Executor):
         arguments = zip(*(iterator("the items", each) for each in iterables), strict=False)
         items = list(arguments) if buffersize is None else arguments  # the caller's code runs: it may use the executor
         window = math.inf if buffersize is None else buffersize
-        with self._lock:
-            self._check_open()
+        self._check_open()
         try:
             source = Source.of_arguments(items)
             results = self._pool._submitter.iterate(function, source, CallOptions(chunksize), ordered=True, window=window)
         except Exception as error:
             self._pool._scheduler.life.check_open()
             return raised_later(without_frames(error))
-        self._maps.add(results._operation)
+        with self._lock:
+            self._maps.add(results._operation)
         return in_time(results, deadline)
 
     def stats(self) -> PoolStats:
@@ -240,10 +240,11 @@ class Executor(concurrent.futures.Executor):
         """
         with self._lock:
             self._shut_down = True
+            futures, maps = list(self._futures), list(self._maps)
         if cancel_futures:
-            for future in list(self._futures):
+            for future in futures:
                 future.cancel()
-            for operation in list(self._maps):
+            for operation in maps:
                 self._pool._scheduler.cancel_queued(operation)
         self._pool._leave()
         if wait:
@@ -287,7 +288,7 @@ def in_time(results: ResultIterator[R], deadline: float | None) -> Iterator[R]:
                 yield results.next(None if deadline is None else deadline - time.monotonic())
             except StopIteration:
                 return
-            except multiprocessing.TimeoutError:
+            except LateError:
                 raise concurrent.futures.TimeoutError("a result did not come within the timeout") from None
     except BaseException as error:
         hide_own_frames(error)

@@ -14,7 +14,6 @@ Caller only. Public methods, with what they take and raise; what they do is in `
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 from torch.autograd import Function
 
 from mpgrad.calls.device_choice import Device
+from mpgrad.calls.operations import Operation
 from mpgrad.calls.result_iterator import ResultIterator
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture
 from mpgrad.cluster.options import Ray
@@ -508,9 +508,10 @@ class Pool:
             ...     result.get()
             tensor([2., 2., 2.])
         """
-        fetch = operator.methodcaller("value", 0)
         options = CallOptions(device=device)
-        return self._submitter.run_async(func, Source.of_one(args, kwds), options, callback, error_callback, fetch)
+        return self._submitter.run_async(
+            func, Source.of_one(args, kwds), options, callback, error_callback, Operation.only_value
+        )
 
     @overload
     def imap(self, func: type[Function], *args: Any, **options: Any) -> ResultIterator[Any]: ...

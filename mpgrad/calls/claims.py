@@ -50,9 +50,8 @@ class Claim:
         """The tensors have their history, which the caller cannot have changed yet."""
         self._outcome = outcome
         with torch.enable_grad():
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    self._gates.append(gate(tensor) if tensor.is_leaf else gate_behind(outcome.graph, tensor))
+            needing = [each for each in tensors if each.requires_grad]
+            self._gates = [gate(each) if each.is_leaf else gate_behind(outcome.graph, each) for each in needing]
         self.is_settled = True
 
     def gates(self) -> list[torch.Tensor]:

@@ -1,13 +1,15 @@
 """An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with gradients.
 
     caller's thread: pack ──► queue ──► scheduling thread: send, receive, `deliver` ──► caller's thread: `value`
-Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its memory with it.
+Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its memory with it. Whoever is
+    interrupted while results are made can ask again: an outcome, and the gates of its call, stay until its result is put down.
 Assumes: `deliver` and `fail` come from the scheduling thread, or from who made an operation that is never sent; whoever waits
     reads `outcomes` after that.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ from mpgrad.wire.bundles import owners, split
 from mpgrad.wire.messages import RunAhead, Warned
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
-__all__ = ["Operation", "OperationOptions"]
+__all__ = ["Operation", "OperationOptions", "let_go"]
 
 
 class Holder(Protocol):
@@ -91,6 +93,7 @@ class Operation:
         self.unsorted = False  # the queue may have to be put in order before calls are taken from it
         self.largest_first = False  # the queue begins with the largest calls
         self.outcomes: dict[int, Outcome] = {}
+        self._made: list[list[Any]] = []  # results of the first outcomes: by the caller, call by call
         self._failed: Failed | None = None  # the outcome at the limit; here also when outcomes have been taken
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
@@ -134,13 +137,25 @@ class Operation:
         return None if self.return_errors else self._failed
 
     def value(self, index: int) -> Any:
-        """The result of item `index`, which has come, as tensors with gradients; raises where the call raised."""
+        """The result of item `index`, which has come, as tensors with gradients; raises where the call raised.
+
+        Only once: its outcome is gone then, but not where an interrupt came before.
+        """
         self._warn()
-        outcome = self.outcomes.pop(index)
+        outcome = self.outcomes[index]
         if isinstance(outcome, Failed) and not self.return_errors:
-            raise outcome.error()
-        with self.modes_of_caller():
-            return self._build(outcome)
+            error = outcome.error()
+            del self.outcomes[index]
+            raise error
+        try:
+            with self.modes_of_caller():
+                (value,) = self._build(outcome)
+        except Exception:  # its class cannot be unpickled here
+            del self.outcomes[index]
+            raise
+        del self.outcomes[index]
+        let_go(outcome)
+        return value
 
     def values(self) -> list[Any]:
         """All results in the items' order; raises the first failing item's exception, or has all exceptions in their places."""
@@ -149,16 +164,24 @@ class Operation:
         if failed is not None:
             self.outcomes.clear()
             raise failed.error()
-        results: list[Any] = []
+        made, outcomes = self._made, self.outcomes
         with self.modes_of_caller():
-            for index in range(len(self.outcomes)):
-                outcome = self.outcomes.pop(index)
-                if isinstance(outcome, Delivered) and outcome.call.bundle:
-                    results += self._build_bundle(outcome)
-                else:
-                    results.append(self._build(outcome))
+            while len(made) < len(outcomes):
+                made.append(self._build(outcomes[len(made)]))
+        for outcome in outcomes.values():
+            let_go(outcome)
         self.captures = None  # whoever keeps the operation need not keep what its results do not depend on
-        return results
+        return list(itertools.chain.from_iterable(made))
+
+    def only_value(self) -> Any:
+        """The result of the only call."""
+        (value,) = self.values()
+        return value
+
+    def forget(self) -> None:
+        """Its results are with who asked for them."""
+        self.outcomes.clear()
+        self._made.clear()
 
     def _warn(self) -> None:
         for warned in taken(self.warned):
@@ -176,23 +199,24 @@ class Operation:
         with outside_transforms(), torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             yield
 
-    def _build(self, outcome: Outcome) -> Any:
+    def _build(self, outcome: Outcome) -> list[Any]:
+        """The result of a call; those of all items of a bundle."""
         if isinstance(outcome, Failed):
-            return outcome.error()
+            return [outcome.error()]
         tensors = outcome.views()
         self._give_history(outcome, tensors)
-        return structure.loads_result(outcome.result.structure, tensors)
-
-    def _build_bundle(self, outcome: Delivered) -> list[Any]:
-        tensors = outcome.views()
-        self._give_history(outcome, tensors)
+        if not outcome.call.bundle:
+            return [structure.loads_result(outcome.result.structure, tensors)]
         parts = outcome.result.bundle
         if all(shape is None for shape, _ in parts):
             return tensors  # each item gave one
         return [structure.loads_result(shape, own) for shape, own in split(parts, tensors)]
 
     def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were."""
+        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the leaves they were.
+
+        Until `let_go` it can be done again, where nobody has seen these tensors.
+        """
         graph, call = outcome.graph, outcome.call
         inner = []
         for number, flags in enumerate(flags_in(outcome.result.tensors)):
@@ -214,8 +238,6 @@ class Operation:
                 graph.members = Members([items[number] for number in inner], call.leaf_items)
             token = None if self.captures is None else self.captures.token()
             outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
-            call.leaves = call.leaf_items = ()
-            call.gated = call.ungated = call.claims = ()  # they lead to the graph, which may keep the call
             for number, output in zip(inner, outputs, strict=True):
                 tensors[number] = output
 
@@ -281,3 +303,11 @@ class Operation:
         self.waiting.clear()
         self.outcomes.clear()
         self._failed = None
+
+
+def let_go(outcome: Outcome) -> None:
+    """The result has been put down. What leads from its call to its graph would keep both, as the graph may keep the call."""
+    if isinstance(outcome, Delivered) and outcome.graph is not None:
+        call = outcome.call
+        call.leaves = call.leaf_items = ()
+        call.gated = call.ungated = call.claims = ()

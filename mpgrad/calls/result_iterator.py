@@ -17,9 +17,13 @@ from mpgrad.calls.results import Desk
 from mpgrad.calls.seconds import seconds_or_none
 from mpgrad.torch_state.private import not_compiled
 
-__all__ = ["ResultIterator"]
+__all__ = ["LateError", "ResultIterator"]
 
 R = TypeVar("R")
+
+
+class LateError(multiprocessing.TimeoutError):
+    """A result has not come in time. A task may raise the other kind."""
 
 
 class ResultIterator(Generic[R]):
@@ -51,7 +55,7 @@ class ResultIterator(Generic[R]):
         self._next = 0
         self._source_error: BaseException | None = None
         self._on_awaited = on_awaited
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # the source of the items is the caller's code
         arrived = self._arrived  # not self: the operation would keep the iterator alive
         operation.on_outcome = arrived.append
         operation.holder = weakref.ref(self)
@@ -80,15 +84,23 @@ class ResultIterator(Generic[R]):
                 self._abandon()
                 raise
             if not is_there:
-                raise multiprocessing.TimeoutError(f"no result within the timeout ({timeout} s)")
-            has_come = self._has_come()
-            index = self._next if self._ordered or not has_come else self._arrived.popleft()
-            self._next += 1
-            if not has_come:
+                raise LateError(f"no result within the timeout ({timeout} s)")
+            if not self._has_come():
+                self._next += 1
                 raise CancelledError
-            self._fill()
-        value: R = self._operation.value(index)
-        return value
+            self._fill(1)
+            index = self._next if self._ordered else self._arrived[0]
+            try:
+                value: R = self._operation.value(index)
+                return value
+            except StopIteration as error:
+                name = self._operation.names.words(index)
+                raise RuntimeError(f"{name} raised StopIteration, which would have ended the results") from error
+            finally:
+                if index not in self._operation.outcomes:  # unless there was an interrupt: then it can be asked for again
+                    self._next += 1
+                    if not self._ordered:
+                        self._arrived.popleft()
 
     __next__ = next
 
@@ -104,19 +116,19 @@ class ResultIterator(Generic[R]):
         error, self._source_error = self._source_error, None
         raise StopIteration if error is None else error
 
-    def _fill(self) -> None:
-        """Add calls until the window is full or the source is empty."""
+    def _fill(self, asked: int = 0) -> None:
+        """Add calls until the window is full or the source is empty. `asked`: results that are about to be given."""
         try:
-            self._add_some()
+            self._add_some(self._next + asked)
         except BaseException:  # as in `next`; the source's own exceptions do not come here
             self._abandon()
             raise
 
-    def _add_some(self) -> None:
+    def _add_some(self, given: int) -> None:
         """Have as many calls under way as the window allows; an error of their source is kept until its turn."""
         before = self._operation.added, self._operation.sealed
         wave = 1  # the workers begin with the first; the source may be slow
-        while not self._operation.sealed and self._operation.added - self._next < self._window:
+        while not self._operation.sealed and self._operation.added - given < self._window:
             try:
                 self._operation.add(next(self._calls)())
             except StopIteration:

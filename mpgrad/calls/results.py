@@ -67,7 +67,7 @@ class Uncollected:
     def __init__(self) -> None:
         self._errors: dict[int, Failed] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # the scheduling thread notes while any other may look
+        self._lock = threading.RLock()  # the scheduling thread notes while any other may look, and handle signals
 
     def number(self) -> int:
         """For a result that may become a failure."""
@@ -146,15 +146,19 @@ class AsyncResult(Generic[R]):
         self._collect()
         with self._lock:
             if not self._fetched:
+                value, error = None, None
                 try:
-                    self._value = self._fetch(self._operation)
-                except BaseException as error:
-                    self._error = error
-                self._fetched = True
+                    value = self._fetch(self._operation)
+                except Exception as raised:
+                    error = raised
+                # an interrupt leaves all as it was, and so does, in the end, one whose handler came here in the same thread
+                if not self._fetched:
+                    self._value, self._error, self._fetched = value, error, True
+                    self._operation.forget()
             if self._error is not None:
                 raise BaseException.with_traceback(self._error, None)  # without the lines that asked before
-            value: R = self._value
-            return value
+            found: R = self._value
+            return found
 
     @without_own_frames
     def wait(self, timeout: float | None = None) -> None:
@@ -249,7 +253,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._failed: Failed | None = None
         self._is_abandoned = False
         self._tells = False  # somebody, when it is done
-        self._telling = threading.Lock()
+        self._telling = threading.RLock()
         operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts

@@ -27,7 +27,7 @@ def seconds_given(name: str, given: Any, expected: str = "a number of seconds") 
     try:
         seconds = float(given)
     except OverflowError:
-        shown = given if abs(given) < MOST_SHOWN else "more than 1000 digits"
+        shown = "more than 1000 digits" if isinstance(given, int) and abs(given) >= MOST_SHOWN else given
         raise ValueError(f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})") from None
     if math.isnan(seconds):
         raise ValueError(f"{name} must be {expected} ({name}: nan)")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpgrad.calls.claims import Claim, Source
-from mpgrad.calls.operations import Operation
+from mpgrad.calls.operations import Operation, let_go
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome, Staying
 from mpgrad.pickling import structure
 
@@ -30,7 +30,7 @@ class Submitted(Operation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # classes of the caller's are unpickled meanwhile, and signals handled
         self._is_claimed = False
         self._claims: list[weakref.ref[Claim]] = []  # that are not settled yet
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
@@ -86,12 +86,16 @@ class Submitted(Operation):
                         for tensor, memory in zip(self._tensors, tensors, strict=True):
                             if memory.layout is torch.strided:
                                 tensor.data = memory
-                    self._value = structure.loads_result(outcome.result.structure, self._tensors)
-                if outcome.graph is not None:
-                    outcome.graph.reveal()
-                self._settle_claims(outcome, self._tensors)
-                self.outcomes.clear()
-                self._tensors, self._taken = None, True
+                        tensors = self._tensors
+                    value = structure.loads_result(outcome.result.structure, tensors)
+                # whoever is interrupted takes it again; a handler of a signal may have come here, and taken it in between
+                if not self._taken:
+                    if outcome.graph is not None:
+                        outcome.graph.reveal()
+                    self._settle_claims(outcome, tensors)
+                    self._value, self._taken = value, True
+                    self._tensors = None
+                    self.outcomes.clear()
             return self._value
 
     def connect(self) -> None:
@@ -110,10 +114,6 @@ class Submitted(Operation):
                 self._tensors = tensors
             self._settle_claims(outcome, self._tensors)
 
-    def _give_history(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        super()._give_history(outcome, tensors)
-        self.captures = None  # a future that is kept need not keep what its result does not depend on
-
     def unconnected(self) -> list[Source]:
         """Those that gave its call something, and have no node yet."""
         outcome = self.outcomes.get(0)
@@ -122,10 +122,12 @@ class Submitted(Operation):
         return [claim.source for claim in outcome.call.claims if not claim.is_settled]
 
     def _settle_claims(self, outcome: Delivered, tensors: list[torch.Tensor]) -> None:
-        claims, self._claims = self._claims, []
-        for ref in claims:
-            if (claim := ref()) is not None:
+        let_go(outcome)
+        self.captures = None  # a future that is kept need not keep what its result does not depend on
+        for ref in self._claims:
+            if (claim := ref()) is not None and not claim.is_settled:
                 claim.settle(outcome, tensors)
+        self._claims = []
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)

@@ -282,7 +282,7 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
     fn: Any = task
     chunksize = None if pool is None or len(calls) > FEW * pool.processes else 1
     with kept_random_state(), torch.inference_mode(False), grad_mode(task.create_graph):
-        found = list(itertools.starmap(fn, calls)) if pool is None else pool.starmap(fn, calls, chunksize)
+        found = [fn(*each) for each in calls] if pool is None else pool.starmap(fn, calls, chunksize)
     for said in dict.fromkeys(each.said for each in found):
         if said and said not in SAID:
             SAID.add(said)

@@ -98,7 +98,7 @@ class States:
     """Those that were made last, for as long as they are true."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is pickled has methods of its own, which may come here again
         self._known: collections.OrderedDict[tuple[Wanted, ...], State] = collections.OrderedDict()
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}

@@ -168,7 +168,7 @@ def gathered(of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tupl
     """All batches, one after another; copied to their place as they come, if they have no history."""
     if len(pieces) == 1:
         return [each.contiguous() for each in of_batch(*pieces[0])]
-    found = itertools.starmap(of_batch, pieces)
+    found = (of_batch(*piece) for piece in pieces)
     if history:
         return [torch.cat(each) for each in zip(*found, strict=True)]
     whole: list[Tensor] = []

@@ -169,7 +169,8 @@ class Block:
         self.map_fn = map_fn
 
     def __call__(self, items: Sequence[Any]) -> Any:
-        return self.reduction.fold(items if self.map_fn is None else map(self.map_fn, items))
+        # no `map`, which a StopIteration of the function would end
+        return self.reduction.fold(items if self.map_fn is None else (self.map_fn(item) for item in items))
 
 
 class Finish:

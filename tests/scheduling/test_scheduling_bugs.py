@@ -6,6 +6,7 @@ import concurrent.futures
 import fractions
 import gc
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -245,3 +246,68 @@ def test_what_is_no_time_is_refused_by_name(pool: mpgrad.Pool, wait: Callable[[m
     with pytest.raises(ValueError, match=r"more than 1000 digits\)"):
         wait(pool, 10**5000)
     assert pool.map(abs, [-1]) == [1]
+
+
+def stops(k: int) -> int:
+    if k == 1:
+        raise StopIteration(k)
+    return k
+
+
+ITERATIONS: dict[str, Callable[[mpgrad.Pool, Callable[[Any], Any], list[Any]], Any]] = {
+    "imap": lambda pool, fn, items: list(pool.imap(fn, items)),
+    "imap_unordered": lambda pool, fn, items: list(pool.imap_unordered(fn, items)),
+    "map_reduce": lambda pool, fn, items: pool.map_reduce(fn, items, lambda a, b: a + b),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("iterate", ITERATIONS.values(), ids=ITERATIONS)
+def test_a_stop_iteration_ends_nothing_silently(pool: mpgrad.Pool, iterate: Callable[..., Any]) -> None:
+    # symptom: fewer results, fewer items in a sum, and no error. cause: who asked for results, or `map` in a worker, took it
+    # for the end. As in a generator it becomes a RuntimeError.
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        iterate(pool, stops, [0, 1, 2])
+    assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(caught.value)
+
+
+def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(nursery: mpgrad.Pool) -> None:
+    def fails(error: BaseException) -> None:
+        raise error
+
+    with mpgrad.Executor(1) as executor:
+        with pytest.raises(RuntimeError, match="item 1 of stops raised StopIteration"):
+            list(executor.map(stops, [0, 1, 2]))
+        with pytest.raises(multiprocessing.TimeoutError, match="of the task"):  # symptom: "a result did not come ..."
+            list(executor.map(fails, [multiprocessing.TimeoutError("of the task")]))
+        for error in (StopAsyncIteration(), GeneratorExit()):
+            with pytest.raises(type(error)):
+                list(executor.map(fails, [error]))
+
+
+class Submits:
+    """Uses an executor where it is pickled, in a thread of its own if need be."""
+
+    def __init__(self, executor: mpgrad.Executor, in_thread: bool) -> None:
+        self.executor, self.in_thread = executor, in_thread
+
+    def __reduce__(self) -> Any:
+        found = []
+        ask = threading.Thread(target=lambda: found.append(self.executor.submit(abs, -3).result(20)), daemon=True)
+        if self.in_thread:
+            ask.start()
+            ask.join(20)
+        else:
+            ask.run()
+        return int, (found[0],)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_code_that_pickles_may_use_the_executor(nursery: mpgrad.Pool, in_thread: bool) -> None:
+    # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code pickled the arguments.
+    with mpgrad.Executor(1) as executor:
+        ask = threading.Thread(target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))), daemon=True)
+        found: list[Any] = []
+        ask.start()
+        ask.join(20)
+        assert found and found[0].result(20) == 3
