@@ -3,7 +3,7 @@
 A worker is another process. A serial loop finds in `os.environ` what the caller has put there; a worker would find what was
 there when its pool began. So each operation carries what the caller has changed since then, and each backward does.
 
-    caller   Since: begin ──► Start                                changes ──► Modes, Define
+    caller   Since: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
 Guarantees: what mpgrad or an initializer has set in a worker stays. While nothing changes, the caller compares and the worker
     does nothing.
@@ -18,7 +18,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mpgrad.cpus import THREAD_VARIABLES
@@ -28,18 +28,26 @@ __all__ = ["FOLLOWER", "Environment", "Since", "current_environment"]
 
 
 class Environment(NamedTuple):
-    """The environment of a process at one moment. Where it tells changes, a variable that was deleted is None."""
+    """The environment of a process at one moment."""
 
-    variables: Mapping[str, str | None]
+    variables: Mapping[str, str]
     directory: str | None  # None: it was deleted
     arguments: list[str]
     paths: list[str]  # of modules
     zone: tuple[Any, ...]  # what `time.tzset` has made of the variable TZ
 
-    def changes(self, begin: Environment) -> Environment:
-        """Only the variables that `begin` has not; all of the rest, which is little."""
-        deleted = dict.fromkeys(begin.variables.keys() - self.variables.keys())
-        return self._replace(variables={**dict(self.variables.items() - begin.variables.items()), **deleted})
+    def changes(self, begin: Environment) -> dict[str, Any]:
+        """The fields that differ; of the variables only those that do, None for one that was deleted."""
+        changes = {name: value for name, value in self._asdict().items() if value != getattr(begin, name)}
+        if "variables" in changes:
+            deleted = dict.fromkeys(begin.variables.keys() - self.variables.keys())
+            changes["variables"] = {**dict(self.variables.items() - begin.variables.items()), **deleted}
+        return changes
+
+    def changed(self, changes: dict[str, Any]) -> Environment:
+        """With these changes."""
+        variables = {**self.variables, **changes.get("variables", {})}.items()
+        return self._replace(**changes)._replace(variables={name: value for name, value in variables if value is not None})
 
 
 def variables_in_use() -> Mapping[Any, Any]:
@@ -65,16 +73,16 @@ class Since:
         self._seen: tuple[Any, ...] = ()  # what was there at the last look, and what it had changed
 
     def changes(self) -> bytes:
-        """A pickled `Environment`, the same object until something changes; no bytes where all is as at the beginning."""
+        """A pickle, the same object until something changes; no bytes where all is as at the beginning."""
         now = variables_in_use(), working_directory(), sys.argv, sys.path, zone_in_use()
         seen = self._seen  # read once: another thread may put another one there
         if not seen or seen[0] != now:
             variables, directory, arguments, paths, zone = now
-            changed = current_environment()
-            pickled = b"" if changed == self.begin else pickle.dumps(changed.changes(self.begin))
+            changes = current_environment().changes(self.begin)
+            pickled = pickle.dumps(changes) if changes else b""
             self._seen = seen = (dict(variables), directory, list(arguments), list(paths), zone), pickled
-        changes: bytes = seen[1]
-        return changes
+        found: bytes = seen[1]
+        return found
 
 
 class Follower:
@@ -113,11 +121,7 @@ class Follower:
         if changes is None or self._begin is None or changes == self._followed:
             return
         begin, own, taken, before = self._begin, self._own, self._taken, self._target
-        now = begin
-        if changes:
-            now = pickle.loads(changes)
-            present = {**begin.variables, **now.variables}
-            now = now._replace(variables={name: value for name, value in present.items() if value is not None})
+        now = begin.changed(pickle.loads(changes) if changes else {})
         self._followed, self._target = changes, now
         for name in {name for name, _ in before.variables.items() ^ now.variables.items()}:
             if own.variables.get(name) == begin.variables.get(name):
@@ -130,6 +134,16 @@ class Follower:
             sys.path[:] = [*(each for each in own.paths if each not in begin.paths), *now.paths]
         if now.zone != before.zone:
             time.tzset()
+
+    @contextlib.contextmanager
+    def within(self, changes: bytes | None) -> Iterator[None]:
+        """Follow others for a while."""
+        before = self._followed
+        self.follow(changes)
+        try:
+            yield
+        finally:
+            self.follow(before)
 
 
 def set_variable(name: str, value: str | None) -> None:

@@ -9,12 +9,13 @@ workers from. Whatever else has Unix sockets, macOS first of all, takes the port
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
 from pathlib import Path
 
-__all__ = ["CGROUPS", "PORTABLE", "PROC", "anonymous_memory", "free_memory", "remove_name", "resident_bytes"]
+__all__ = ["CGROUPS", "PORTABLE", "PROC", "anonymous_memory", "free_memory", "remove_name", "reserve_memory", "resident_bytes"]
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
@@ -62,6 +63,23 @@ def remove_name(pid: int) -> None:
     if PORTABLE:
         with contextlib.suppress(FileNotFoundError):
             _posixshmem.shm_unlink(name_of(pid))
+
+
+def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
+    """Take pages of a memory file from the system now: a lack is an error here, and not a SIGBUS in the middle of a copy.
+
+    Where the call itself is denied, by a container's profile for example, pages come when they are first written, as on macOS.
+
+    Raises:
+        OSError: there are none; or a limit forbids it.
+    """
+    if PORTABLE:
+        return
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def free_memory() -> int:

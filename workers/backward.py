@@ -85,7 +85,6 @@ class BackwardHandler:
                     found: Differentiated | None = None
                     while steps:
                         self._tracker.begin(chunk, position)
-                        FOLLOWER.follow(message.modes.environment)  # a step before may have had another one
                         found = self._step(steps.popleft(), incoming, stage)
                         if found is None:
                             break
@@ -122,7 +121,7 @@ class BackwardHandler:
         """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
-        with self._warnings.muted(), under(step.modes):
+        with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
             if isinstance(step, Rederive):
                 return self._differentiate(step.call, incoming, stage)
             return self._run_again(step, incoming, stage)

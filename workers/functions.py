@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.environment import FOLLOWER
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.wire.messages import Define, Failure, Forget
@@ -88,7 +87,6 @@ class FunctionTable:
 
     def define(self, message: Define) -> None:
         """Loads the function at once; if that raises, each of its calls fails with it."""
-        FOLLOWER.follow(message.environment)
         if message.pickled is not None:
             self._codes[message.code] = Code(message.pickled)
         if message.state is not None:

@@ -12,6 +12,7 @@ import faulthandler
 import os
 import signal
 
+from mpgrad.descriptors import Kept
 from mpgrad.wire.asides import LastWords
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import FAREWELL
@@ -34,13 +35,13 @@ def promise_last_words(link: Link) -> None:
     faulthandler.register(FAREWELL, ours, chain=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {FAREWELL})  # whoever started us may have blocked it
 
-    end = [ours]
+    end = [Kept(ours)]
 
     def leave() -> None:
         """A process that a task forks has nothing to say; nor has one that such a process forks, of which the end is not."""
         if end:
             faulthandler.disable()
             faulthandler.unregister(FAREWELL)
-            os.close(end.pop())
+            end.pop().close()
 
     os.register_at_fork(after_in_child=leave)

@@ -85,7 +85,7 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
 
 def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
     """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
-    device = NO_STATION
+    device, phase = NO_STATION, "initializer"
     try:
         if setting is not None:
             device = setting.enter_context(station(start.device, number))
@@ -93,11 +93,12 @@ def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack |
         if initializer is not None:
             run_initializer(initializer, initargs)
         FOLLOWER.settle()
+        phase = "start"
+        graphs = GraphTable(start.graph_bytes, MemoryWatch() if start.spares_memory else None)
+        worker = Worker(number, link, graphs, device)  # which takes shared memory
     except BaseException as error:
-        link.send([StartFailed(failure(error, "initializer"))])
+        link.send([StartFailed(failure(error, phase))])
         return None
-    graphs = GraphTable(start.graph_bytes, MemoryWatch() if start.spares_memory else None)
-    worker = Worker(number, link, graphs, device)
     worker.announce(os.getpid())
     return worker
 

@@ -3,7 +3,8 @@
 A worker process inherits the descriptors of its parent, so that C code prints where the parent does. But `sys.stdout` of a
 notebook, of a test runner or under `redirect_stdout` is no descriptor, and log handlers are not inherited at all.
 
-Guarantees: what a task printed or logged has arrived before its result; also what it printed before it crashed.
+Guarantees: what a task printed or logged has arrived before its result; also what it printed before it crashed. Any thread,
+    signal's handler or finalizer may print or log at any moment: nothing is lost, and nothing comes twice.
 Assumes: one thread sends over the link; what others print waits for it.
 """
 
@@ -34,6 +35,7 @@ class Outlet:
         self._pid = os.getpid()
         self._thread = threading.current_thread()
         self._waiting: deque[Message] = deque()
+        self._is_sending = False
         self._streams = Stream(self, "stdout", sys.stdout), Stream(self, "stderr", sys.stderr)
         sys.stdout, sys.stderr = self._streams
         logging.root.addHandler(LogHandler(self))
@@ -55,8 +57,14 @@ class Outlet:
         self._send()
 
     def _send(self) -> None:
-        if self._waiting:
-            self._link.send(drained(self._waiting))
+        if self._is_sending:  # we are in a signal's handler or a finalizer, in the middle of it: it goes on with what was added
+            return
+        try:
+            self._is_sending = True
+            while self._waiting:
+                self._link.send(drained(self._waiting))
+        finally:
+            self._is_sending = False
 
     @property
     def is_ours(self) -> bool:
@@ -71,7 +79,8 @@ class Stream(io.TextIOBase):
         self._outlet = outlet
         self._name = name
         self.original = original
-        self._line = ""
+        self._pieces: deque[str] = deque()  # of a line
+        self._order = threading.RLock()  # what was written first is sent first
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -92,7 +101,7 @@ class Stream(io.TextIOBase):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if not self._outlet.is_ours:
             return self.original.write(text)
-        self._line += text
+        self._pieces.append(text)
         if "\n" in text:
             self.flush()
         return len(text)
@@ -101,9 +110,10 @@ class Stream(io.TextIOBase):
         if not self._outlet.is_ours:
             self.original.flush()
             return
-        text, self._line = self._line, ""
-        if text:
-            self._outlet.put(Printed(self._name, text))
+        with self._order:
+            text = "".join(drained(self._pieces))
+            if text:
+                self._outlet.put(Printed(self._name, text))
 
 
 class LogHandler(logging.handlers.QueueHandler):

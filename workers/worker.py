@@ -2,6 +2,7 @@
 
     requests   Forward ─► ForwardHandler ─► Results        Backward, Collect ─► BackwardHandler ─► Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
+               Follow ─► FOLLOWER
     timelines  Record ─► Recorder ─► Recorded, with each answer; Profiled
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
 Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpgrad.environment import FOLLOWER
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
 from mpgrad.wire.frames import Frame, drained
@@ -22,6 +24,7 @@ from mpgrad.wire.messages import (
     Collect,
     Define,
     Direct,
+    Follow,
     Forget,
     Forward,
     Message,
@@ -74,6 +77,7 @@ class Worker:
         self._recorder: Recorder | None = None
         self._plain_requests = self._requests
         self._news: dict[type[Any], Callable[[Any], None]] = {
+            Follow: lambda message: FOLLOWER.follow(message.environment),
             Define: functions.define,
             Forget: functions.forget,
             Release: graphs.forget,

@@ -66,7 +66,7 @@ class Operation:
 
     def __init__(self, conditions: Conditions, home: Home, captures: Captures | None, options: OperationOptions) -> None:
         self.conditions = conditions
-        self.function, self.modes, _, _ = conditions
+        self.function, self.modes, *_ = conditions
         self.names = self.function.names
         self.home = home
         self.captures = captures  # that need gradients

@@ -124,6 +124,7 @@ class Conditions(NamedTuple):
     modes: Modes
     seed: int | None
     first: int = 0  # the item of call 0
+    environment: bytes | None = None  # see `mpgrad.environment.Since`; None: workers follow none
 
 
 class PackedCall:

@@ -45,7 +45,7 @@ from mpgrad.cluster.site_worker import Pieces, SiteWorker
 from mpgrad.cluster.worker_slabs import WorkerSlabs
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
-from mpgrad.system import PORTABLE, anonymous_memory, free_memory, resident_bytes
+from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
 from mpgrad.wire.asides import Lacking
 from mpgrad.wire.pipe import framed
 
@@ -113,8 +113,7 @@ class MirroredSlab:
             return  # has been written before
         if nbytes > free_memory():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        if not PORTABLE:
-            os.posix_fallocate(self.descriptor, offset, nbytes)
+        reserve_memory(self.descriptor, offset, nbytes)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -413,6 +412,8 @@ def no_room(nbytes: int, error: OSError) -> str:
     remedy = "drop results that are no longer needed, or cut the item into smaller ones"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the limit of open files there (ulimit -n, before `ray start`)"
+    elif error.errno == errno.EFBIG:
+        remedy = "raise the limit of the size of files there (ulimit -f, before `ray start`)"
     where, why = socket.gethostname(), error.strerror or str(error)
     return f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; {why}); {remedy}"
 

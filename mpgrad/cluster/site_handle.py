@@ -32,7 +32,7 @@ from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.frames import Frame, unframed
 from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
-from mpgrad.wire.pipe import HEADER, Traffic, framed
+from mpgrad.wire.pipe import Traffic, framed, parts_of
 
 __all__ = ["SiteHandle", "SiteLink"]
 
@@ -422,4 +422,4 @@ class SiteLink:
         """What is there cannot be used: no worker can start."""
         failure = Failure(carried(RuntimeError(why)), "", "start")
         frame = framed([StartFailed(failure)], ())
-        self.frames.append((HEADER.unpack_from(frame), memoryview(frame)[HEADER.size :]))
+        self.frames.append(parts_of(frame))

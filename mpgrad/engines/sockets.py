@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
+from mpgrad.descriptors import Kept
 from mpgrad.engines.launch import Launcher
 from mpgrad.system import resident_bytes
 from mpgrad.wire.frames import Channel
@@ -93,6 +94,7 @@ class SocketEngine:
             # as objects they know that they are closed, when somebody wakes us late: the numbers may be other files' then
             self._wake_read = undo.enter_context(io.FileIO(read))
             self._wake_write = undo.enter_context(io.FileIO(write, "w"))
+            self._kept = Kept(write)
             os.set_blocking(read, False)
             os.set_blocking(write, False)
             self._selector = undo.enter_context(selectors.DefaultSelector())
@@ -133,7 +135,8 @@ class SocketEngine:
 
     def wake(self) -> None:
         with contextlib.suppress(ValueError, OSError):  # closed, so it has ended; one that is full takes nothing, and wakes it
-            self._wake_write.write(b"!")
+            if self._kept.is_ours:  # not so in a process that was forked from this one and has closed all that it had
+                self._wake_write.write(b"!")
 
     def close(self) -> None:
         self.launcher.close()

@@ -14,11 +14,15 @@ Guarantees: a slot is written by its owner only, before it is lent; its memory i
 Assumes: the fork that makes a worker happens before the worker makes its arena.
 """
 
+# long because: what is lent, and what is borrowed, are one story
+
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections import deque
@@ -27,10 +31,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpgrad.descriptors import Kept
 from mpgrad.errors import PoolClosedError, SharedMemoryError
 from mpgrad.memory.addresses import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
-from mpgrad.memory.forks import KEPT, PRIVATE, SHARED, View, forget, let_go, share_again, watch
-from mpgrad.system import PORTABLE, free_memory
+from mpgrad.memory.forks import PRIVATE, SHARED, WITHHELD, View, forget, let_go, share_again, watch
+from mpgrad.system import PORTABLE, free_memory, reserve_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
 if TYPE_CHECKING:
@@ -54,14 +59,23 @@ class Slab:
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
         self.nbytes = storage.nbytes()
-        self.descriptor = descriptor_of(storage)
+        self._kept = Kept(descriptor_of(storage))
         os.set_inheritable(self.descriptor, False)  # it is a duplicate that torch has made for itself
-        self.inode = os.fstat(self.descriptor).st_ino
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
         array.storage = storage  # every memoryview made from the array holds the array, and so the mapping
         self.memory = memoryview(array).cast("B")
+
+    @property
+    def descriptor(self) -> int:
+        """To be used at once. Raises OSError where other code has closed it: the number may be another file's."""
+        return self._kept.number
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether we still have the descriptor; without it the memory that is reserved can be used as before."""
+        return self._kept.is_ours
 
     @classmethod
     def make(cls, number: int, size: int) -> Slab:
@@ -75,19 +89,20 @@ class Slab:
         """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
         if nbytes > free_memory():
             raise no_room(nbytes)
-        if not PORTABLE:
-            try:
-                os.posix_fallocate(self.descriptor, offset, size)
-            except OSError as error:
-                raise no_room(nbytes) from error
+        try:
+            reserve_memory(self.descriptor, offset, size)
+        except OSError as error:
+            raise no_room(nbytes, error) from error
 
     def hollow_out(self, offset: int, size: int) -> None:
         """Give the pages back to the system and keep the addresses. Where the system cannot, the slot just keeps its pages."""
-        if not PORTABLE:
+        if not PORTABLE and self.can_grow:
             LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
         """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
+        if not self.can_grow:
+            return memoryview(bytearray(borrowed))
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
         mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)
@@ -243,11 +258,13 @@ class Arena:
             self.made.append(slab)
             return slab, 0
         hollow = self._hollow.get(capacity)
+        while hollow and not hollow[-1][0].can_grow:
+            hollow.pop()
         if hollow:
             slab, offset = hollow[-1]
             slab.reserve(offset, capacity, nbytes)
             return hollow.pop()
-        if self._open is None or self._used + capacity > self._open.nbytes:
+        if self._open is None or self._used + capacity > self._open.nbytes or not self._open.can_grow:
             self._open, self._used = self._new_slab(SLAB_BYTES, nbytes), 0
             self.made.append(self._open)
         self._open.reserve(self._used, capacity, nbytes)
@@ -259,7 +276,7 @@ class Arena:
         try:
             slab: Slab = self._make_slab(self._next_number, size)
         except (OSError, RuntimeError) as error:
-            raise no_room(nbytes) from error
+            raise no_room(nbytes, error) from error
         self._next_number += 1
         self._slabs[slab.number] = slab
         return slab
@@ -278,7 +295,7 @@ class Lenders:
         self.copies_for_children = copies_for_children
         self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
         self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}  # by number: how to open one that nothing was borrowed of yet
-        self._unmapped: dict[int, tuple[int, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
+        self._unmapped: dict[int, tuple[Kept, int]] = {}  # descriptor and size of slabs that nothing was borrowed of yet
         # given back at once, because the slab could not be mapped; or on a device, where what is borrowed is copied at once
         self._given_back: list[tuple[int, int]] = []
         self._missing: set[int] = set()  # wanted, but no descriptor was free when they came
@@ -304,7 +321,7 @@ class Lenders:
         if number in self.slabs or number in self._unmapped:  # it was asked for twice
             os.close(descriptor)
         else:
-            self._unmapped[number] = descriptor, nbytes
+            self._unmapped[number] = Kept(descriptor), nbytes
 
     def attach_elsewhere(self, number: int, open_slab: Callable[[], DeviceSlab]) -> None:
         """A slab on a device."""
@@ -316,9 +333,9 @@ class Lenders:
         if slab is not None and slab.elsewhere:
             slab.finish()
         self._elsewhere.pop(number, None)
-        descriptor, _ = self._unmapped.pop(number, (None, 0))
-        if descriptor is not None:
-            os.close(descriptor)
+        kept, _ = self._unmapped.pop(number, (None, 0))
+        if kept is not None:
+            kept.close()
 
     @property
     def numbers(self) -> list[int]:
@@ -331,14 +348,16 @@ class Lenders:
         Raises:
             SharedMemoryError: the system refuses, now; it can be tried again.
         """
+        if number in self._unmapped and not self._unmapped[number][0].is_ours:
+            del self._unmapped[number]  # other code has closed it: it is missing, and asked for again
         if number in self._unmapped:
-            descriptor, nbytes = self._unmapped[number]
+            kept, nbytes = self._unmapped[number]
             try:
-                self.slabs[number] = Slab.attach(number, os.dup(descriptor), nbytes)
+                self.slabs[number] = Slab.attach(number, os.dup(kept.number), nbytes)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise no_mapping(f"{nbytes:,} bytes of them") from error
             del self._unmapped[number]
-            os.close(descriptor)
+            kept.close()
         elif number in self._elsewhere:
             try:
                 self.slabs[number] = self._elsewhere[number]()
@@ -434,7 +453,7 @@ class Lenders:
 
     def collect(self) -> list[tuple[int, int]]:
         """What is not needed here any more, since the last time: addresses, and how often each was received."""
-        if KEPT:
+        if WITHHELD:
             let_go()
         returned, self._given_back = self._given_back, []
         while self._dead:
@@ -463,7 +482,13 @@ def no_mapping(why: str) -> SharedMemoryError:
     )
 
 
-def no_room(nbytes: int) -> SharedMemoryError:
+def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return SharedMemoryError(
+            f"no shared memory ({nbytes:,} bytes asked for): the limit on the size of files holds for "
+            f"it, too ({limit:,} bytes; pieces of {SLAB_BYTES:,} bytes or more are needed); raise it (ulimit -f unlimited)"
+        )
     return SharedMemoryError(
         f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free_memory():,} bytes of memory free); "
         "drop results that are no longer needed, or cut the item into smaller ones"

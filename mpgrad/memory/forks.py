@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -32,7 +31,7 @@ from mpgrad.system import PORTABLE
 if TYPE_CHECKING:
     from mpgrad.memory.arena import Lenders, Slab
 
-__all__ = ["KEPT", "PRIVATE", "SHARED", "View", "forget", "let_go", "share_again", "watch"]
+__all__ = ["PRIVATE", "SHARED", "WITHHELD", "View", "forget", "let_go", "share_again", "watch"]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
@@ -53,7 +52,7 @@ View: TypeAlias = "tuple[weakref.ref[memoryview], int, int, Slab | None, Lenders
 SHARED: dict[int, View] = {}
 PRIVATE: dict[int, View] = {}  # mapped privately, or copied, for the sake of a child or of its parent
 FORKS: list[Fork] = []  # under way
-KEPT: list[Kept] = []
+WITHHELD: list[Withheld] = []
 MAPPING = threading.RLock()  # of who makes shared views private: each only once, or what was written since would be lost
 
 
@@ -81,11 +80,9 @@ def share_again(view: View) -> bool:
 
 
 def remap(view: View, how: int) -> None:
-    """Raises OSError: the system refuses, or the descriptor is not the slab's any more."""
+    """Raises OSError: the system refuses, or other code has closed the slab's descriptor."""
     slab, (start, size) = view[3], pages_of(view)
     assert slab is not None
-    if os.fstat(slab.descriptor).st_ino != slab.inode:
-        raise OSError(errno.EBADF, "somebody has closed the descriptor of shared memory")
     map_at(start, size, how, slab.descriptor, start - slab.start)
 
 
@@ -146,7 +143,7 @@ class Token:
             os.close(self._descriptor)
 
 
-class Kept(NamedTuple):
+class Withheld(NamedTuple):
     """What is not given back while a child has the token; without one, before the end of the pool."""
 
     token: Token | None
@@ -158,12 +155,12 @@ class Kept(NamedTuple):
 
 def let_go(closed: Lenders | None = None) -> None:
     """Of what was kept for children that have ended; `closed` gives nothing back any more, and so need not keep anything."""
-    for kept in list(KEPT):
+    for kept in list(WITHHELD):
         if closed is not None:
             kept.memories.pop(closed, None)
         if kept.is_over():
             with contextlib.suppress(ValueError):  # another thread was faster
-                KEPT.remove(kept)
+                WITHHELD.remove(kept)
 
 
 class Fork:
@@ -209,7 +206,7 @@ class Fork:
             if not lenders.copies_for_children:
                 memories.setdefault(lenders, []).append(memory)
         if memories:
-            KEPT.append(Kept(self._token, memories))
+            WITHHELD.append(Withheld(self._token, memories))
         for lenders in memories:
             lenders.notify()  # who waits looks from now on whether the child has ended
 
@@ -265,7 +262,7 @@ def after_in_child() -> None:
     global MAPPING
     fork = this_fork()
     FORKS.clear()
-    KEPT.clear()
+    WITHHELD.clear()
     MAPPING = threading.RLock()
     fork.in_child()
 

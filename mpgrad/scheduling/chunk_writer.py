@@ -18,12 +18,12 @@ from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, Sen
 from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, SumLedger
 from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.sizes import MOST_CALLS, MOST_PAYLOAD
-from mpgrad.torch_state.modes import Modes
 from mpgrad.wire.messages import (
     Backward,
     BackwardCall,
     Collect,
     Define,
+    Follow,
     Forward,
     ForwardCall,
     Message,
@@ -49,13 +49,15 @@ class ChunkWriter:
         self.may_stay = False  # results may, where nobody waits for them
         self.functions: set[int] = set()
         self.codes: set[int] = set()
+        self._environment = b""  # as it was told last; the worker began with that of the pool's beginning
         self._states: Recent[bool] = Recent()  # of the user's modules, by number
 
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
-        function, modes, seed, _ = operation.conditions
-        self._define(function, modes, messages)
+        function, modes, seed, _, environment = operation.conditions
+        self._follow(environment, messages)
+        self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         stops, ahead = operation.stop_at_failure, operation.ahead
         stay = self.may_stay and operation.may_stay
@@ -65,7 +67,7 @@ class ChunkWriter:
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
     def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest], note_spent: Callable[[], None]) -> Written:
-        """A chunk of what waits: backwards under the same modes, or a request for capture gradients.
+        """A chunk of what waits: backwards under the same modes and environment, or a request for capture gradients.
 
         `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of it does it in this order.
         """
@@ -79,7 +81,9 @@ class ChunkWriter:
         calls: list[BackwardCall] = []
         while backlog and len(sent) < MOST_CALLS and payload.nbytes < MOST_PAYLOAD:
             item = backlog[0]
-            if isinstance(item, CaptureRequest) or item.what.modes != first.what.modes or item.timeout != first.timeout:
+            if isinstance(item, CaptureRequest) or item.timeout != first.timeout:
+                break
+            if (item.what.modes, item.what.environment) != (first.what.modes, first.what.environment):
                 break
             backlog.popleft()
             note_spent()
@@ -87,31 +91,29 @@ class ChunkWriter:
             order = item.what.order
             if order.captures and not order.apart:
                 self._sums.note(item.what.graph.home.function, order.graph_task, order.levels)
-            before = self._before(item.what.graph, payload, messages, item.again)
+            before = self._before(item.what.graph, payload, messages, item.again, first.what.environment)
             item.again = True  # should it be lost with the worker
             call = self._backward_call(item.what, payload, before)
             self._graphs.note_backward(item.what, call.last)
             calls.append(call)
+        self._follow(first.what.environment, messages)
         messages.append(Backward(number, first.what.modes, calls))
         return messages, payload, Chunk(None, [], sent, None, first.timeout)
 
-    def _define(self, function: SharedFunction, modes: Modes, messages: list[Message]) -> None:
+    def _follow(self, environment: bytes | None, messages: list[Message]) -> None:
+        """Adds a `Follow` where what comes next has another environment than what came last."""
+        if environment is not None and environment != self._environment:
+            self._environment = environment
+            messages.append(Follow(environment))
+
+    def _define(self, function: SharedFunction, messages: list[Message]) -> None:
         """Adds a `Define` where the worker does not know the function, and lends the captures."""
         if function.number in self.functions:
             return
         pickled = None if function.code in self.codes else function.pickled
         state = None if function.state is None else self._told(function.state)
         messages.append(
-            Define(
-                function.number,
-                function.code,
-                pickled,
-                function.sent_slot,
-                function.refs,
-                function.gathers,
-                state,
-                modes.environment,
-            )
+            Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
         )
         self.functions.add(function.number)
         self.codes.add(function.code)
@@ -147,20 +149,29 @@ class ChunkWriter:
             before,
         )
 
-    def _before(self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool) -> list[Rerun | Rederive]:
-        """What makes `graph` again, where it is missing there; or where it was freed, and that does not count."""
+    def _before(
+        self, graph: RemoteGraph, payload: Payload, messages: list[Message], again: bool, environment: bytes | None
+    ) -> list[Rerun | Rederive]:
+        """What makes `graph` again, where it is missing there; or where it was freed, and that does not count.
+
+        `environment`: the chunk's.
+        """
         recipe = graph.recipe
         state = None if recipe is None else self._graphs.begin_again(graph.call, again)
         if state is None:
             return []
         if isinstance(recipe, Differentiation):
-            before = self._before(recipe.graph, payload, messages, again=True)
-            return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()))]
+            before = self._before(recipe.graph, payload, messages, True, environment)
+            other = None if recipe.environment == environment else recipe.environment
+            return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]
         assert isinstance(recipe, PackedCall)
-        function, modes, seed, _ = recipe.conditions
-        self._define(function, modes, messages)
+        function, modes, seed, _, own = recipe.conditions
+        if function.number not in self.functions:
+            self._follow(own, messages)
+        self._define(function, messages)
+        other = None if own == environment else own
         is_spent = state is GraphState.SPENT and not again
-        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent)]
+        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent, other)]
 
     def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
         """References for a message whose payload this is; what lies in slots is lent to the worker."""

@@ -30,6 +30,7 @@ class Differentiation(NamedTuple):
     grads: Sequence[Placed | Promise] | Together  # all parts of all gradients; promises, if any, until it is sent
     parts: list[int]  # how many each has
     modes: Modes
+    environment: bytes | None  # as in `Conditions`
 
     @property
     def is_last(self) -> bool:

@@ -47,7 +47,7 @@ class GradientSender:
         since: Since | None,
         watch: Watch,
     ) -> None:
-        """`numbers` are given to graphs of gradients, as to calls."""
+        """`numbers` are given to graphs of gradients, as to calls. `since`: the environment that workers follow."""
         self._watch = watch
         self._driver = driver
         self._life = life
@@ -60,7 +60,8 @@ class GradientSender:
         self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
         self.give_up: Callable[[int], None]  # the backward with this number
         self._held = 0
-        self._graph_task_modes: tuple[int, Modes] = -1, current_modes()  # the last backward and its modes
+        # the last backward, its modes and its environment
+        self._graph_task_modes: tuple[int, Modes, bytes | None] = -1, current_modes(), None
 
     @property
     def last_backward(self) -> int:
@@ -75,16 +76,15 @@ class GradientSender:
         assert isinstance(worker, WorkerHandle)
         placed = self._place(flat, worker)
         number = next(self._numbers) if order.create else None
-        graph_task, modes = self._graph_task_modes  # read once: another thread's backward may put its own there
+        graph_task, modes, environment = self._graph_task_modes  # read once: another thread's backward may put its own there
         if graph_task != order.graph_task:
             call_off_if_interrupted(order.graph_task, self)
             self._watch.look()
             modes = current_modes()
-            if self._since is not None:
-                modes = modes._replace(environment=self._since.changes())
-            self._graph_task_modes = order.graph_task, modes
+            environment = None if self._since is None else self._since.changes()
+            self._graph_task_modes = order.graph_task, modes, environment
             self._driver.notes.backward_begins()
-        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes)
+        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes, environment)
         reply = GradientReply(self._wait_until, worker, order.graph_task)
         sent = SentGradients(what, reply, graph.home.timeout, again)
         if waits_for_others:

@@ -7,6 +7,7 @@ import math
 import time
 
 from mpgrad.calls.output import given_again
+from mpgrad.descriptors import Kept
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
 from mpgrad.scheduling.admissions import Admissions
@@ -38,6 +39,7 @@ from mpgrad.wire.messages import (
     StartFailed,
     Tried,
 )
+from mpgrad.wire.pipe import UnreadableFrame
 from mpgrad.wire.records import Profiled, Record, Recorded
 
 __all__ = ["Receiver"]
@@ -75,6 +77,10 @@ class Receiver:
         try:
             while worker.gone is None and (frame := worker.link.receive()) is not None:
                 self._receive(worker, frame)
+        except UnreadableFrame as error:
+            worker.garbled = f"what it had sent is no message ({error}); did the function write to descriptors not its own?"
+            worker.link.kill()
+            self._staff.lose(worker)
         except (EOFError, ConnectionError):
             self._staff.lose(worker)
         except MemoryError as error:  # its answer cannot be read, nor what comes behind it
@@ -107,7 +113,8 @@ class Receiver:
                     for address, times in message.slots:
                         self._take_back(worker, address, times)
                 case LastWords():
-                    worker.last_words = worker.link.take_descriptor()
+                    pipe = worker.link.take_descriptor()
+                    worker.last_words = None if pipe is None else Kept(pipe)
                 case Ready():
                     self._ready(worker, message)
                 case Recorded():

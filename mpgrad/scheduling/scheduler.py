@@ -30,7 +30,7 @@ from mpgrad.calls.outcomes import Staying
 from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
 from mpgrad.memory.accelerator import name_of
-from mpgrad.memory.forks import KEPT
+from mpgrad.memory.forks import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.calling_off import CallingOff
@@ -396,7 +396,7 @@ class Scheduler(ABC):
         if now >= self.staff.again_at:
             self.staff.fill()
         soonest = min(self.calling_off.keep_time(now), self.staff.again_at)
-        if KEPT:
+        if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
         return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
 

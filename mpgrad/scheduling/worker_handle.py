@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
+from mpgrad.descriptors import Kept
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import ChunkWriter
 from mpgrad.scheduling.chunks import CaptureRequest, Chunk, SentGradients
@@ -54,8 +55,9 @@ class WorkerHandle:
         self.exit_code: int | None = None
         self.overdue: float | None = None  # the timeout of the call for which it was killed
         self.doomed: Doom | None = None  # it has been told to end, for that call
-        self.last_words: int | None = None  # our end of the pipe that it writes its stack into, should it crash
+        self.last_words: Kept | None = None  # our end of the pipe that it writes its stack into, should it crash
         self.stack = ""  # what came of it
+        self.garbled = ""  # what was wrong with what it sent, for which it was killed
         self.unreadable = ""  # why its answer could not be read, for which it was killed
 
         self.graphs = GraphLedger()
@@ -83,7 +85,7 @@ class WorkerHandle:
     @property
     def end_in_words(self) -> list[str]:
         """For errors: what is known of its end beside the exit code."""
-        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost) if each]
+        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost, self.garbled) if each]
 
     @property
     def busy(self) -> float:
@@ -223,7 +225,8 @@ class WorkerHandle:
         self.loans.end()
         self.under_way.end()
         if self.last_words is not None:
-            self.stack = shown_stack(last_words_in(self.last_words))
+            if self.last_words.is_ours:
+                self.stack = shown_stack(last_words_in(self.last_words.number))
             self.last_words = None
         elif self.link.last_words:
             self.stack = shown_stack(self.link.last_words)

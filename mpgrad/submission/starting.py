@@ -120,9 +120,9 @@ class Starter:
             at_rest=at_rest,
         )
         now = modes or current_modes(scheduler.packer.kind)
-        if (since := scheduler.settings.since) is not None:
-            now = now._replace(environment=since.changes())
-        return kind(Conditions(shared, now, seed, first), home, captures, how)
+        since = scheduler.settings.since
+        environment = None if since is None else since.changes()
+        return kind(Conditions(shared, now, seed, first, environment), home, captures, how)
 
     def check_modes(self) -> None:
         """

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.environment import FOLLOWER
 from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import (
     Setting,
@@ -81,7 +80,6 @@ class Modes(NamedTuple):
     differentiating: bool  # a derivative of ours is being taken
     device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
     device: str | None = None  # where tensors are made if nobody says where
-    environment: bytes | None = None  # see `mpgrad.environment.Since`; only for workers on the caller's machine
     settings: Changed = ()  # of the process
     thread_settings: Changed = ()
 
@@ -232,8 +230,7 @@ REMEDY = "enter it inside the function, or run the function in the caller"
 
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
-    """Run the body as the caller would run it, then go back to what was; the environment stays, until it is another one."""
-    FOLLOWER.follow(modes.environment)
+    """Run the body as the caller would run it, then go back to what was."""
     before = modes_but_settings()
     set_process_modes(modes, before)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.wire.messages import Message, NewSlab
 from mpgrad.wire.mirror import Mirror, Outward
-from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, framed
+from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, UnreadableFrame, framed
 
 __all__ = ["Channel", "Frame", "drained", "in_frames", "unframed"]
 
@@ -79,8 +80,17 @@ class Channel(Pipe):
 
 
 def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Message], memoryview]:
-    """Messages and payload again; the payload stays a part of the body."""
-    return pickle.loads(body[: header[0]]), body[header[0] :]
+    """Messages and payload again; the payload stays a part of the body.
+
+    Raises:
+        UnreadableFrame: it is none of ours.
+    """
+    try:
+        return pickle.loads(body[: header[0]]), body[header[0] :]
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UnreadableFrame(repr(error)) from error
 
 
 def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]:
@@ -95,5 +105,9 @@ def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]
 
 
 def drained(queue: deque[Any]) -> list[Any]:
-    """All that is in the queue now; other threads may go on appending."""
-    return [queue.popleft() for _ in range(len(queue))]
+    """All that is in the queue now; other threads may go on appending, and taking."""
+    found = []
+    with contextlib.suppress(IndexError):
+        for _ in range(len(queue)):
+            found.append(queue.popleft())
+    return found

@@ -1,12 +1,14 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
-    parent ► worker   Start Define Forget Forward Backward Collect Release Stop
+    parent ► worker   Start Follow Define Forget Forward Backward Collect Release Stop
     worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
     devices           Try Direct to the worker, Tried to the parent       timelines: `wire.records`
 A site says something of its own, too: see `asides`.
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
+
+# long because: a type for each message
 
 from __future__ import annotations
 
@@ -33,6 +35,7 @@ __all__ = [
     "Define",
     "Direct",
     "Failure",
+    "Follow",
     "Forget",
     "Forward",
     "ForwardCall",
@@ -155,6 +158,12 @@ class Start(NamedTuple):
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 
 
+class Follow(NamedTuple):
+    """What comes next is of an operation, or a backward, that began when the caller's environment had these changes."""
+
+    environment: bytes  # see `mpgrad.environment`
+
+
 class ModulesState(NamedTuple):
     """What some functions use of the user's modules, see `mpgrad.pickling.state`; of the last few workers keep the bytes."""
 
@@ -178,7 +187,6 @@ class Define(NamedTuple):
     captures: Sequence[TensorRef]
     gathers: bool = False  # all tensors of its calls go to the worker's device
     state: ModulesState | None = None
-    environment: bytes | None = None  # as in the modes of its calls: loading it may import modules
 
 
 class Forget(NamedTuple):
@@ -233,13 +241,17 @@ class RunAhead:
 
 
 class Rerun(NamedTuple):
-    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then this one is run through."""
+    """Run a call for its graph only: the first one is lost. Or it was dropped where `spent`: then this one is run through.
+
+    `environment`: another one than that of the chunk, see `Follow`.
+    """
 
     function: int
     modes: Modes
     seed: int | None
     call: ForwardCall
     spent: bool
+    environment: bytes | None = None
 
 
 class BackwardCall(NamedTuple):
@@ -266,10 +278,11 @@ class BackwardCall(NamedTuple):
 
 
 class Rederive(NamedTuple):
-    """Run a backward for the graph of its gradients only."""
+    """Run a backward for the graph of its gradients only. `environment`: as in `Rerun`."""
 
     modes: Modes
     call: BackwardCall
+    environment: bytes | None = None
 
 
 class Backward(NamedTuple):
@@ -427,6 +440,7 @@ Message = (
     | Backward
     | Collect
     | Release
+    | Follow
     | Start
     | Stop
     | LastWords

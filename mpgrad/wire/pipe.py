@@ -4,10 +4,14 @@ multiprocessing's Connection blocks in the middle of a message and sends descrip
 the parent's end never blocks: what does not fit into the pipe waits in `_outgoing`, so parent and worker cannot wait for
 each other. The worker's end blocks, because a worker has nothing else to do.
 
-    frame: 20 bytes header (sizes of pickle and payload, number of descriptors) | pickle | payload
+    frame: 24 bytes header (a mark, sizes of pickle and payload, number of descriptors) | pickle | payload
     descriptors travel beside the header's first byte, as SCM_RIGHTS
 
 Both sides, and the site between them: knows nothing of messages, and needs no torch.
+
+Guarantees: frames leave whole, in order. A signal's handler, or a finalizer, may send while a frame is being sent: its own
+    comes after that. What a handler raises ends the sending of a frame before its first byte, or not at all: the rest follows
+    with the next frame.
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mpgrad.descriptors import Kept
 from mpgrad.system import PORTABLE
 
-__all__ = ["HEADER", "MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "framed", "last_words_in"]
+__all__ = ["MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "UnreadableFrame", "framed", "last_words_in", "parts_of"]
 
-HEADER = struct.Struct("<QQI")
+HEADER = struct.Struct("<4sQQI")
+MARK = b"mpg\xb1"  # what does not begin with it is no frame
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of what is received
@@ -40,13 +46,16 @@ READ_BYTES = 1 << 16  # what is larger is read straight into memory of its own
 ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
 
 
-OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+OPEN: weakref.WeakKeyDictionary[socket.socket, Kept] = weakref.WeakKeyDictionary()
 
 
 def close_in_child() -> None:
     """A process that this one forks must not hold its pipes open: their end tells of its death."""
-    for end in OPEN:
-        end.close()
+    for end, kept in OPEN.items():
+        if kept.is_ours:
+            end.close()
+        else:
+            end.detach()
 
 
 os.register_at_fork(after_in_child=close_in_child)
@@ -72,6 +81,31 @@ class RawFrame(NamedTuple):
     body: memoryview  # both
 
 
+class UnreadableFrame(EOFError):
+    """What came is no frame: other code has written to the pipe. Nothing that comes after it can be read."""
+
+
+class Outgoing:
+    """A frame on its way."""
+
+    __slots__ = ("_owned", "data", "descriptors", "taken")
+
+    def __init__(self, data: memoryview, descriptors: Sequence[int]) -> None:
+        self.data = data
+        self.descriptors = descriptors
+        self.taken: list[int] = []  # bytes that the pipe took, each time
+        self._owned: Sequence[int] = ()
+
+    def keep(self) -> None:
+        """It has to wait, and the sender may close its descriptors meanwhile."""
+        if not self.taken and not self._owned:
+            self.descriptors = self._owned = duplicates(self.descriptors)
+
+    def end(self) -> None:
+        close_all(self._owned)
+        self.descriptors = self._owned = ()
+
+
 class Pipe:
     """One end of a socket pair. Sending and receiving belong to one thread each."""
 
@@ -79,9 +113,10 @@ class Pipe:
         self._socket = end
         self._traffic = Traffic() if traffic is None else traffic
         end.setblocking(blocking)
-        OPEN.add(end)
+        self._kept = OPEN[end] = Kept(end.fileno())
         self._blocking = blocking
-        self._outgoing: deque[tuple[memoryview, Sequence[int]]] = deque()  # the descriptors are our own duplicates
+        self._outgoing: deque[Outgoing] = deque()
+        self._is_flushing = False
         self._received: deque[list[int] | None] = deque()  # descriptors of each frame that has any; None if they were lost
         self._descriptors: deque[int | None] = deque()  # of the frames that have been read, in the order of their messages
         self._buffer = memoryview(bytearray(READ_BYTES))
@@ -99,51 +134,62 @@ class Pipe:
 
         Raises:
             ConnectionError: the other end is gone.
-            OSError: what has to wait needs descriptors of its own, and there are none.
+            OSError: what has to wait needs descriptors of its own, and there are none; or the pipe was closed by other code.
         """
         self._traffic.frames_sent += 1
         self._traffic.bytes_sent += len(frame)
-        data = memoryview(frame)
-        self.flush()
-        if not self._outgoing:
-            sent = self._send_some(data, descriptors)
-            data, descriptors = data[sent:], () if sent else descriptors
-            while data and self._blocking:  # who is stopped and continued while it waits for room has sent a part
-                if not sent:
-                    self._wait_for_room()
-                sent = self._send_some(data, descriptors)
-                data, descriptors = data[sent:], () if sent else descriptors
-        if data:
-            # the receiver may get to it after the sender has closed its own: duplicates are kept until they are on their way
-            self._outgoing.append((data, duplicates(descriptors)))
+        outgoing = Outgoing(memoryview(frame), descriptors)
+        try:
+            self._outgoing.append(outgoing)
+            self.flush()
+            if descriptors:
+                outgoing.keep()
+        except BaseException:
+            if not outgoing.taken:
+                with contextlib.suppress(ValueError):
+                    self._outgoing.remove(outgoing)
+            raise
 
     @property
     def has_outgoing(self) -> bool:
         return bool(self._outgoing)
 
     def flush(self) -> None:
-        while self._outgoing:
-            data, descriptors = self._outgoing[0]
-            sent = self._send_some(data, descriptors)
-            if not sent:
-                return
-            close_all(descriptors)
-            if sent == len(data):
-                self._outgoing.popleft()
-            else:
-                self._outgoing[0] = (data[sent:], ())
-
-    def _send_some(self, data: memoryview, descriptors: Sequence[int]) -> int:
-        """The number of bytes that the pipe took; with the first of them it takes the descriptors."""
-        self._traffic.system_calls += 1
+        """Send what waits: all of it, or where this end does not block, what the pipe takes."""
+        if self._is_flushing:  # we are a signal's handler in the middle of it, which then goes on with what we have added
+            return
         try:
-            if descriptors:
-                return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
-            return self._socket.send(data)
+            self._is_flushing = True
+            _ = self._kept.number  # it may be the user's socket by now
+            while self._outgoing:
+                first = self._outgoing[0]
+                rest = first.data[sum(first.taken) :]
+                if not rest:
+                    self._outgoing.popleft().end()
+                elif not self._send_some(first, rest):
+                    if not self._blocking:
+                        return
+                    self._wait_for_room()
+                elif first.taken[-1] < len(rest) and not self._blocking:
+                    return
+        finally:
+            self._is_flushing = False
+
+    def _send_some(self, outgoing: Outgoing, rest: memoryview) -> bool:
+        """Whether the pipe took something, which is noted; with the first bytes it takes the descriptors."""
+        self._traffic.system_calls += 1
+        # C sends and notes what was taken: no signal's handler can raise between the two
+        try:
+            if outgoing.descriptors and not outgoing.taken:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.descriptors))]
+                outgoing.taken.extend(map(self._socket.sendmsg, ([rest],), (rights,)))
+            else:
+                outgoing.taken.extend(map(self._socket.send, (rest,)))
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return 0
+            return False
+        return True
 
     def _wait_for_room(self) -> None:
         room = select.poll()
@@ -159,7 +205,7 @@ class Pipe:
         """The next frame; None where an end that does not block has no whole one yet, and should wait until there is more.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is gone; or what came is no frame (`UnreadableFrame`).
         """
         while True:
             frame = self._next_frame()
@@ -210,7 +256,10 @@ class Pipe:
         if self._body is None:
             if len(self._incoming) < HEADER.size:
                 return None
-            self._header = HEADER.unpack_from(self._incoming)
+            mark, *sizes = HEADER.unpack_from(self._incoming)
+            if mark != MARK:
+                raise UnreadableFrame(f"it began with {bytes(self._incoming[:16])!r}")
+            self._header = sizes[0], sizes[1], sizes[2]
             size = self._header[0] + self._header[1]
             try:
                 self._body = bytearray(size)
@@ -239,13 +288,16 @@ class Pipe:
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        for _, descriptors in self._outgoing:
-            close_all(descriptors)
+        for outgoing in self._outgoing:
+            outgoing.end()
         self._outgoing.clear()
         for received in (*self._received, self._descriptors):
             close_all([descriptor for descriptor in received or () if descriptor is not None])
         self._received.clear()
         self._descriptors.clear()
+        if not self._kept.is_ours:
+            self._socket.detach()
+            return
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that still reads here
         self._socket.close()
@@ -255,8 +307,14 @@ def framed(messages: Sequence[object], payload: Sequence[bytes], descriptors: in
     """A frame as it goes through a pipe, with its header."""
     pickled = pickle.dumps(messages, protocol=5)
     padding = bytes(-len(pickled) % ALIGNMENT)
-    header = HEADER.pack(len(pickled) + len(padding), sum(map(len, payload)), descriptors)
+    header = HEADER.pack(MARK, len(pickled) + len(padding), sum(map(len, payload)), descriptors)
     return b"".join((header, pickled, padding, *payload))
+
+
+def parts_of(frame: bytes | memoryview) -> RawFrame:
+    """One that went through no pipe."""
+    _, pickled, payload, descriptors = HEADER.unpack_from(frame)
+    return RawFrame((pickled, payload, descriptors), memoryview(frame)[HEADER.size :])
 
 
 def last_words_in(pipe: int) -> str:

@@ -259,6 +259,35 @@ def test_no_room_for_a_message_in_the_parent() -> None:
     assert run(NO_ROOM_FOR_A_MESSAGE) == "right\n"
 
 
+LIMITED_FILES = """
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+limit(resource.RLIMIT_FSIZE, MIB)
+
+def in_a_pool(initializer=None):
+    with mpgrad.Pool(1, initializer=initializer, send="always") as pool:
+        pool.map(torch.sum, [torch.ones(MIB)])
+
+def limited():
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+
+errors = [error_of(in_a_pool)]
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+errors.append(error_of(lambda: in_a_pool(limited)))
+for error in errors:
+    assert isinstance(error, mpgrad.SharedMemoryError) and "1,048,576 bytes" in str(error) and "ulimit -f" in str(error), error
+in_a_pool()
+print("right")
+"""
+
+
+@pytest.mark.slow
+@linux_only("memory that is a file")
+def test_a_limit_on_the_size_of_files_is_named() -> None:
+    """For the caller, and for workers, which ended three times in a row; it said "no room", with many gigabytes free."""
+    assert run(LIMITED_FILES) == "right\n"
+
+
 def limit_address_space(further: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + further, resource.RLIM_INFINITY))
 

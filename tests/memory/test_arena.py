@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import linux_only, shared_memory_files
 
-from mpgrad.memory.arena import IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
+from mpgrad.errors import SharedMemoryError
+from mpgrad.memory.arena import COPY_BYTES, IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
 
 pytestmark = pytest.mark.quick
 
@@ -157,3 +160,70 @@ def test_threads_allocate_and_free_at_once() -> None:
     assert not errors
     arena.tidy()
     assert sum(len(free) for free in arena._free.values()) <= 2 * 4  # each thread had two at a time
+
+
+@linux_only("memory that is reserved, given up and mapped again through a descriptor")
+@pytest.mark.parametrize("idle_bytes", [IDLE_BYTES, 0])
+def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -> None:
+    """Code that closes all that is open, and opens files then, found zeros behind its data, or holes in it."""
+    arena = Arena(1, idle_bytes=idle_bytes)
+    lenders = Lenders(lambda: None)
+    free, kept = arena.allocate(4 * PAGE), arena.allocate(COPY_BYTES + PAGE)
+    lenders.attach(kept.slab.number, os.dup(kept.slab.descriptor), kept.slab.nbytes)
+    kept.memory[5] = 7
+    lenders.borrow(kept.address, kept.memory.nbytes)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.write(file, b"mine" * PAGE)
+    for slab in (kept.slab, lenders.slabs[kept.slab.number]):
+        os.dup2(file, slab.descriptor, inheritable=False)
+    os.close(file)
+    private = lenders.borrow(kept.address, kept.memory.nbytes, private=True)
+    private[6] = 8
+    assert (private[5], kept.memory[5], kept.memory[6]) == (7, 7, 0)
+    del free
+    again = [arena.allocate(4 * PAGE) for _ in range(3)]
+    for number, slot in enumerate(again):
+        slot.memory[0] = number
+    assert again[-1].slab is not kept.slab and [slot.memory[0] for slot in again] == [0, 1, 2]
+    assert (tmp_path / "file").read_bytes() == b"mine" * PAGE
+    with pytest.raises(OSError, match="close only what you open"):
+        _ = kept.slab.descriptor
+
+
+@linux_only("a descriptor for each slab")
+def test_a_slab_whose_descriptor_was_closed_before_it_was_mapped_is_asked_for_again(tmp_path: Path) -> None:
+    """Its number may be another file's, which was mapped in its place, and closed."""
+    lenders, slot = borrowed_pair(80_000)
+    (kept, _) = lenders._unmapped[slot.slab.number]
+    with open(tmp_path / "file", "wb") as file:
+        os.dup2(file.fileno(), kept.number, inheritable=False)
+        with pytest.raises(SharedMemoryError):
+            lenders.borrow(slot.address, 80_000)
+        assert lenders.take_missing() == [slot.slab.number]
+        lenders.attach(slot.slab.number, os.dup(slot.slab.descriptor), slot.slab.nbytes)
+        assert lenders.borrow(slot.address, 80_000).nbytes == 80_000
+        os.close(kept._number)  # which nobody else has
+
+
+@linux_only("posix_fallocate")
+@pytest.mark.parametrize("why", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_to_reserve_memory_may_be_denied(why: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile of a container may forbid it, and a file system may not have it: that was taken for a lack of memory."""
+
+    def denied(*_: int) -> None:
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(os, "posix_fallocate", denied)
+    slot = Arena(1).allocate(10_000)
+    slot.memory[:3] = b"abc"
+
+
+@linux_only("posix_fallocate")
+@pytest.mark.parametrize(("why", "words"), [(errno.ENOSPC, "no room in shared memory"), (errno.EFBIG, "ulimit -f unlimited")])
+def test_what_reserving_memory_lacks_is_named(why: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(SharedMemoryError, match=words):
+        Arena(1).allocate(10_000)

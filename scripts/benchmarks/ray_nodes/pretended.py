@@ -35,7 +35,7 @@ from mpgrad.wire.messages import (
     Returned,
     Start,
 )
-from mpgrad.wire.pipe import HEADER, framed
+from mpgrad.wire.pipe import framed, parts_of
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, REQUIRES_GRAD, Bucket, TensorRef, lent, unit_of
 
 __all__ = ["LENGTHS", "PretendedActor", "PretendedSite", "serve"]
@@ -82,7 +82,7 @@ class PretendedWorker:
         self._is_busy = False
 
     def hear(self, frame: memoryview) -> None:
-        messages, _ = unframed(HEADER.unpack_from(frame), frame[HEADER.size :])
+        messages, _ = unframed(*parts_of(frame))
         for message in messages:
             if isinstance(message, Start):
                 self._say([Ready(os.getpid(), 0)], 0)
@@ -167,8 +167,8 @@ class PretendedSite(Site):
             number = rest[0]
 
             def say(messages: list[Message], nbytes: int) -> None:
-                frame = memoryview(framed(messages, (bytes(nbytes),) if nbytes else ()))
-                self._say("frame", number, HEADER.unpack_from(frame), pickle.PickleBuffer(frame[HEADER.size :]))
+                header, body = parts_of(framed(messages, (bytes(nbytes),) if nbytes else ()))
+                self._say("frame", number, header, pickle.PickleBuffer(body))
 
             self._pretended[number] = PretendedWorker(number, self._seconds, say)
         elif kind == "close":

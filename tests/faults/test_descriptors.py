@@ -1,0 +1,199 @@
+"""Functions that close, write to, or take the place of descriptors which are not theirs; and handlers that interrupt a send.
+
+Daemons close all that is open. What mpgrad keeps as numbers are other files' numbers then, and so results were announced to,
+zeros written behind, and frames mixed with what belongs to the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import linux_only
+
+import mpgrad
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+
+def close_all(but_sockets: bool) -> None:
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            if not (but_sockets and stat.S_ISSOCK(os.fstat(number).st_mode)):
+                os.close(number)
+
+
+def with_files(folder: Path, but_sockets: bool) -> torch.Tensor:
+    """Large enough for a slot in shared memory."""
+    close_all(but_sockets)
+    for number in range(40):
+        descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CREAT)
+        os.write(descriptor, b"mine")
+    return torch.arange(3e5)
+
+
+def are_untouched(folder: Path) -> bool:
+    return {each.read_bytes() for each in folder.iterdir()} == {b"mine"}
+
+
+@linux_only("memory that is reserved through a descriptor")
+def test_files_in_the_place_of_shared_memory_stay_as_they_are(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """They got zeros behind their data. The worker goes on with new memory, and what it has borrowed stays readable."""
+    item = torch.ones(100_000)
+    assert fresh_pool.map(torch.sum, [item] * 4, 1) == [100_000] * 4  # each worker has borrowed, and lent
+
+    def fn(k: int) -> torch.Tensor:
+        return with_files(tmp_path, True) + item[:1] if k == 1 else item + k
+
+    found = fresh_pool.map(fn, range(3), 1)
+    assert [each[-1].item() for each in found] == [1, 3e5, 3] and are_untouched(tmp_path)
+    assert fresh_pool.stats().deaths == 0 and torch.equal(fresh_pool.apply(fn, (2,)), item + 2)
+
+
+def test_files_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """It is the death of that worker, and its call is blamed; others go on."""
+    with mpgrad.Pool(2, retries=0, send="always") as pool:
+        with pytest.raises(mpgrad.WorkerDiedError, match="item 1"):
+            pool.map(lambda k: with_files(tmp_path, False) if k == 1 else k, range(3), 1)
+        assert are_untouched(tmp_path)
+        assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
+
+
+@pytest.mark.quick
+def test_a_socket_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    """Frames went to whoever the function spoke with, and what that one said was read as frames."""
+    path = str(tmp_path / "socket")
+
+    def fn() -> None:
+        close_all(False)
+        for _ in range(20):
+            end = socket.socket(socket.AF_UNIX)
+            end.connect(path)
+            end.detach()
+
+    with socket.socket(socket.AF_UNIX) as listener, mpgrad.Pool(1, retries=0, send="always") as pool:
+        listener.bind(path)
+        listener.listen(20)
+        with pytest.raises(mpgrad.WorkerDiedError):
+            pool.apply(fn)
+        for _ in range(20):
+            with listener.accept()[0] as end:
+                assert end.recv(4096) == b""
+
+
+def socket_of_worker() -> int:
+    """The only one that it has."""
+    (number,) = (each for each in range(3, 256) if os.path.exists(f"/proc/self/fd/{each}") and is_socket(each))
+    return number
+
+
+def is_socket(number: int) -> bool:
+    return stat.S_ISSOCK(os.fstat(number).st_mode)
+
+
+GARBAGE = [bytes(64), b"a line of text\n" * 10, b"\x08" + bytes(7) + b"\x00" * 12 + b"no pickle"]
+
+
+@linux_only("/proc")
+@pytest.mark.parametrize("garbage", GARBAGE, ids=["zeros", "text", "short"])
+def test_garbage_on_the_pipe_is_the_death_of_that_worker(garbage: bytes, nursery: mpgrad.Pool) -> None:
+    """One frame that could not be read broke the whole pool, or had it wait for a frame of exabytes."""
+    with mpgrad.Pool(2, retries=0, send="always") as pool:
+        future = pool.submit(time.sleep, 0.3)
+        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"):
+            pool.map(lambda k: os.write(socket_of_worker(), garbage) if k == 1 else k, range(3), 1)
+        assert future.result() is None
+        assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
+
+
+# --- what interrupts a send
+
+
+HANDLERS = ["prints", "logs", "raises"]
+
+
+@linux_only("timers that interrupt a system call many times a second")
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_signal_while_a_frame_is_being_sent(handler: str, nursery: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    """A handler that printed or logged put its frame into the middle of the other; one that raised left a half of it."""
+
+    def fn(k: int) -> int:
+        rung, may_raise = 0, False
+
+        def ring(number: int, frame: object) -> None:
+            nonlocal rung, may_raise
+            rung += 1
+            if handler == "prints":
+                print(f"rung {rung} " + "r" * 50_000)
+            elif handler == "logs":
+                logging.getLogger("ringing").error("rung %d %s", rung, "r" * 50_000)
+            elif may_raise:
+                may_raise = False
+                raise TimeoutError
+
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        try:
+            for line in range(60):
+                with contextlib.suppress(TimeoutError):
+                    may_raise = True
+                    print(f"line {line} " + "x" * 200_000)
+                may_raise = False
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return rung
+
+    out = io.StringIO()
+    with mpgrad.Pool(1, retries=0, send="always") as pool, contextlib.redirect_stdout(out):
+        (rung,) = pool.map(fn, [0])
+        assert pool.apply(abs, (-1,)) == 1
+    text = out.getvalue() + "".join(each.getMessage() for each in caplog.records if each.name == "ringing")
+    numbers = [int(found) for found in re.findall(r"line (\d+) x{200000}", text)]
+    assert rung > 0 and numbers == sorted(set(numbers))
+    if handler == "raises":
+        assert re.fullmatch(r"(line \d+ x{200000}\n?)*", text)
+    else:
+        assert numbers == list(range(60))
+        assert sorted(map(int, re.findall(r"rung (\d+) r{50000}", text))) == list(range(1, rung + 1))
+
+
+class Interrupted(str):
+    """While it is added to what was written before, another thread writes: a switch at the worst moment."""
+
+    def __radd__(self, before: str) -> str:
+        write_elsewhere()
+        return before + str(self)
+
+
+def write_elsewhere() -> None:
+    thread = threading.Thread(target=lambda: sys.stdout.write("of another thread\n"))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.quick
+def test_threads_of_a_task_that_print_at_once(pool2: mpgrad.Pool) -> None:
+    """The line that was being gathered had no lock: parts of it were lost, or came twice."""
+
+    def fn(k: int) -> None:
+        sys.stdout.write("begins, ")
+        sys.stdout.write(Interrupted("ends"))
+        write_elsewhere()
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        pool2.map(fn, [0])
+    assert out.getvalue().replace("of another thread\n", "") == "begins, ends"
+    assert out.getvalue().count("of another thread\n") in (1, 2)
