@@ -4,6 +4,8 @@
 gradients, the same exceptions. Only the time differs; docs/guarantees.md lists what else may be told.
 """
 
+import concurrent.futures.process as _process  # noqa: F401  # both ask `threading` for something when they are imported,
+import concurrent.futures.thread as _thread  # noqa: F401  # which it refuses once the main thread has ended
 import importlib as _importlib
 import typing as _typing
 
