@@ -2,8 +2,9 @@
 system's name, or whether it has some function.
 
 Linux has anonymous memory files, private mappings of them, processes that die with their parent, and so a nursery to fork
-workers from. Whatever else has Unix sockets, macOS first of all, takes the portable branches; so does Linux itself where
-`MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those branches are tested.
+workers from. Whatever else has Unix sockets, macOS first of all, takes the portable branches. So does Linux where it is older
+than 5.3, where a sandbox refuses a call that it needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too,
+which is how those branches are tested.
 """
 
 from __future__ import annotations
@@ -15,7 +16,22 @@ import socket
 import sys
 from pathlib import Path
 
-__all__ = ["CGROUPS", "PORTABLE", "PROC", "anonymous_memory", "free_memory", "remove_name", "reserve_memory", "resident_bytes"]
+__all__ = [
+    "CGROUPS",
+    "NO_SIGNAL",
+    "PORTABLE",
+    "PROC",
+    "REFUSED",
+    "anonymous_memory",
+    "free_memory",
+    "remove_name",
+    "reserve_memory",
+    "resident_bytes",
+]
+
+REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # how a call fails that an older kernel, or a sandbox, does not have
+# of what is sent: who has SIGPIPE end programs, as it does by default, must not end with a worker; macOS has no such flag
+NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
@@ -30,7 +46,18 @@ def wants_portable(value: str) -> bool:
     return value == "1"
 
 
-PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux"
+def has_calls_of_linux() -> bool:
+    try:
+        os.close(os.memfd_create("mpgrad", os.MFD_CLOEXEC))
+        os.close(os.pidfd_open(os.getpid()))
+    except AttributeError:  # not in the system that this Python was built for
+        return False
+    except OSError as error:
+        return error.errno not in REFUSED
+    return True
+
+
+PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux" or not has_calls_of_linux()
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
 if PORTABLE:
     import _posixshmem  # as multiprocessing.shared_memory does
@@ -43,7 +70,13 @@ def anonymous_memory() -> int:
     name stays, and on macOS the memory with it, until the next start of the machine.
     """
     if not PORTABLE:
-        return os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+        try:
+            return os.memfd_create("mpgrad", os.MFD_CLOEXEC)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            remedy = "export MPGRAD_PORTABLE=1 before the program starts"
+            raise OSError(error.errno, f"memfd_create is refused here since mpgrad was imported ({error}); {remedy}") from error
     while True:
         try:
             descriptor = _posixshmem.shm_open(name_of(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)

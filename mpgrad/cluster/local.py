@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpgrad.cluster.carrier import Node, Reply, SiteOptions
-from mpgrad.engines.launch import program
+from mpgrad.engines.programs import program
+from mpgrad.system import NO_SIGNAL
 
 __all__ = ["LocalCarrier", "serve"]
 
@@ -49,7 +50,7 @@ class LocalSite:
     def write(self) -> None:
         with contextlib.suppress(OSError):  # the reader sees it, too
             while (content := self.to_send.get()) is not None:
-                self.socket.sendall(content)
+                self.socket.sendall(content, NO_SIGNAL)
 
     def read(self) -> None:
         try:

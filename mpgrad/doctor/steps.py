@@ -95,12 +95,13 @@ def check_behaviours(pools: ExitStack) -> Iterator[Finding]:
 
 def start_method(pools: ExitStack) -> Iterator[Finding]:
     name = "start method"
+    lacking = [call for call, try_it in (("memfd_create", try_memfd), ("pidfd_open", try_pidfd)) if not try_it()]
     if is_portable():
-        forced = "MPGRAD_PORTABLE is set" if sys.platform == "linux" else "not Linux"
+        refused = f"this system refuses {', '.join(lacking)}" if lacking else "MPGRAD_PORTABLE is set"
+        forced = refused if sys.platform == "linux" else "not Linux"
         detail = f"portable mode ({forced}): each worker imports torch by itself, which takes seconds"
         yield Finding("pool", name, "spawn", detail=detail)
         return
-    lacking = [call for call, try_it in (("memfd_create", try_memfd), ("pidfd_open", try_pidfd)) if not try_it()]
     detail = "workers are forked from a process that has imported torch once"
     if not lacking:
         yield Finding("pool", name, "nursery", detail=detail)

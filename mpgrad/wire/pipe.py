@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpgrad.descriptors import Kept
-from mpgrad.system import PORTABLE
+from mpgrad.system import NO_SIGNAL, PORTABLE
 
 __all__ = ["MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "UnreadableFrame", "framed", "last_words_in", "parts_of"]
 
@@ -182,9 +182,9 @@ class Pipe:
         try:
             if outgoing.descriptors and not outgoing.taken:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.descriptors))]
-                outgoing.taken.extend(map(self._socket.sendmsg, ([rest],), (rights,)))
+                outgoing.taken.extend(map(self._socket.sendmsg, ([rest],), (rights,), (NO_SIGNAL,)))
             else:
-                outgoing.taken.extend(map(self._socket.send, (rest,)))
+                outgoing.taken.extend(map(self._socket.send, (rest,), (NO_SIGNAL,)))
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
