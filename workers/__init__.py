@@ -3,6 +3,7 @@
 Nothing here may touch the parent's objects: a worker knows its end of the pipe, its own arena and what it has borrowed.
 
     main, nursery                       entry points; the process that workers are forked from
+    child                               what multiprocessing gives its children
     worker                              the loop: each message to the part whose matter it is
     forward, backward                   what answers the calls, and the gradients, of a chunk
     call_run, backward_ahead            one run of a function; its backward right behind it

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
+import fcntl
 import os
+import select
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
+from mpgrad.workers.child import become_child, forget_exit_handlers, run_exit_handlers, share_tracker
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.graphs import GraphTable
@@ -41,6 +43,7 @@ from mpgrad.workers.worker import Worker
 __all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_link", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
+LIVES: list[socket.socket] = []  # kept for as long as this process
 
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
@@ -103,39 +106,54 @@ def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack |
     return worker
 
 
-def serve_in_process(end: socket.socket, number: int, parent_pid: int | None) -> None:
-    """`serve` in a process of its own, made by `parent_pid` where that is known."""
+def serve_in_process(
+    end: socket.socket,
+    number: int,
+    parent_pid: int | None,
+    tracker: socket.socket | None = None,
+    life: socket.socket | None = None,
+) -> None:
+    """`serve` in a process of its own, made by `parent_pid` where that is known.
+
+    It asks the caller through `tracker` for a resource tracker, and ends with the other end of `life`.
+    """
     die_with(parent_pid)
+    if life is not None:
+        die_with_end(life)
+    if tracker is not None:
+        share_tracker(tracker)
     PLACE.in_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; what to do about it is the parent's choice
     serve(end, number, in_process=True)
 
 
-def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None) -> NoReturn:
+def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, tracker: socket.socket) -> NoReturn:
     """`serve_in_process` in one that is nobody else's."""
     status = 1
+    forget_exit_handlers()
     try:
-        serve_in_process(end, number, parent_pid)
+        serve_in_process(end, number, parent_pid, tracker)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        run_exit_handlers()
         with contextlib.suppress(OSError, ValueError):  # closed streams must not turn a good exit into a bad one
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
 
 
-def serve_spawned(descriptor: int, number: int) -> NoReturn:
+def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
     """`serve_and_exit` in a program of its own, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
     end.set_inheritable(False)  # else a program that a call starts would keep it open, when this one has ended
-    serve_and_exit(end, number, None)
+    serve_and_exit(end, number, None, socket.socket(fileno=tracker))
 
 
 def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
-    multiprocessing.current_process().name = f"mpgrad-worker-{number}"  # as log records call it
+    become_child(start.preparation, number)
     environment = start.environment
     if start.remote:  # of which this machine has its own; there may be a folder of that name
         sys.path[:] = merged(sys.path, environment.paths)
@@ -145,7 +163,6 @@ def settle(start: Start, number: int) -> None:
                 os.chdir(environment.directory)
     else:
         FOLLOWER.take_over(environment)
-        multiprocessing.current_process().authkey = start.authkey
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
@@ -168,4 +185,16 @@ def die_with(parent_pid: int | None) -> None:
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent_pid is not None and os.getppid() != parent_pid:  # it died before we could ask
+        os._exit(1)
+
+
+def die_with_end(life: socket.socket) -> None:
+    """Have the kernel kill this process when the other end of `life`, on which nothing is ever said, is closed."""
+    if PORTABLE:
+        return
+    LIVES.append(life)
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)  # in the place of SIGIO
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([life], [], [], 0)[0]:  # closed before we could ask
         os._exit(1)

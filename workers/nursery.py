@@ -3,14 +3,15 @@
 multiprocessing's fork server does the same, but imports the parent's main module (so that every script needs a guard),
 listens on a named socket and is shared with whatever else uses it. This one has a single pipe, to the parent, and ends with it.
 
-    parent ► nursery    ("fork", name, number) with the worker's end of a socket pair;  ("kill", name, signal)
+    parent ► nursery    ("fork", name, (number, changes)) with the worker's ends of two socket pairs, by the second of which it
+                        may ask for a resource tracker;  ("kill", name, signal)
     nursery ► parent    (name, exit code), once for each worker
-A worker's number is its own within its pool; its name is unique among all pools that share the nursery.
+A worker's number is its own within its pool; its name is unique among all pools that share the nursery. The changes are those
+of the parent's environment since the nursery began (None: a variable is gone).
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import gc
 import os
@@ -19,11 +20,15 @@ import selectors
 import signal
 import socket
 import sys
+import time
+from collections.abc import Mapping
 from typing import NoReturn
+
+from mpgrad.system import NO_SIGNAL
 
 __all__ = ["main"]
 
-MESSAGE_BYTES = 4096
+MESSAGE_BYTES = 1 << 18  # more than any order has
 
 
 def main(descriptor: int) -> None:
@@ -75,42 +80,54 @@ class Nursery:
         """One order of the parent; False at the end of the pipe."""
         try:
             # a program that a call starts with os.system must not keep the worker's end open, when that has ended
-            data, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            data, ends, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:
             return False
         if not data:
             return False
-        order, name, number = pickle.loads(data)
+        order, name, what = pickle.loads(data)
         if order == "fork":
-            for _, _, content in ancillary:  # none, where no descriptor was free to receive it with
-                self._fork(socket.socket(fileno=array.array("i", content[:4])[0]), name, number)
+            if len(ends) == 2:  # else no descriptor was free to receive one with
+                self._fork([socket.socket(fileno=each) for each in ends], name, *what)
+            else:
+                for each in ends:
+                    os.close(each)
         else:
             for pid, child in self._children.items():
                 if child == name:
-                    os.kill(pid, number)  # not reaped yet, so the pid is still its own
+                    os.kill(pid, what)  # not reaped yet, so the pid is still its own
         return True
 
-    def _fork(self, end: socket.socket, name: int, number: int) -> None:
+    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: Mapping[str, str | None]) -> None:
         nursery_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:  # the parent sees the end of that worker's pipe
-            end.close()
             print(f"mpgrad: a worker cannot be forked ({error})", file=sys.stderr)
-            return
-        if pid == 0:
-            self._become_worker(end, number, nursery_pid)
-        end.close()
-        self._children[pid] = name
+        else:
+            if pid == 0:
+                self._become_worker(ends, number, changes, nursery_pid)
+            self._children[pid] = name
+        for end in ends:
+            end.close()
 
-    def _become_worker(self, end: socket.socket, number: int, nursery_pid: int) -> NoReturn:
+    def _become_worker(
+        self, ends: list[socket.socket], number: int, changes: Mapping[str, str | None], nursery_pid: int
+    ) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
             inherited.close()
+        for variable, value in changes.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+        time.tzset()
         from mpgrad.workers.main import serve_and_exit
 
-        serve_and_exit(end, number, nursery_pid)
+        end, tracker = ends
+        serve_and_exit(end, number, nursery_pid, tracker)
 
     def _reap(self) -> None:
         while self._children:
@@ -119,4 +136,4 @@ class Nursery:
                 return
             report = pickle.dumps((self._children.pop(pid), os.waitstatus_to_exitcode(status)))
             with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
-                self._control.send(report)
+                self._control.send(report, NO_SIGNAL)

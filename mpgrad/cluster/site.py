@@ -33,7 +33,6 @@ import mmap
 import os
 import pickle
 import platform
-import signal
 import socket
 import time
 from collections import deque
@@ -142,6 +141,8 @@ class Site:
         self._gathering = False  # an answer will be given soon
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(end_at_once)
+        if self._launcher.tracker is not None:
+            self._loop.add_reader(self._launcher.tracker.fileno(), self._launcher.tracker.answer)
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
@@ -170,6 +171,8 @@ class Site:
     def close(self) -> None:
         for number in list(self._workers):
             self._launcher.kill(number)
+        if self._launcher.tracker is not None:
+            self._loop.remove_reader(self._launcher.tracker.fileno())
         self._launcher.close()
 
     # --- what the caller says
@@ -365,8 +368,6 @@ class Site:
 
     async def _see_end(self, number: int, worker: SiteWorker) -> None:
         code = await self._loop.run_in_executor(None, self._launcher.exit_code, number, EXIT_PATIENCE)
-        if code is None:
-            self._launcher.kill(number, signal.SIGKILL)
         self._say("gone", number, code, worker.take_last_words())
 
     def _buried(self, burial: asyncio.Task[None]) -> None:

@@ -23,19 +23,23 @@ import sys
 import threading
 import time
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from mpgrad.cpus import THREAD_VARIABLES
-from mpgrad.place import working_directory
-from mpgrad.system import PORTABLE, remove_name
+from mpgrad.engines.fork_server import Life, check_fork_server
+from mpgrad.engines.inherited import Inherited, inherited
+from mpgrad.engines.programs import program, python
+from mpgrad.engines.tracker import SharedTracker
+from mpgrad.system import NO_SIGNAL, PORTABLE, remove_name
 
 __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
 
 MAIN_MODULE = threading.Lock()  # while it is hidden
 NURSERY_PATIENCE = 2.0  # seconds for it to end
+LAST_STANDARD_STREAM = 2
 
 
 class Launcher(Protocol):
@@ -44,8 +48,18 @@ class Launcher(Protocol):
     can_kill: bool  # a worker that runs a call
     copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
 
+    @property
+    def tracker(self) -> SharedTracker | None:
+        """Its `answer` is to be called when there is something to read."""
+        ...
+
     def launch(self, number: int, end: socket.socket) -> None:
-        """Start worker `number` with its `end` of the socket pair, which is the launcher's to close."""
+        """Start worker `number` with its `end` of the socket pair, which is the launcher's to close.
+
+        Raises:
+            OSError: the system refuses; it may be tried again.
+            RuntimeError: it cannot be what it should be, now or later.
+        """
         ...
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
@@ -53,7 +67,10 @@ class Launcher(Protocol):
         ...
 
     def exit_code(self, number: int, timeout: float) -> int | None:
-        """The exit code of a worker that has ended; None where it has none, or has not ended within `timeout` seconds."""
+        """The exit code of a worker that has ended, which is forgotten.
+
+        None where it has none, or has not ended within `timeout` seconds: then it is killed, and nobody waits for that.
+        """
         ...
 
     def close(self) -> None: ...
@@ -64,11 +81,16 @@ def enter(module: str, function: str, *arguments: Any) -> None:
     getattr(importlib.import_module(module), function)(*arguments)
 
 
-def enter_process(module: str, function: str, *arguments: Any) -> None:
+def enter_process(method: str, module: str, function: str, *arguments: Any) -> None:
     """`enter`, in a process that may be a fork of one in which some thread imported a module: nobody here will go on with that.
 
     Whoever asks for it gets it as it is, as in the thread that imports it, instead of waiting for the end.
     """
+    if method != "fork":
+        # multiprocessing has passed its pipes and ours in a way that programs which a call starts would keep open, too
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the one that lists them is gone
+                os.set_inheritable(int(name), int(name) <= LAST_STANDARD_STREAM)
     for each in list(sys.modules.values()):
         spec = getattr(each, "__spec__", None)
         if getattr(spec, "_initializing", False):
@@ -76,69 +98,64 @@ def enter_process(module: str, function: str, *arguments: Any) -> None:
     enter(module, function, *arguments)
 
 
-def program(module: str, function: str, end: socket.socket, *numbers: int) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that calls an entry point of the workers' side with its end of a pipe, and `numbers`."""
-    arguments = ", ".join(map(str, (end.fileno(), *numbers)))
-    boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
-    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
-    environment = {**dict.fromkeys(THREAD_VARIABLES, "1"), **os.environ}
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", boot, *sys.path],
-        pass_fds=[end.fileno()],
-        env=environment,
-        cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
-    )
-
-
 class NurseryProcess:
-    """The parent's end of the nursery, shared by all pools of this process and ended with the last of them."""
+    """The parent's end of a nursery, shared by all pools of this process for which it is right; it ends with the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun_as: Inherited) -> None:
+        """`begun_as`: what this thread would pass on at this moment."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = program("mpgrad.workers.nursery", "main", theirs)
+        self.begun_as = begun_as
+        self.users = 0  # launchers that start workers here, and workers
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._exit_codes: dict[int, int] = {}
+        self._late: set[int] = set()  # workers for whose end nobody waits any more
 
-    def fork(self, name: int, number: int, end: socket.socket) -> bool:
+    def fork(self, name: int, number: int, changes: dict[str, str | None], *ends: socket.socket) -> bool:
         """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
-        descriptors = array.array("i", [end.fileno()])
+        descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         with self._sending:
             if self._control.fileno() < 0:  # closed, by another pool that found it gone
                 return False
             try:
-                self._control.sendmsg([pickle.dumps(("fork", name, number))], rights)
+                self._control.sendmsg([pickle.dumps(("fork", name, (number, changes)))], rights, NO_SIGNAL)
             except ConnectionError:
                 return False
         return True
 
     def kill(self, name: int, by: int) -> None:
         with self._sending, contextlib.suppress(OSError):  # it has ended, and its workers with it
-            self._control.send(pickle.dumps(("kill", name, by)))
+            self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
     def exit_code(self, name: int, timeout: float) -> int | None:
-        """Of a worker; None where it has not ended within `timeout` seconds, or the nursery has."""
+        """A worker's; None where it has not ended within `timeout` seconds and is killed, or the nursery has ended."""
         deadline = time.monotonic() + timeout
         with self._receiving:
             while name not in self._exit_codes:
                 if self._control.fileno() < 0:
                     return None
-                ready = wait([self._control], max(0.0, deadline - time.monotonic()))
+                if not wait([self._control], max(0.0, deadline - time.monotonic())):
+                    self._late.add(name)
+                    break
                 try:
-                    data = self._control.recv(4096) if ready else b""
+                    data = self._control.recv(4096)
                 except OSError:
                     data = b""
                 if not data:
                     return None
                 ended, code = pickle.loads(data)
-                self._exit_codes[ended] = code
-            return self._exit_codes.pop(name)
+                if ended in self._late:
+                    self._late.remove(ended)
+                else:
+                    self._exit_codes[ended] = code
+            else:
+                return self._exit_codes.pop(name)
+        self.kill(name, signal.SIGKILL)
+        return None
 
     @property
     def alive(self) -> bool:
@@ -159,40 +176,66 @@ class NurseryProcess:
 
 
 class NurseryLauncher:
-    """Workers forked from the nursery."""
+    """Workers forked from a nursery that passes on what this process is now, and not what it was when the nursery began.
+
+    A pool may outlive that: the workers that it has stay with their nursery, and their successors come from another one.
+    """
 
     can_kill = True
     copies_caller = False
     _lock = threading.Lock()
-    _shared: NurseryProcess | None = None
-    _users = 0
+    _open: ClassVar[list[NurseryProcess]] = []
     _owner_pid = 0
     _new_names = itertools.count(1)
 
     def __init__(self) -> None:
         # number of a worker in its pool -> the nursery that forked it, and its name there, unique among pools
         self._born: dict[int, tuple[NurseryProcess, int]] = {}
-        self._nursery = self._join()
+        self.tracker = SharedTracker()
+        try:
+            self._nursery = self._join(inherited())
+        except BaseException:
+            self.tracker.close()
+            raise
 
     @classmethod
-    def _join(cls) -> NurseryProcess:
-        """The nursery of this process, a new one where there is none; counts one more user."""
+    def _join(cls, now: Inherited) -> NurseryProcess:
+        """A nursery of this process that can pass on what it is `now`, a new one where there is none; counts one more user."""
         with cls._lock:
-            if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nursery
-                cls._shared, cls._users, cls._owner_pid = None, 0, os.getpid()
-            if cls._shared is None or not cls._shared.alive:
-                cls._shared, cls._users = NurseryProcess(), 0
-            cls._users += 1
-            return cls._shared
+            if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nurseries
+                cls._open, cls._owner_pid = [], os.getpid()
+            cls._open = [each for each in cls._open if each.alive]
+            found = next((each for each in cls._open if each.begun_as.changes(now) is not None), None)
+            if found is None:
+                found = NurseryProcess(now)
+                cls._open.append(found)
+            found.users += 1
+            return found
+
+    @classmethod
+    def _leave(cls, nursery: NurseryProcess) -> None:
+        """End it where nobody uses it any more."""
+        with cls._lock:
+            nursery.users -= 1
+            if nursery.users:
+                return
+            cls._open = [each for each in cls._open if each is not nursery]
+        nursery.close()
 
     def launch(self, number: int, end: socket.socket) -> None:
         name = next(self._new_names)
         with end:
-            if not (self._nursery.alive and self._nursery.fork(name, number, end)):
-                # killed from outside: its workers die with it, and their successors need a new one
-                self._nursery.close()
-                self._nursery = self._join()
-                self._nursery.fork(name, number, end)  # should that one be gone too, so is the other end of the worker's pipe
+            now = inherited()
+            changes = self._nursery.begun_as.changes(now)
+            ends = end, self.tracker.theirs
+            if changes is None or not (self._nursery.alive and self._nursery.fork(name, number, changes, *ends)):
+                # it passes on what we were once; or it was killed from outside, and its workers with it
+                before, self._nursery = self._nursery, self._join(now)
+                self._leave(before)
+                # should this one be gone too, so is the other end of the worker's pipe
+                self._nursery.fork(name, number, self._nursery.begun_as.changes(now) or {}, *ends)
+        with self._lock:
+            self._nursery.users += 1
         self._born[number] = self._nursery, name
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
@@ -200,45 +243,71 @@ class NurseryLauncher:
         nursery.kill(name, by)
 
     def exit_code(self, number: int, timeout: float) -> int | None:
-        nursery, name = self._born[number]
+        nursery, name = self._born.pop(number)
         code = nursery.exit_code(name, timeout)
-        if code is not None:
-            del self._born[number]
+        self._leave(nursery)
         return code
 
     def close(self) -> None:
-        """Ends the nursery where no other pool uses it."""
-        nursery = self._nursery
-        with self._lock:
-            if nursery is NurseryLauncher._shared:
-                NurseryLauncher._users -= 1
-                if NurseryLauncher._users > 0:
-                    return
-                NurseryLauncher._shared = None
-        nursery.close()
+        """Ends nurseries that no other pool uses."""
+        self.tracker.close()
+        for nursery in (self._nursery, *(nursery for nursery, _ in self._born.values())):
+            self._leave(nursery)
 
 
-class SpawnLauncher:
+P = TypeVar("P")
+
+
+class OwnChildren(ABC, Generic[P]):
+    """Workers that are children of this process."""
+
+    can_kill = True
+
+    def __init__(self) -> None:
+        self._processes: dict[int, P] = {}
+        self._late: list[int] = []  # workers that were killed since they did not end, and may have by now
+        self.tracker = SharedTracker()
+
+    @abstractmethod
+    def kill(self, number: int, by: int = signal.SIGKILL) -> None: ...
+
+    @abstractmethod
+    def _ended(self, number: int, timeout: float) -> int | None:
+        """Wait for a worker's end, and forget it then."""
+
+    def exit_code(self, number: int, timeout: float) -> int | None:
+        code = self._ended(number, timeout)
+        if code is None:
+            self.kill(number)
+        self._late = [each for each in self._late if self._ended(each, 0) is None]
+        if code is None:
+            self._late.append(number)
+        return code
+
+    def close(self) -> None:
+        self.tracker.close()
+        for number in list(self._processes):
+            self.kill(number)
+            self._ended(number, timeout=5)
+
+
+class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     """Workers that are programs of their own.
 
     multiprocessing's "spawn" would have each import the parent's main module, lets none have children of its own, and starts
     none where the parent is a worker of a pool itself.
     """
 
-    can_kill = True
     copies_caller = False
-
-    def __init__(self) -> None:
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, number: int, end: socket.socket) -> None:
         with end:
-            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", end, number)
+            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", end, number, self.tracker.theirs)
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
+    def _ended(self, number: int, timeout: float) -> int | None:
         try:
             code = self._processes[number].wait(timeout)
         except subprocess.TimeoutExpired:
@@ -246,31 +315,34 @@ class SpawnLauncher:
         remove_name(self._processes.pop(number).pid)
         return code
 
-    def close(self) -> None:
-        for number in list(self._processes):
-            self.kill(number)
-            self.exit_code(number, timeout=5)
 
-
-class ContextLauncher:
+class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
 
     A fork has half of a module that some thread imports in that moment; and while the main module is hidden nobody finds it.
     """
 
-    can_kill = True
     copies_caller = True
 
     def __init__(self, context: BaseContext) -> None:
+        super().__init__()
         self._context = context
-        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+        self._method = context.get_start_method()
+        self._life = Life() if self._method == "forkserver" else None
 
     def launch(self, number: int, end: socket.socket) -> None:
-        forked_by_us = self._context.get_start_method() != "forkserver"
-        arguments = ("mpgrad.workers.main", "serve_in_process", end, number, os.getpid() if forked_by_us else None)
-        process = self._context.Process(target=enter_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
-        with hidden_main_module(), end:
-            process.start()
+        entry = "mpgrad.workers.main", "serve_in_process"
+        with end:
+            if self._life is not None:
+                check_fork_server()
+                arguments: tuple[Any, ...] = (self._method, *entry, end, number, None, None, self._life.theirs)
+            elif self._method == "fork":
+                arguments = (self._method, *entry, end, number, os.getpid(), self.tracker.theirs)
+            else:  # it has multiprocessing's own tracker
+                arguments = (self._method, *entry, end, number, os.getpid())
+            process = self._context.Process(target=enter_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
+            with hidden_main_module():
+                process.start()
         self._processes[number] = process
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
@@ -280,7 +352,7 @@ class ContextLauncher:
             with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
                 os.kill(process.pid, by)
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
+    def _ended(self, number: int, timeout: float) -> int | None:
         process = self._processes[number]
         process.join(timeout)
         code = process.exitcode
@@ -292,9 +364,9 @@ class ContextLauncher:
         return code
 
     def close(self) -> None:
-        for number in list(self._processes):
-            self.kill(number)
-            self.exit_code(number, timeout=5)
+        super().close()
+        if self._life is not None:
+            self._life.close()
 
 
 @contextlib.contextmanager
@@ -316,6 +388,7 @@ class ThreadLauncher:
 
     can_kill = False
     copies_caller = False
+    tracker = None
 
     def __init__(self) -> None:
         self._threads: dict[int, threading.Thread] = {}
@@ -353,14 +426,20 @@ def process_launcher(context: BaseContext | str | None) -> Launcher:
     Raises:
         ValueError: `context` names no start method.
         TypeError: `context` is neither a name nor a context of multiprocessing.
+        RuntimeError: there is no Python to start workers from.
     """
     if context is None:
+        python()
         # a nursery needs message boundaries and the death signal, which only Linux has
         return SpawnLauncher() if PORTABLE else NurseryLauncher()
     if isinstance(context, str):
         if context not in (methods := multiprocessing.get_all_start_methods()):
             raise ValueError(f"context must be one of {', '.join(methods)} (context: {context!r})")
-        return ContextLauncher(multiprocessing.get_context(context))
-    if isinstance(context, BaseContext):
-        return ContextLauncher(context)
-    raise TypeError(f"context must be a name or a context of multiprocessing (context: {context!r})")
+        context = multiprocessing.get_context(context)
+    if not isinstance(context, BaseContext):
+        raise TypeError(f"context must be a name or a context of multiprocessing (context: {context!r})")
+    if context.get_start_method() != "fork":
+        python()
+    if context.get_start_method() == "forkserver":
+        check_fork_server()
+    return ContextLauncher(context)

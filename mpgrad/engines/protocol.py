@@ -136,6 +136,7 @@ class Engine(Protocol):
 
         Raises:
             OSError: the system refuses; it may be tried again.
+            RuntimeError: none can be started any more.
         """
         ...
 

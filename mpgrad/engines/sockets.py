@@ -70,11 +70,7 @@ class SocketLink(Channel):
     def end(self) -> int | None:
         self._engine.unwatch(self)
         self.close()
-        launcher = self._engine.launcher
-        code = launcher.exit_code(self.number, EXIT_PATIENCE)
-        if code is None:
-            launcher.kill(self.number)
-        return code
+        return self._engine.launcher.exit_code(self.number, EXIT_PATIENCE)
 
 
 class SocketEngine:
@@ -99,6 +95,8 @@ class SocketEngine:
             os.set_blocking(write, False)
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._selector.register(self._wake_read, selectors.EVENT_READ)
+            if launcher.tracker is not None:
+                self._selector.register(launcher.tracker, selectors.EVENT_READ)
             undo.pop_all()
 
     def start(self, number: int) -> SocketLink:
@@ -117,6 +115,9 @@ class SocketEngine:
         found = []
         for key, mask in self._selector.select(seconds):
             link: SocketLink | None = key.data
+            if key.fileobj is self.launcher.tracker:
+                self.launcher.tracker.answer()
+                continue
             if link is None:
                 self.traffic.system_calls += 2  # this, and the write that woke us
                 self._wake_read.read(4096)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import multiprocessing
 import time
 
 from mpgrad.calls.device_choice import missing_device
@@ -18,6 +17,7 @@ from mpgrad.calls.output import lowest_log_level, report
 from mpgrad.engines.protocol import Engine
 from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError
+from mpgrad.place import preparation
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
@@ -84,6 +84,8 @@ class Staff:
             self._understaffed_since = None
         except OSError as error:
             self._bear(error)
+        except RuntimeError as error:  # workers would not be what they should be
+            self._life.break_off(error)
         too_many = active[self.wanted :]
         for worker in too_many:
             worker.send_home()
@@ -103,7 +105,7 @@ class Staff:
         self.again_at = now + STAFF_GAP
 
     def hire(self) -> None:
-        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses."""
+        """Start a worker, and tell it what it is to be. Raises OSError where the system refuses, RuntimeError where it will."""
         settings, crossing = self._settings, self._memory.crossing
         device = 0
         if settings.devices is not None:
@@ -119,7 +121,7 @@ class Staff:
             settings.spares_memory,
             lowest_log_level(),
             current_environment() if settings.since is None else settings.since.begin,
-            b"" if settings.remote else bytes(multiprocessing.current_process().authkey),
+            None if settings.remote else preparation(),
             b"" if crossing is None else crossing.post(device),
             settings.remote,
         )
@@ -234,9 +236,9 @@ class Staff:
             self.rescue(gone)
 
     def dissolve(self, reason: BaseException, gently: bool) -> None:
-        """The last of them end."""
+        """The last of them end; those with nothing to do run their exit handlers, as all do if it is done `gently`."""
         for worker in list(self._workers.values()):
-            if gently:
+            if gently or (worker.ready and not worker.under_way and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop()])
             else:
                 worker.link.kill()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
@@ -153,7 +153,7 @@ class Start(NamedTuple):
     spares_memory: bool
     log_level: int
     environment: Environment
-    authkey: bytes  # of multiprocessing, with which tasks reach the caller's managers; it stays on the caller's machine
+    preparation: dict[str, Any] | None  # what multiprocessing tells its children; not on another machine
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
     remote: bool = False  # the caller may be on another machine, behind a site (see `cluster.site`)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mpgrad.engines.kinds import ENGINES, Kind, Wanted
-from mpgrad.engines.launch import SpawnLauncher, program
+from mpgrad.engines.launch import SpawnLauncher
+from mpgrad.engines.programs import program
 from mpgrad.engines.protocol import Engine
 from mpgrad.engines.sockets import SocketEngine
 from mpgrad.wire.frames import Channel

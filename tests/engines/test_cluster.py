@@ -270,6 +270,7 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(monkeypatch: pytest.
     ends: dict[int, socket.socket] = {}
 
     class Launcher:
+        tracker = None
         launch = ends.__setitem__
 
         def exit_code(self, number: int, timeout: float) -> int:
@@ -509,6 +510,8 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
     has_ended = threading.Event()
 
     class Slow:
+        tracker = None
+
         def launch(self, number: int, end: socket.socket) -> None:
             ends[number] = end
 

@@ -1,0 +1,82 @@
+"""Fresh interpreters for the workers' side, and whether there is one to start.
+
+A frozen program, or one that embeds Python, is what `sys.executable` names. Started in the place of Python it would do what it
+always does, such as to start workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing.spawn
+import os
+import re
+import socket
+import subprocess
+import sys
+
+from mpgrad.cpus import THREAD_VARIABLES
+from mpgrad.engines.inherited import environment
+from mpgrad.place import working_directory
+from mpgrad.system import PORTABLE, PROC
+
+__all__ = ["is_python", "program", "python"]
+
+PROBED = "MPGRAD_STARTED_AS_PYTHON"  # in the environment of a program that is tried
+PROBE_PATIENCE = 10.0  # seconds for it to answer
+
+
+def python() -> str:
+    """The program that starts a Python, as multiprocessing would.
+
+    Raises:
+        RuntimeError: it is another one, such as this program itself.
+    """
+    executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
+    if PROBED in os.environ or not is_python(executable):
+        raise RuntimeError(
+            f"workers need a Python to start from, and this program's is none (executable: {executable!r}); "
+            'use context="fork", or name one with multiprocessing.set_executable'
+        )
+    return executable
+
+
+@functools.cache
+def is_python(executable: str) -> bool:
+    """Whether it is one; where it could be anything, it is tried, once, with a word to those who would start it again."""
+    if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
+        return False
+    with contextlib.suppress(OSError):
+        looks_like_one = re.fullmatch(r"(python|pypy)[\d.]*(-dbg|d|t)?", os.path.basename(executable))
+        if looks_like_one and (PORTABLE or os.path.samefile(PROC / "self/exe", executable)):
+            return True
+    said = f"a Python for process {os.getpid()}\n"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        tried = subprocess.run(
+            [executable, "-I", "-S", "-c", f"import sys; sys.stdout.write({said!r})"],
+            env={**environment(), PROBED: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PROBE_PATIENCE,
+        )
+        return tried.stdout == said.encode()
+    return False
+
+
+def program(module: str, function: str, *given: socket.socket | int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of its ends of pipes."""
+    numbers = [each if isinstance(each, int) else each.fileno() for each in given]
+    arguments = ", ".join(map(str, numbers))
+    boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
+    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
+    variables = {**dict.fromkeys(THREAD_VARIABLES, "1"), **environment(), **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return subprocess.Popen(
+        [python(), *flags, "-c", boot, *sys.path],
+        pass_fds=[each.fileno() for each in given if not isinstance(each, int)],
+        env=variables,
+        cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
+    )

@@ -1,0 +1,528 @@
+"""Worker processes as children: what they inherit, what multiprocessing gives its own, what they start from, how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.spawn
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import alive, first_are_quick, gone, linux_only
+
+import mpgrad
+from mpgrad.engines.inherited import inherited
+from mpgrad.engines.launch import NurseryLauncher, SpawnLauncher, process_launcher
+from mpgrad.engines.programs import is_python
+from mpgrad.system import PORTABLE
+
+pytestmark = pytest.mark.usefixtures("calls_are_sent")
+
+CONTEXTS = first_are_quick(2, [None, "fork", "spawn", "forkserver"])
+
+
+def run(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+# --- what multiprocessing gives its children
+
+
+def make_block(content: int) -> str:
+    block = SharedMemory(create=True, size=16)
+    block.buf[0] = content
+    block.close()
+    return block.name
+
+
+def content_of(name: str) -> int:
+    block = SharedMemory(name)
+    content = block.buf[0]
+    block.close()
+    return content
+
+
+@pytest.mark.parametrize("context", CONTEXTS[:2])  # the others have multiprocessing's own
+def test_shared_memory_that_a_task_makes_outlives_its_worker(nursery: mpgrad.Pool, context: str | None) -> None:
+    """FileNotFoundError in the next map: each worker had a resource tracker, which took it away when the worker ended."""
+    with mpgrad.Pool(2, maxtasksperchild=1, context=context) as pool:
+        names = pool.map(make_block, [5, 6, 7], 1)
+        assert pool.map(content_of, names, 1) == [5, 6, 7]
+    for name, content in zip(names, [5, 6, 7], strict=True):
+        assert content_of(name) == content
+        SharedMemory(name).unlink()  # known to our tracker, which otherwise complains
+
+
+TRACKED = """
+import multiprocessing, os, sys, psutil, mpgrad
+from multiprocessing import resource_tracker
+
+def make(_):
+    from multiprocessing.shared_memory import SharedMemory
+    block = SharedMemory(create=True, size=16)
+    block.close()
+    return block.name
+
+def trackers():
+    return sum("resource_tracker" in " ".join(each.cmdline()) for each in psutil.Process().children(recursive=True))
+
+with mpgrad.Pool(2, send="always") as pool:
+    pool.map(abs, range(4))
+    assert trackers() == 0
+    names = pool.map(make, range(4), 1)
+    assert trackers() == 1
+print(*names, flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("end", ["ended", "killed"])
+@pytest.mark.slow
+def test_the_tracker_is_the_callers_and_starts_when_a_task_needs_it(end: str) -> None:
+    """What nobody unlinks goes with the program, and no sooner."""
+    done = run(TRACKED, end)
+    names = done.stdout.split()
+    assert len(names) == 4, done.stderr
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/dev/shm/{name}") for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "4 leaked shared_memory objects" in done.stderr
+
+
+def as_a_child(_: object) -> tuple[Any, ...]:
+    process = multiprocessing.current_process()
+    executable = os.fsdecode(multiprocessing.spawn.get_executable())
+    level = logging.getLogger("multiprocessing").level
+    return bytes(process.authkey), executable, process.name, len(process._identity), level, multiprocessing.get_start_method()
+
+
+@pytest.fixture
+def fork_server(nursery: mpgrad.Pool) -> Iterator[None]:
+    """multiprocessing's is not left behind."""
+    yield
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_what_multiprocessing_tells_its_children(
+    fork_server: None, context: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """multiprocessing.set_executable had no effect on the children of tasks, nor had its start method."""
+    wrapper = tmp_path / "another"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    method = multiprocessing.get_start_method(allow_none=True)
+    before = os.fsdecode(multiprocessing.spawn.get_executable())
+    logger = logging.getLogger("multiprocessing")
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    multiprocessing.set_executable(str(wrapper))
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        with mpgrad.Pool(1, context=context) as pool:
+            key, executable, name, numbers, level, start_method = pool.apply(as_a_child, (0,))
+    finally:
+        multiprocessing.set_executable(before)
+        multiprocessing.set_start_method(method, force=True)
+    assert key == multiprocessing.current_process().authkey
+    assert (executable, name, numbers) == (str(wrapper), "mpgrad-worker-1", 1)
+    assert (level, start_method) == (logging.ERROR, "spawn")
+
+
+def start_daemon(_: object) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True)
+    process.start()
+    return process.pid
+
+
+END = {
+    "with block": lambda pool: pool.terminate(),
+    "join": lambda pool: (pool.close(), pool.join()),
+    "another worker": lambda pool: pool.map(abs, range(4), 1),
+}
+
+
+@pytest.mark.parametrize("end", END)
+def test_daemonic_processes_of_tasks_end_with_their_worker(nursery: mpgrad.Pool, end: str) -> None:
+    """They outlived the program: workers ended without multiprocessing's exit handlers."""
+    pool = mpgrad.Pool(2, maxtasksperchild=2 if end == "another worker" else None)
+    with pool:
+        pids = pool.map(start_daemon, range(2), 1)
+        try:
+            END[end](pool)
+            assert gone(pids, within=5)
+        finally:
+            for pid in filter(alive, pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_exit_handlers_of_tasks_run(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    def registers(path: Path) -> None:
+        import atexit
+
+        atexit.register(path.touch)
+
+    with mpgrad.Pool(1) as pool:
+        pool.apply(registers, (tmp_path / "left",))
+    assert (tmp_path / "left").exists()
+
+
+# --- whose child a worker is
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def no_new_privileges() -> None:
+    assert LIBC.prctl(38, 1, 0, 0, 0) == 0
+
+
+def another_namespace() -> None:
+    if LIBC.unshare(0x04000000) != 0:  # CLONE_NEWUTS
+        pytest.skip("not allowed")
+
+
+def another_root() -> None:
+    os.chroot("/usr")
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may")
+CHANGES = [
+    pytest.param(lambda: os.setgid(65534), marks=AS_ROOT, id="gid"),
+    pytest.param(lambda: os.setuid(65534), marks=AS_ROOT, id="uid"),
+    pytest.param(lambda: os.seteuid(65534), marks=AS_ROOT, id="effective uid"),
+    pytest.param(lambda: os.setgroups([7, 8]), marks=AS_ROOT, id="groups"),
+    pytest.param(lambda: os.umask(0o027), id="umask"),
+    pytest.param(lambda: os.nice(1), id="niceness"),
+    pytest.param(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)), id="scheduler"),
+    pytest.param(lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), id="affinity"),
+    pytest.param(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (99, 100)), id="limits"),
+    pytest.param(no_new_privileges, id="no_new_privs"),
+    pytest.param(another_namespace, marks=AS_ROOT, id="namespace"),
+    pytest.param(another_root, marks=AS_ROOT, id="root"),
+    pytest.param(lambda: os.environ.update(CUDA_VISIBLE_DEVICES="7"), id="what torch reads"),
+    pytest.param(lambda: os.environ.update({f"X{k}": "x" * 10_000 for k in range(9)}), id="large environment"),
+]
+
+
+@linux_only("the nursery")
+@pytest.mark.quick
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_has_changed_gets_another_nursery(change: Callable[[], object]) -> None:
+    """Later pools shared the nursery of an earlier one: their workers ran as root after setuid."""
+    if len(os.sched_getaffinity(0)) == 1 and "affinity" in os.environ.get("PYTEST_CURRENT_TEST", ""):
+        pytest.skip("one CPU")
+    before = inherited()
+    assert before.changes(inherited()) == {}
+    pid = os.fork()
+    if pid == 0:
+        status = 9
+        with contextlib.suppress(BaseException):
+            change()
+            status = 0 if before.changes(inherited()) is None else 1
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@linux_only("the nursery")
+def test_the_environment_of_a_later_pool(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers had that of the first pool."""
+    monkeypatch.setenv("MPGRAD_TESTS", "first")
+    monkeypatch.setenv("TZ", "Etc/GMT+5")
+    with mpgrad.Pool(1) as pool:
+        assert pool.apply(os.environ.get, ("MPGRAD_TESTS",)) == "first"
+        assert pool.apply(lambda: (time.strftime("%z"), ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)) == ("-0500", True)
+    monkeypatch.delenv("MPGRAD_TESTS")
+    before = set(NurseryLauncher._open)
+    with mpgrad.Pool(1) as pool:
+        assert pool.apply(os.environ.get, ("MPGRAD_TESTS",)) is None
+        assert set(NurseryLauncher._open) == before  # in milliseconds
+
+
+LATER = """
+import os, resource, sys, mpgrad
+
+def who():
+    umask = os.umask(0)
+    os.umask(umask)
+    ids = os.getresuid(), os.getresgid(), os.getgroups()
+    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+with mpgrad.Pool(1, send="always", maxtasksperchild=1) as old:
+    root = old.apply(who)
+    os.umask(0o027)
+    os.nice(3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+    os.setgroups([7, 8])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+    with mpgrad.Pool(1, send="always") as new:
+        assert new.apply(who) == who() != root, (new.apply(who), who())
+        old.apply(who)  # by one that may have been there
+        later, now = old.apply(who), who()
+        assert (later[:4], later[5:]) == (now[:4], now[5:]), later  # niceness is a thread's
+        assert new.map(abs, [-1]) == [1]
+print("right", end="")
+"""
+
+
+@linux_only("the nursery")
+@AS_ROOT
+@pytest.mark.slow
+def test_workers_of_who_has_given_up_rights() -> None:
+    """A new pool's workers, and later ones of an old pool, still ran as root."""
+    try:
+        subprocess.run([sys.executable, "-c", "import torch"], user=65534, cwd="/", check=True, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("the interpreter is root's alone")
+    done = run(LATER, cwd="/")
+    assert (done.stdout, done.stderr) == ("right", "")
+
+
+FORK_SERVER = """
+import os, mpgrad
+with mpgrad.Pool(1, send="always", context="forkserver") as old:
+    assert old.apply(os.getuid) == 0
+    os.setresuid(65534, 65534, 65534)
+    try:
+        mpgrad.Pool(1, context="forkserver")
+    except RuntimeError as error:
+        print(error, end="")
+"""
+
+
+@linux_only("credentials of another process")
+@AS_ROOT
+@pytest.mark.slow
+def test_the_fork_server_of_multiprocessing_after_rights_were_given_up() -> None:
+    done = run(FORK_SERVER, cwd="/")
+    assert done.stdout.startswith("the fork server of multiprocessing has other rights")
+
+
+# --- what is no Python
+
+
+PROGRAM = """#!/bin/sh
+echo started >> {folder}/starts
+test $(wc -l < {folder}/starts) -gt 5 && exit 9
+exec {python} {folder}/main.py
+"""
+MAIN = """
+import sys
+sys.executable = {executable!r}
+if {frozen}:
+    sys.frozen = True
+from mpgrad.engines.launch import process_launcher
+try:
+    process_launcher({context!r})
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("context", [None, "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("name", "frozen", "starts"), [("program", True, 1), ("program", False, 2), ("python3", False, 2), ("", False, 1)]
+)
+def test_a_program_that_is_no_python_is_not_started_again_and_again(
+    tmp_path: Path, context: str | None, name: str, frozen: bool, starts: int
+) -> None:
+    """Each start of workers ran the program's main module again, which started workers."""
+    if PORTABLE and name == "python3":
+        pytest.skip("only Linux tells what program this is")
+    program = tmp_path / (name or "program")
+    program.write_text(PROGRAM.format(folder=tmp_path, python=sys.executable))
+    program.chmod(0o755)
+    main = MAIN.format(executable=str(program) if name else "", frozen=frozen, context=context)
+    (tmp_path / "main.py").write_text(main)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    expected = f"this program's is none (executable: {str(program) if name else ''!r})" if name else "is none (executable: '')"
+    assert expected in done.stdout and 'use context="fork"' in done.stdout and done.stderr == ""
+    assert (tmp_path / "starts").read_text().count("started") == starts
+
+
+def test_a_python_by_another_name(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+    wrapper = tmp_path / "interpreter"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    assert is_python(str(wrapper))
+
+
+@pytest.mark.slow
+def test_a_frozen_program_forks(tmp_path: Path) -> None:
+    code = "import sys; sys.frozen = True; sys.executable = '/nowhere'\nimport mpgrad\n"
+    done = run(code + "with mpgrad.Pool(2, context='fork', send='always') as pool: print(pool.map(abs, [-1, -2]))")
+    assert (done.stdout, done.stderr) == ("[1, 2]\n", "")
+
+
+# --- ends
+
+
+@pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_a_death_is_noticed_while_a_program_of_the_task_goes_on(fork_server: None, context: str, tmp_path: Path) -> None:
+    """The program inherited the worker's pipe: the death was noticed when the program ended, or never."""
+
+    def starts_and_dies(path: Path) -> None:
+        if path.exists():
+            return
+        os.system(f"sleep 1000 & echo $! > {path}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    path = tmp_path / "pid"
+    with mpgrad.Pool(1, context=context) as pool:
+        try:
+            result = pool.apply_async(starts_and_dies, (path,))
+            result.get(timeout=30)
+            assert pool.stats().deaths == 1
+        finally:
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+BUSY = """
+import os, time, mpgrad, psutil, multiprocessing
+def spin(path):
+    open(path, "w").close()
+    while True: pass
+if __name__ == "__main__":
+    import sys
+    pool = mpgrad.Pool(1, context="forkserver")
+    pool.apply(abs, (1,))
+    pool.apply_async(spin, (sys.argv[1],))
+    if sys.argv[2] == "forked":
+        child = os.fork()
+        if not child: time.sleep(1000)
+    while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+    print(*(each.pid for each in psutil.Process().children(recursive=True)), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@linux_only("signals of sockets")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["alone", "forked"])
+def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None:
+    """A busy worker, the fork server and the resource tracker stayed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY, str(tmp_path / "busy"), how], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == (3 if how == "alone" else 4)
+        if how == "alone":
+            assert gone(pids, within=5)
+        else:
+            deadline = time.monotonic() + 5
+            while len(list(filter(alive, pids))) == 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            left = len(list(filter(alive, pids)))
+            for pid in filter(alive, pids):
+                os.kill(pid, signal.SIGKILL)
+            assert left < 4  # the worker is gone; what the fork has inherited of multiprocessing is its own
+
+
+@pytest.fixture
+def launcher(nursery: mpgrad.Pool) -> Iterator[NurseryLauncher | SpawnLauncher]:
+    made: Any = process_launcher(None)
+    yield made
+    made.close()
+
+
+def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
+    """Their exit codes came when nobody waited for them, and were kept as long as the nursery."""
+    ends = []
+    for number in range(3):
+        ours, theirs = socket.socketpair()
+        ends.append(ours)
+        launcher.launch(number, theirs)
+    assert launcher.exit_code(0, timeout=0) is None  # it is told nothing, and waits
+    assert launcher.exit_code(1, timeout=0) is None
+    ends[2].close()
+    assert launcher.exit_code(2, timeout=30) == 0
+    if isinstance(launcher, NurseryLauncher):
+        kept = launcher._nursery._exit_codes, launcher._nursery._late, launcher._born
+        while launcher._nursery._late:
+            launcher._nursery.exit_code(-1, timeout=0.01)
+            launcher._nursery._late.discard(-1)
+        assert kept == ({}, set(), {})
+    else:
+        while launcher._late:
+            launcher._late = [each for each in launcher._late if launcher._ended(each, 30) is None]
+        assert launcher._processes == {}
+    for end in ends:
+        end.close()
+
+
+PIPES = """
+import os, signal, socket, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+from mpgrad.engines.launch import NurseryProcess
+from mpgrad.engines.inherited import inherited
+from mpgrad.wire.pipe import Pipe
+
+for descriptors in [], [0]:
+    ours, theirs = socket.socketpair()
+    pipe = Pipe(ours, blocking=False)
+    theirs.close()
+    try:
+        pipe.send_raw(b"frame", descriptors)
+    except ConnectionError:
+        print("noticed")
+nursery = NurseryProcess(inherited())
+nursery._process.kill()
+nursery._process.wait()
+ours, theirs = socket.socketpair()
+nursery.kill(1, signal.SIGKILL)
+print(nursery.fork(1, 1, {}, ours, theirs))
+nursery.close()
+"""
+
+
+@linux_only("the nursery")
+@pytest.mark.quick
+def test_a_caller_with_sigpipe_as_it_was_by_default() -> None:
+    """It ended with -13 when it wrote to a worker that had been killed."""
+    done = run(PIPES)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "noticed\nnoticed\nFalse\n", "")
+
+
+LATE = """
+import sys, threading
+import mpgrad
+
+def late():
+    threading.main_thread().join()
+    {use}
+
+threading.Thread(target=late).start()
+"""
+POOL = "with mpgrad.Pool(1, send='always') as pool: print(pool.map(abs, [-1, -2]))"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param("mpgrad.WorkerDiedError; print([1, 2])", marks=pytest.mark.quick),
+        pytest.param(POOL, marks=pytest.mark.slow),
+    ],
+)
+def test_first_use_after_the_main_thread_has_ended(use: str) -> None:
+    """RuntimeError: can't register atexit after shutdown, since concurrent.futures.process was not imported before."""
+    done = run(LATE.format(use=use))
+    assert (done.stdout, done.stderr) == ("[1, 2]\n", "")
