@@ -130,8 +130,8 @@ def may_go_ahead(call: ForwardCall, modes: Modes, precise: bool) -> bool:
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
-    is_plain = not (modes.autocast or modes.anomaly or modes.inference or modes.settings or modes.thread_settings)
-    return precise and is_plain and are_precise(call.tensors)
+    changed = modes.autocast or modes.anomaly or modes.inference or modes.device or modes.settings or modes.thread_settings
+    return precise and not changed and are_precise(call.tensors)
 
 
 def are_precise(refs: Sequence[TensorRef]) -> bool:

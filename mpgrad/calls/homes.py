@@ -20,6 +20,7 @@ from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, InternalError, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import raised_again
+from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.tracebacks import shown
 from mpgrad.wire.messages import Failure
@@ -149,6 +150,10 @@ class Sender(Protocol):
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply: ...
 
+    def modes_of(self, graph_task: int) -> Modes:
+        """Those of the backward with this number, which runs in this thread; raises where workers cannot be in them."""
+        ...
+
     def request_captures(
         self, worker: Any, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None
     ) -> GradientReply: ...
@@ -208,9 +213,18 @@ class OperationHome:
     """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
 
     def __init__(
-        self, sender: Sender, function: SharedFunction, deterministic: bool, timeout: float | None, learns: bool = False
+        self,
+        sender: Sender,
+        function: SharedFunction,
+        modes: Modes,
+        deterministic: bool,
+        timeout: float | None,
+        learns: bool = False,
     ) -> None:
+        """`modes`: those of the calls."""
         self.sender = sender
+        self._modes = modes
+        self._compared = -1, False  # the last backward, and whether it had the same
         self._function = function
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
@@ -252,6 +266,10 @@ class OperationHome:
         ahead = graph.ahead
         if not isinstance(ahead, DeliveredGradients):
             return None
+        if not self._modes_are_same(order.graph_task):
+            if ahead.expected is not None:
+                self._guess_was_wrong(graph)
+            return None
         if ahead.expected is not None:
             return self._serve_expected(graph, ahead, order, grads)
         if order.apart and not ahead.apart:
@@ -275,8 +293,7 @@ class OperationHome:
 
     def _serve_expected(self, graph: RemoteGraph, ahead: DeliveredGradients, order: Order, grads: Grads) -> ReadyReply | None:
         """Where this is the backward that was run ahead: of all of the graph, which is not kept, with that gradient."""
-        may_be = (ahead.apart or not order.apart) and not torch.is_anomaly_enabled()
-        if not may_be or loss_gradients(order, grads) != {ahead.expected}:
+        if (order.apart and not ahead.apart) or loss_gradients(order, grads) != {ahead.expected}:
             self._guess_was_wrong(graph)
             return None
         with self._ahead_lock:  # of two backwards in two threads one is served
@@ -294,6 +311,12 @@ class OperationHome:
         else:
             self.sender.spend(graph)
         return served
+
+    def _modes_are_same(self, graph_task: int) -> bool:
+        """Whether this backward runs under the modes of the calls, under which those ahead were run."""
+        if self._compared[0] != graph_task:
+            self._compared = graph_task, self.sender.modes_of(graph_task).but_grad == self._modes.but_grad
+        return self._compared[1]
 
     def _guess_was_wrong(self, graph: RemoteGraph) -> None:
         graph.ahead = None

@@ -60,12 +60,9 @@ class GradientSender:
         self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
         self.give_up: Callable[[int], None]  # the backward with this number
         self._held = 0
-        # the last backward, its modes and its environment
-        self._graph_task_modes: tuple[int, Modes, bytes | None] = -1, current_modes(), None
-
-    @property
-    def last_backward(self) -> int:
-        return self._graph_task_modes[0]
+        self._last_modes: tuple[int, Modes | None] = -1, None  # of the last backward that was asked about
+        self.last_backward = -1  # of which something was sent
+        self._environment: bytes | None = None  # of the process, when that began
 
     def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
         """Copies them, and returns at once. `again`: see `SentGradients`."""
@@ -76,15 +73,13 @@ class GradientSender:
         assert isinstance(worker, WorkerHandle)
         placed = self._place(flat, worker)
         number = next(self._numbers) if order.create else None
-        graph_task, modes, environment = self._graph_task_modes  # read once: another thread's backward may put its own there
-        if graph_task != order.graph_task:
+        modes = self.modes_of(order.graph_task)
+        if order.graph_task != self.last_backward:
             call_off_if_interrupted(order.graph_task, self)
-            self._watch.look()
-            modes = current_modes()
-            environment = None if self._since is None else self._since.changes()
-            self._graph_task_modes = order.graph_task, modes, environment
+            self.last_backward = order.graph_task
+            self._environment = None if self._since is None else self._since.changes()
             self._driver.notes.backward_begins()
-        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes, environment)
+        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes, self._environment)
         reply = GradientReply(self._wait_until, worker, order.graph_task)
         sent = SentGradients(what, reply, graph.home.timeout, again)
         if waits_for_others:
@@ -96,6 +91,19 @@ class GradientSender:
             self._held = 0
             self._driver.hand_over()
         return sent.reply
+
+    def modes_of(self, graph_task: int) -> Modes:
+        """Those of the backward with this number, which is running in this thread.
+
+        Raises:
+            NotImplementedError: the thread is in a mode that workers cannot be in.
+        """
+        last, modes = self._last_modes  # read once: another thread's backward may put its own there
+        if modes is None or last != graph_task:
+            self._watch.look()
+            modes = current_modes()
+            self._last_modes = graph_task, modes
+        return modes
 
     def _place(self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle) -> Sequence[Placed | Promise] | Together:
         """Copies of the tensors, in their order; promises stay what they are."""

@@ -95,10 +95,11 @@ class Starter:
         pickled, options, request, seconds, modes, seed, name, is_named = prepared
         lap = self._scheduler.notes.laps()
         scheduler, deterministic = self._scheduler, self._options.deterministic
+        now = modes or current_modes(scheduler.packer.kind)
         with outside_transforms():
             names = CallNames(name if is_named else "", noun)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
-            home = OperationHome(scheduler.gradients, shared, deterministic, seconds, self._options.guesses)
+            home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, self._options.guesses)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
         if (recording := scheduler.notes.recording) is not None:
@@ -119,7 +120,6 @@ class Starter:
             expected=expected,
             at_rest=at_rest,
         )
-        now = modes or current_modes(scheduler.packer.kind)
         since = scheduler.settings.since
         environment = None if since is None else since.changes()
         return kind(Conditions(shared, now, seed, first, environment), home, captures, how)

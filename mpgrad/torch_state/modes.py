@@ -84,6 +84,11 @@ class Modes(NamedTuple):
     thread_settings: Changed = ()
 
     @property
+    def but_grad(self) -> tuple[object, ...]:
+        """What a backward can tell: with what it is run does not depend on grad mode."""
+        return self[1:]
+
+    @property
     def determinism(self) -> tuple[bool, bool]:
         return self.deterministic, self.deterministic_warn_only
 
