@@ -152,7 +152,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             try:
                 job.result = self._pool._submitter.run_async(
                     Delayed(tuple(functions.values()), (self.nesting_level or 0) + 1),
-                    Source(calls, len(calls), at_rest=True),
+                    Source(calls, len(calls), at_rest=True, items=calls),
                     CallOptions(),
                     tell,
                     tell,

@@ -137,8 +137,8 @@ class Loop:
             except AssertionError as error:
                 raise AssertionError(
                     f"item {index}: the function gives something else when it is called again, or in another order: it counts "
-                    "its calls, or keeps something from one to the next. A pool calls it in any order, in several processes; "
-                    "give each item what it depends on"
+                    "its calls, draws from a generator that it captures, or keeps something from one to the next. A pool calls "
+                    "it in any order, in several processes; give each item what it depends on"
                 ) from error
 
     def compare(self, results: Sequence[Any], inputs: Sequence[Any], order: int, how: str = "") -> None:

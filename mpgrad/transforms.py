@@ -10,13 +10,15 @@ and modes. Caller only; workers run the programs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad.pickling import structure
+from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.pickling.state import dumps_whole
+from mpgrad.pickling.streams import drawn
 from mpgrad.pickling.uncarried import item_not_carried
 from mpgrad.tasks.transform_programs import Batched, Direct, Jvp, Program, Runner, Vjp
 from mpgrad.torch_state.modes import Modes, current_modes
@@ -58,19 +60,27 @@ def is_followed(tensor: torch.Tensor) -> bool:
 
 
 def run_followed(
-    function: Callable[..., Any], calls: list[Arguments], draw_seed: Callable[[], int | None], run: Run
+    function: Callable[..., Any],
+    calls: list[Arguments],
+    items: Iterable[Any] | None,
+    draw_seed: Callable[[], int | None],
+    run: Run,
 ) -> list[Any] | None:
     """The results of `calls`, followed by the transforms that are running; None where none of them follows any tensor here.
+
+    `items`: what each call is given, where it can be looked at beforehand.
 
     Raises:
         TypeError, pickle.PicklingError: the function or an item cannot be carried.
     """
     pickled, common = dumps_whole(function)
+    streams = ItemStreams(items, common)
     own: list[list[torch.Tensor]] = []
     programs: list[Program] = []
     for index, call in enumerate(calls):
         try:
-            arguments, tensors = dumps_whole(call)
+            arguments, tensors = dumps_whole(call, streams.of(index))
+            tensors = streams.drawn(tensors)
         except Exception as error:
             item_not_carried(error, index, *call)
         own.append(tensors)
@@ -89,6 +99,7 @@ def run_followed(
             "check_batched_forward_grad=True); use torch.func.jacfwd"
         )
     counts = [len(tensors) for tensors in own]
+    common = drawn(common)
     origin = Origin(run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad())
     plan = Plan(origin, programs, len(common), counts)
     outputs = plan.apply(common, own)

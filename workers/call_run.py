@@ -16,6 +16,7 @@ from mpgrad.errors import UncarriedResultError
 from mpgrad.pickling import structure
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.state import loads_whole
+from mpgrad.pickling.streams import Streams
 from mpgrad.wire.messages import Forward, ForwardCall, Rerun, Structure
 from mpgrad.wire.tensor_refs import (
     LEAF,
@@ -162,8 +163,11 @@ class CallRunner:
             if ahead is not None:
                 ahead.begin()
             args, kwargs = arguments(call, stage.offset, own, function.modules)
+            item = call.item + stage.offset
             if message.seed is not None:
-                station.seed_item(message.seed, call.item + stage.offset)
+                station.seed_item(message.seed, item)
+            if function.streams:
+                function.streams.begin(item)
             started = time.perf_counter()
             try:
                 value = function.target(*args, **kwargs)
@@ -197,7 +201,9 @@ def arguments(
     own = len(tensors) - sum(count for _, count in call.claimed)
     rest = iter(tensors[own:])
     claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
-    args, kwargs = loads_whole(shape, tensors[:own], claimed, modules)
+    streams = Streams()
+    args, kwargs = loads_whole(shape, tensors[:own], claimed, modules, streams)
+    streams.begin(call.item + offset)  # of generators that code captures which comes with the item
     return args, kwargs
 
 

@@ -11,6 +11,7 @@ import torch
 
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.state import Recent, loads_with_state
+from mpgrad.pickling.streams import Streams
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, flags_in, with_more_behind
 from mpgrad.workers.backward_ahead import are_precise
@@ -52,6 +53,7 @@ class Function(NamedTuple):
     search: CaptureSearch
     flags: Sequence[int]  # of the captures
     sums: FunctionSums
+    streams: Streams  # of the generators that it captures
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """In which it is to run, if there are functions in it that the compiler made."""
@@ -107,7 +109,7 @@ class FunctionTable:
             number, in_state = message.state.number, message.state.tensors
             state = self._states.get(number) or b""
         code = self._codes[message.code]
-        target, modules = loads_with_state(code.pickled, captures, number, state, in_state)
+        target, modules, streams = loads_with_state(code.pickled, captures, number, state, in_state)
         return Function(
             code,
             target,
@@ -121,6 +123,7 @@ class FunctionTable:
             search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
             flags=flags_in(message.captures),
             sums=FunctionSums(),
+            streams=streams,
         )
 
     def forget(self, message: Forget) -> None:

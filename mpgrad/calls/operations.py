@@ -28,6 +28,7 @@ from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import Conditions, PackedCall
 from mpgrad.errors import contextmanager
 from mpgrad.pickling import structure
+from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.bundles import owners, split
@@ -56,6 +57,7 @@ class OperationOptions(NamedTuple):
     ahead: int = RunAhead.NO
     expected: float | None = None  # the gradient of its losses, where it can be guessed
     at_rest: bool = False  # what calls are given is all there, and all results are waited for together
+    streams: ItemStreams | None = None  # of the generators that its items hold
 
 
 class Operation:
@@ -79,6 +81,7 @@ class Operation:
         self.ahead = options.ahead
         self.expected = options.expected
         self.at_rest = options.at_rest
+        self.streams = options.streams or ItemStreams(None)
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None
         self.on_finished: Callable[[], None] = lambda: None

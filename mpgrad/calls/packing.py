@@ -17,7 +17,9 @@ from mpgrad.calls.device_choice import Request
 from mpgrad.errors import CallNames
 from mpgrad.memory.arena import Borrowed
 from mpgrad.pickling import state
+from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.pickling.state import State
+from mpgrad.pickling.streams import Root
 from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
@@ -59,7 +61,7 @@ class PickledFunction(NamedTuple):
     """A function as bytes and captures, as it is now."""
 
     pickled: bytes
-    captures: list[torch.Tensor]  # its own, then those of the state
+    captures: list[torch.Tensor]  # its own, then those of the state; `Root`s among them until these are drawn
     captures_share_memory: bool  # those that look at the same memory in the caller do so in a worker
     state: State | None  # of the user's modules, where it uses these
 
@@ -78,7 +80,8 @@ def pickled_function(function: Callable[..., Any], kind: str = "", first: Sequen
     if modules is not None:
         captures += modules.tensors
     for tensor in captures:
-        check_carriable(tensor, "the function", None, kind)
+        if type(tensor) is not Root:
+            check_carriable(tensor, "the function", None, kind)
     return PickledFunction(pickled, captures, getattr(function, "captures_share_memory", False), modules)
 
 
@@ -208,12 +211,13 @@ class PackedCall:
 class Packing(NamedTuple):
     """How the calls of an operation are packed.
 
-    `known`: see `state.dumps_arguments`. `shared` remembers what was placed, by the tensor's id, for operations whose calls
-    have tensors in common.
+    `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared` remembers what was placed, by
+    the tensor's id, for operations whose calls have tensors in common.
     """
 
     packer: Packer
     grad: bool
+    streams: ItemStreams
     request: Request | None = None
     known: State | None = None
     shared: Shared | None = None
@@ -231,9 +235,9 @@ def pack_call(packing: Packing, index: int, args: Sequence[Any], kwargs: dict[st
     if transforms_are_active():  # torch.func's, which follow none of these tensors; they would wrap all that is made here
         with outside_transforms():
             return pack_call(packing, index, args, kwargs, item)
-    packer, grad, request, known, shared = packing
+    packer, grad, streams, request, known, shared = packing
     item = index if item is None else item
-    shape, tensors, claims = arguments_structure(item, args, kwargs, known)
+    shape, tensors, claims = arguments_structure(item, args, kwargs, known, streams)
     placed = []
     staged = request is not None and request.staged
     for tensor in tensors:
@@ -268,14 +272,14 @@ def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: 
     if transforms_are_active():
         with outside_transforms():
             return pack_bundle(packing, index, calls, item)
-    packer, grad, _, known, _ = packing
+    packer, grad, streams, _, known, _ = packing
     lone = lone_tensors(calls)
     items = None if lone is None else Items(lone, list(map(flags_of, lone)), [(1, 1)] * len(lone))
     placed: list[Placed] | Together | None = None
     if items is not None and not have_more_behind(items):
         placed = packer.bucketed(items.tensors, items.flags)
     if placed is None:
-        items = each_item(packer, item, calls, known)
+        items = each_item(packer, item, calls, known, streams)
     if items is None or have_more_behind(items):
         return None
     together, flags, bundle = items
@@ -317,11 +321,13 @@ def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
     return None if have_attributes(found) else found
 
 
-def each_item(packer: Packer, first: int, calls: Sequence[Arguments], known: State | None) -> Items | None:
+def each_item(
+    packer: Packer, first: int, calls: Sequence[Arguments], known: State | None, streams: ItemStreams
+) -> Items | None:
     """None where one of the tensors, or what holds them, is not for a bundle; raises as `pack_bundle`."""
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
-        shape, tensors, claims = arguments_structure(number, args, kwargs, known)
+        shape, tensors, claims = arguments_structure(number, args, kwargs, known, streams)
         for tensor in tensors:
             check_carriable(tensor, "item", number, packer.kind)
             if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.nbytes > BUCKETED_BYTES:
@@ -348,12 +354,13 @@ def place_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: boo
 
 
 def arguments_structure(
-    index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None
+    index: int, args: Sequence[Any], kwargs: dict[str, Any], known: State | None, streams: ItemStreams
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
     """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     try:
-        return state.dumps_arguments((tuple(args), kwargs), known)
+        shape, tensors, claims = state.dumps_arguments((tuple(args), kwargs), known, streams.of(index))
+        return shape, streams.drawn(tensors), claims
     except Exception as error:
         item_not_carried(error, index, args, kwargs)

@@ -294,7 +294,9 @@ def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -
     """As `run`; all shares of an item are rows, or all are columns, though an operation may go along with some columns only."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
-    unlike = [k for k, (call, share) in enumerate(zip(calls, found, strict=True)) if call[0] in by_rows and not share.by_rows]
+    mixed = {call[0] for call, share in zip(calls, found, strict=True) if call[0] in by_rows and not share.by_rows}
+    # all shares of such an item: generators that the function captures give each operation other numbers
+    unlike = [k for k, call in enumerate(calls) if call[0] in mixed]
     if unlike:
         for k, share in zip(unlike, run(task.by_rows(), [calls[k] for k in unlike], pool), strict=True):
             found[k] = share

@@ -9,6 +9,7 @@ Imports `wire` and what is below it. Nothing here knows of calls, graphs or work
     classes      classes by value; those of the script are one class on both sides
     reducers     kinds of objects that pickle refuses; caches, compiled: those of functools and torch.compile;
                  networks: PyTorch's modules
+    streams      generators of random numbers that a function captures; item_streams: those of items
     exceptions   a task's exception with its traceback
     uncarried    the path to what cannot be carried, and the remedy
 """

@@ -26,6 +26,7 @@ from mpgrad.pickling.compiled import MARK, Placement
 from mpgrad.pickling.modules import LeftOf, Live, Namespaces, own_imports
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.state_pickler import CODE, BareClassError, StatePickler, held_by
+from mpgrad.pickling.streams import Streams, Travel, as_it_is, captured
 from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, loads
 from mpgrad.pickling.uses import Wanted, is_own
 from mpgrad.pickling.watch import ABSENT, Watch
@@ -176,7 +177,7 @@ def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, lis
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(function)
     if brings_code(list(first), depth=5):
-        others = CallerPickler(io.BytesIO(), claims=[])
+        others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)
         with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
             others.dump(first)
         pickler.wanted.update(others.wanted)
@@ -193,12 +194,14 @@ def brings_code(value: Any, depth: int = 3) -> bool:
     return kind not in PLAIN and (is_own(kind.__module__) or issubclass(kind, CODE))
 
 
-def dumps_arguments(value: object, known: State | Everything | None) -> tuple[bytes, list[torch.Tensor], list[Any]]:
+def dumps_arguments(
+    value: object, known: State | Everything | None, travel: Travel = as_it_is
+) -> tuple[bytes, list[torch.Tensor], list[Any]]:
     """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order in which pickle meets them.
 
     What the state `known` has is left to it.
     """
-    pickler = CallerPickler(buffer := io.BytesIO(), claims=[])
+    pickler = CallerPickler(buffer := io.BytesIO(), claims=[], travel=travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue(), pickler.taken_out
     if pickler.wanted and (known is None or not known.covers(pickler.wanted)):
@@ -206,9 +209,9 @@ def dumps_arguments(value: object, known: State | Everything | None) -> tuple[by
     return pickled, tensors, pickler.claims or []
 
 
-def dumps_whole(value: object) -> tuple[bytes, list[torch.Tensor]]:
+def dumps_whole(value: object, travel: Travel = captured) -> tuple[bytes, list[torch.Tensor]]:
     """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
-    pickler = CallerPickler(buffer := io.BytesIO())
+    pickler = CallerPickler(buffer := io.BytesIO(), travel=travel)
     pickler.dump(value)
     return with_state(buffer.getvalue(), pickler.taken_out, pickler.wanted)
 
@@ -222,50 +225,73 @@ def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wan
     return WHOLE + header + state.pickled + pickled, tensors + state.tensors
 
 
-def loads_whole(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live | None = None) -> Any:
-    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then."""
+def loads_whole(
+    pickled: bytes,
+    tensors: Sequence[torch.Tensor],
+    claimed: Sequence[Any] = (),
+    names: Live | None = None,
+    streams: Streams | None = None,
+) -> Any:
+    """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then.
+
+    `streams`: gets those of the generators that it captures.
+    """
     names = names or Namespaces()
     if MARK in pickled and names.placement is None:
         placement = Placement()
         names = Namespaces(placement)
-        return placement.load(lambda: loads_whole(pickled, tensors, claimed, names))
+        return placement.load(lambda: loads_whole(pickled, tensors, claimed, names, streams))
     if not pickled.startswith(WHOLE):
-        return loads(pickled, tensors, claimed, names=names)
+        return loads(pickled, tensors, claimed, names, streams)
     start = len(WHOLE) + 3 * NUMBER_BYTES
     parts = [pickled[place : place + NUMBER_BYTES] for place in range(len(WHOLE), start, NUMBER_BYTES)]
     number, own, size = [int.from_bytes(part, "little") for part in parts]
-    names = loaded(number, pickled[start : start + size], tensors[own:], names.placement)
-    return loads(pickled[start + size :], tensors[:own], claimed, names=names)
+    names = loaded(number, pickled[start : start + size], tensors[own:], names.placement, streams)
+    return loads(pickled[start + size :], tensors[:own], claimed, names, streams)
 
 
 def loads_with_state(
     pickled: bytes, captures: Sequence[torch.Tensor], number: int, state: bytes, tensors: int
-) -> tuple[Any, Live]:
-    """A function, and the modules that it sees; of `captures` the last `tensors` are those of the state `number`, if any."""
-    placement = Placement() if MARK in pickled or MARK in state else None
-    own = len(captures) - tensors
+) -> tuple[Any, Live, Streams]:
+    """A function, the modules that it sees, and the generators that it captures.
 
-    def load() -> tuple[Any, Live]:
-        names = loaded(number, state, captures[own:], placement) if state else Namespaces(placement)
-        return loads(pickled, captures[:own], names=names), names
+    Of `captures` the last `tensors` are those of the state `number`, if any.
+    """
+    placement = Placement() if MARK in pickled or MARK in state else None
+    own, streams = len(captures) - tensors, Streams()
+
+    def load() -> tuple[Any, Live, Streams]:
+        names = loaded(number, state, captures[own:], placement, streams) if state else Namespaces(placement)
+        return loads(pickled, captures[:own], (), names, streams), names, streams
 
     return load() if placement is None else placement.load(load)
 
 
-def loaded(number: int, pickled: bytes, tensors: Sequence[torch.Tensor], placement: Placement | None = None) -> Namespaces:
+def loaded(
+    number: int,
+    pickled: bytes,
+    tensors: Sequence[torch.Tensor],
+    placement: Placement | None = None,
+    streams: Streams | None = None,
+) -> Namespaces:
     """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
     if tensors or placement is not None:
-        return namespaces_of(pickled, tensors, placement)
+        return namespaces_of(pickled, tensors, placement, streams)
     found = LOADED.get(number) or namespaces_of(pickled, ())
     LOADED.put(number, found)
     return found
 
 
-def namespaces_of(pickled: bytes, tensors: Sequence[torch.Tensor], placement: Placement | None = None) -> Namespaces:
+def namespaces_of(
+    pickled: bytes,
+    tensors: Sequence[torch.Tensor],
+    placement: Placement | None = None,
+    streams: Streams | None = None,
+) -> Namespaces:
     """The modules as a state has them."""
     found = Namespaces(placement)
     stream = io.BytesIO(pickled)
-    unpickler = TensorUnpickler(stream, tensors, (), found)
+    unpickler = TensorUnpickler(stream, tensors, (), found, streams)
     own_imports(unpickler.load())
     while stream.tell() < len(pickled):
         module, name, value = unpickler.load()

@@ -28,6 +28,7 @@ from mpgrad.pickling import caches
 from mpgrad.pickling.classes import dynamic, made_like_own
 from mpgrad.pickling.modules import ABOUT_ITSELF, LeftOf, make_function
 from mpgrad.pickling.reducers import INHERITED
+from mpgrad.pickling.streams import Root, captured, reduce_generator
 from mpgrad.pickling.structure import CallerPickler
 from mpgrad.pickling.uses import Wanted, is_own, module_of, name_of, uses_in
 from mpgrad.pickling.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
@@ -136,6 +137,10 @@ class StatePickler(CallerPickler):
         if isinstance(value, functools._lru_cache_wrapper):
             self.watch.content(caches.identities, value)
             return caches.reduce_by_value(value)
+        if (reduced := reduce_generator(value, captured)) is not None:
+            if hasattr(value, "__dict__"):
+                self.watch.content(attributes_of, value)
+            return reduced
         if isinstance(value, types.CellType):
             self.watch.content(contents_of_cell, value)
         elif isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
@@ -294,4 +299,5 @@ def pickled_alone(value: Any) -> Opaque:
     """Its bytes, which tensors it has, and where its buffers lie."""
     pickler = CallerPickler(buffer := io.BytesIO())
     pickler.dump(value)
-    return buffer.getvalue(), [*pickler.tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]
+    tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
+    return buffer.getvalue(), [*tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]

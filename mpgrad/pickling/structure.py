@@ -43,6 +43,7 @@ from mpgrad.pickling.modules import (
 )
 from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
+from mpgrad.pickling.streams import Streams, Travel, captured, reduce_generator
 from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_refs import have_attributes
@@ -70,12 +71,18 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
     return buffer.getvalue(), pickler.tensors + pickler.buffers[::-1]
 
 
-def loads(pickled: bytes, tensors: Sequence[torch.Tensor], claimed: Sequence[Any] = (), names: Live = LIVE) -> Any:
+def loads(
+    pickled: bytes,
+    tensors: Sequence[torch.Tensor],
+    claimed: Sequence[Any] = (),
+    names: Live = LIVE,
+    streams: Streams | None = None,
+) -> Any:
     """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
 
-    `names`: the modules of the user's own that it refers to.
+    `names`: the modules of the user's own that it refers to. `streams`: gets those of the generators that it captures.
     """
-    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names).load()
+    return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names, streams).load()
 
 
 def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
@@ -170,8 +177,10 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 class CallerPickler(TensorPickler):
     """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
 
-    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None) -> None:
+    def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
+        """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
+        self._travel = travel
         self.wanted: dict[Wanted, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
 
@@ -179,8 +188,8 @@ class CallerPickler(TensorPickler):
         kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
         if kind in NEVER_TAKEN_OUT:
             return None
-        if kind is NamesHere:
-            return NAMES_HERE
+        if kind in HERE:
+            return HERE[kind]
         if issubclass(kind, types.ModuleType) and is_own(value.__name__) and sys.modules[value.__name__] is value:
             if value.__name__ not in self._seen:  # it was not met in a function
                 self.wanted[Wanted(value.__name__, None)] = None
@@ -197,7 +206,7 @@ class CallerPickler(TensorPickler):
                 return NotImplemented
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
-        return super().reducer_override(value)
+        return reduce_generator(value, self._travel) or super().reducer_override(value)
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
@@ -225,6 +234,8 @@ class CallerPickler(TensorPickler):
 
 FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one
 MARKS = GlobalsOf, LeftOf
+STREAMS_HERE = "*"
+HERE: dict[type, str] = {NamesHere: NAMES_HERE, Streams: STREAMS_HERE}
 # asked of everything in a pickle, most of which is such
 NEVER_TAKEN_OUT = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict, set, frozenset, type})
 NEVER_TAKEN_OUT |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType}
@@ -243,18 +254,28 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 class TensorUnpickler(ClassUnpickler):
     """What `TensorPickler` gave, with tensors in the places of their numbers."""
 
-    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], claimed: Sequence[Any], names: Live) -> None:
+    def __init__(
+        self,
+        buffer: io.BytesIO,
+        tensors: Sequence[torch.Tensor],
+        claimed: Sequence[Any],
+        names: Live,
+        streams: Streams | None = None,
+    ) -> None:
         # `cpu`, where `device=` has moved all that a call was given
         super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)
         self._tensors = tensors
         self._claimed = claimed
         self._names = names
+        self._streams = Streams() if streams is None else streams
 
     def persistent_load(self, mark: int | Mark | Referent) -> Any:
         if isinstance(mark, int):
             return self._tensors[mark] if mark >= 0 else self._claimed[-1 - mark]
         if isinstance(mark, Referent):
             return mark.again()
+        if mark == STREAMS_HERE:
+            return self._streams
         return self._names if mark == NAMES_HERE else self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:

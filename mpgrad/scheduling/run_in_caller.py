@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,6 +31,7 @@ from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.pickling import state, structure
 from mpgrad.pickling.compiled import MARK
 from mpgrad.pickling.modules import Live
+from mpgrad.pickling.streams import Root, Streams
 from mpgrad.pickling.uses import LIBRARIES, is_own
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.notes import Laps
@@ -200,6 +201,11 @@ class UnusualError(Exception):
     """A worker would have done something else than we did."""
 
 
+def unusual_generator(kind: object, generator: object) -> NoReturn:
+    """Of an item: to give each its stream is the business of who packs them."""
+    raise UnusualError
+
+
 def may_run_here() -> bool:
     """Whether nothing is going on in the caller's thread that would treat a call here in another way than one in a worker."""
     return not may_be_followed() and not torch.is_inference_mode_enabled() and saved_tensor_hooks() is None
@@ -214,6 +220,8 @@ class LocalFunction:
     """A function as a worker would have it, in the caller's thread."""
 
     def __init__(self, function: PickledFunction) -> None:
+        if any(type(each) is Root for each in function.captures):
+            raise UnusualError
         self._border = Border()
         self._captures = [private(each, self._border) for each in function.captures]
         self._memories = {each.untyped_storage().data_ptr() for each in self._captures} - {0}
@@ -235,12 +243,16 @@ class LocalFunction:
     def _loaded(self, function: PickledFunction) -> Any:
         """With the user's modules themselves, unless there are tensors in them, which nobody may write to."""
         modules = function.state
+        streams = Streams()
         if modules is None or not modules.tensors:
-            self._names = Live({})
-            return structure.loads(function.pickled, self._captures, names=self._names)
-        own = len(self._captures) - len(modules.tensors)
-        self._names = state.namespaces_of(modules.pickled, self._captures[own:])
-        return structure.loads(function.pickled, self._captures[:own], names=self._names)
+            self._names, own = Live({}), len(self._captures)
+        else:
+            own = len(self._captures) - len(modules.tensors)
+            self._names = state.namespaces_of(modules.pickled, self._captures[own:], streams=streams)
+        target = structure.loads(function.pickled, self._captures[:own], (), self._names, streams)
+        if streams:
+            raise UnusualError  # as a function that draws from the process's generators is
+        return target
 
     def run(self, calls: Sequence[Arguments], seconds: float) -> list[Any]:
         """The results of the first of the calls, of as many as are begun within `seconds`.
@@ -279,7 +291,7 @@ class LocalFunction:
             value = target(*copies)
             check_unwritten(args, copies)
         else:
-            pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), state.Everything())
+            pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), state.Everything(), unusual_generator)
             if claims:
                 raise UnusualError
             target = self._target_for(tensors, pickled)

@@ -71,7 +71,8 @@ class Feeder:
 
     def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
-        packing = Packing(self._scheduler.copying_packer, operation.modes.grad, operation.request, operation.function.state)
+        grad, state = operation.modes.grad, operation.function.state
+        packing = Packing(self._scheduler.copying_packer, grad, operation.streams, operation.request, state)
         pack = functools.partial(pack_call, packing)
         return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
 
@@ -84,7 +85,8 @@ class Feeder:
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
         first = operation.conditions.first
-        packing = Packing(packer, operation.modes.grad, operation.request, operation.function.state, shared)
+        grad, state = operation.modes.grad, operation.function.state
+        packing = Packing(packer, grad, operation.streams, operation.request, state, shared)
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
             return pack_call(packing, operation.added, args, kwargs, first + operation.items)

@@ -59,7 +59,7 @@ def mapped_and_folded(
 def accumulated(submitter: Submitter, block: Block, items: Sequence[Any], progress: Progress) -> list[Any]:
     """[1]"""
     calls: list[Arguments] = [((each,), {}) for each in blocks_of(items)]
-    source = Source(calls, len(calls), at_rest=True, noun="block")
+    source = Source(calls, len(calls), at_rest=True, noun="block", items=calls)
     return submitter.run(block, source, CallOptions(chunksize=1, progress=progress))
 
 
@@ -67,5 +67,5 @@ def run_targets(
     submitter: Submitter, fold: Callable[..., Any], calls: list[Arguments], progress: Progress = False
 ) -> list[Any]:
     """[2] The calls have tensors in common, which are placed once."""
-    source = Source(calls, len(calls), at_rest=False, noun="target")
+    source = Source(calls, len(calls), at_rest=False, noun="target", items=calls)
     return submitter.run(fold, source, CallOptions(chunksize=1, progress=progress), shared={})

@@ -24,18 +24,20 @@ class Source(NamedTuple):
     total: int | None  # how many, where that is known beforehand
     at_rest: bool  # they are all there: no code of the caller's runs between two of them
     noun: str = "item"  # see `CallNames`
+    items: Iterable[Any] | None = None  # what each call is given, where it can be looked at beforehand
 
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:
         """Each item is the argument of a call."""
         each = iterator("the items", items)
-        return cls((((item,), {}) for item in each), length(items), is_at_rest(items))
+        return cls((((item,), {}) for item in each), length(items), is_at_rest(items), items=seen_again(items))
 
     @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
         """Each element has the arguments of a call."""
         each = iterator("the items", arguments)
-        return cls(((arguments_of(item), {}) for item in each), length(arguments), is_at_rest(arguments))
+        calls: Iterable[Arguments] = ((arguments_of(item), {}) for item in each)
+        return cls(calls, length(arguments), is_at_rest(arguments), items=seen_again(arguments))
 
     @classmethod
     def of_one(cls, args: Iterable[Any], kwds: Mapping[str, Any] | None) -> Source:
@@ -45,7 +47,7 @@ class Source(NamedTuple):
                 raise TypeError(f"kwds must be a mapping (kwds: {kwds!r})")
             kwds = dict(kwds)
         call = args if type(args) is tuple else tuple(iterator("args", args))
-        return cls([(call, kwds or {})], 1, at_rest=True, noun=ONE_CALL)
+        return cls([(call, kwds or {})], 1, at_rest=True, noun=ONE_CALL, items=())
 
 
 def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
@@ -59,6 +61,11 @@ def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
 
 def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
     return item if type(item) is tuple else tuple(iterator("an item, as the arguments of a call,", item))
+
+
+def seen_again(items: Iterable[Any]) -> Iterable[Any] | None:
+    """The items, if they can be gone through now and once more later."""
+    return items if is_at_rest(items) and not isinstance(items, Iterator) else None
 
 
 def length(iterable: Iterable[Any]) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation, OperationOptions
 from mpgrad.calls.packing import Arguments, Conditions, PickledFunction, SharedFunction, pickled_function
 from mpgrad.errors import CallNames
+from mpgrad.pickling.item_streams import ItemStreams
+from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import callable_of
@@ -38,6 +40,7 @@ class Prepared(NamedTuple):
     options: CallOptions
     request: Request | None  # where its calls are to run
     seconds: float | None  # that each may take
+    streams: ItemStreams
     modes: Modes | None  # None: the caller's; those of a map that runs in the caller need not be known
     seed: int | None
     function_name: str = ""
@@ -58,8 +61,10 @@ class Starter:
         options: CallOptions,
         like: Sequence[Arguments] = (),
         modes: Modes | None = None,
+        items: Iterable[Any] | None = None,
     ) -> Prepared:
         """[1] `like`: the arguments of some of the calls. `modes`: other ones than the caller's, and no random numbers.
+        `items`: see `Source`.
 
         Raises:
             TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool cannot do what is asked.
@@ -78,7 +83,9 @@ class Starter:
             pickled = pickled_function(function, self._scheduler.packer.kind, like)
         lap("pickles")
         seed = self.draw_seed() if modes is None else None
-        return Prepared(pickled, options, request, seconds, modes, seed, name, is_named)
+        streams = ItemStreams(items, pickled.captures)
+        pickled = pickled._replace(captures=drawn(pickled.captures))
+        return Prepared(pickled, options, request, seconds, streams, modes, seed, name, is_named)
 
     def begin(
         self,
@@ -92,7 +99,7 @@ class Starter:
         first: int = 0,
     ) -> Operation:
         """[2] `one_by_one`: its results are fetched so, and differentiated. `first`: the item of the first call."""
-        pickled, options, request, seconds, modes, seed, name, is_named = prepared
+        pickled, options, request, seconds, streams, modes, seed, name, is_named = prepared
         lap = self._scheduler.notes.laps()
         scheduler, deterministic = self._scheduler, self._options.deterministic
         now = modes or current_modes(scheduler.packer.kind)
@@ -119,6 +126,7 @@ class Starter:
             ahead=ahead,
             expected=expected,
             at_rest=at_rest,
+            streams=streams,
         )
         since = scheduler.settings.since
         environment = None if since is None else since.changes()

@@ -22,6 +22,7 @@ from mpgrad.calls.results import AsyncResult, DifferentiableFuture, Uncollected
 from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held
 from mpgrad.errors import ONE_CALL
+from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.progress import Progress, Reporter, Standing, reported
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.run_in_caller import AdaptiveMap, may_run_here
@@ -76,14 +77,15 @@ class Submitter:
             if options.on_error == "return":
                 raise NotImplementedError("on_error='return' is not for torch.func transforms and dual tensors; use 'raise'")
             given = list(source.calls)
-            results = run_followed(callable_of(function), given, self.starter.draw_seed, self._unfollowed(options, source.noun))
+            run = self._unfollowed(options, source.noun)
+            results = run_followed(callable_of(function), given, source.items, self.starter.draw_seed, run)
             if results is not None:
                 return results
             source = source._replace(calls=given)
         if source.at_rest and options.leaves_ways_open and self.may_stay and may_run_here():
             return self._run_adaptively(function, source, options)
         like, calls = first_of(source)
-        prepared = self.starter.prepare(function, options, like, modes)
+        prepared = self.starter.prepare(function, options, like, modes, source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
         wait_until = self._scheduler.wait_until
         try:
@@ -106,13 +108,13 @@ class Submitter:
         """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
 
         def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
-            return self.run(function, Source(calls, len(calls), at_rest=False, noun=noun), options, modes=modes)
+            return self.run(function, Source(calls, len(calls), at_rest=False, noun=noun, items=calls), options, modes=modes)
 
         return run
 
     def _run_adaptively(self, function: Callable[..., Any], source: Source, options: CallOptions) -> list[Any]:
         like, calls = first_of(source)
-        prepared = self.starter.prepare(function, options, like)
+        prepared = self.starter.prepare(function, options, like, items=source.items)
         begin = functools.partial(self.starter.begin, prepared, noun=source.noun, at_rest=True)
         add = functools.partial(self.feeder.feed, borrow=True, total=self._to_bundle(source, options))
         return AdaptiveMap(
@@ -136,7 +138,7 @@ class Submitter:
     ) -> AsyncResult[Any]:
         """All results, later; or what `fetch` makes of them."""
         like, calls = first_of(source)
-        prepared = self.starter.prepare(function, options, like)
+        prepared = self.starter.prepare(function, options, like, items=source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
         total = self._to_bundle(source, options)
         fetch = self._scheduler.notes.timed("makes results", fetch)
@@ -156,7 +158,7 @@ class Submitter:
         window: float | None = None,
     ) -> ResultIterator[Any]:
         """Results as they are asked for. `window`: how many items are taken ahead of them."""
-        prepared = self.starter.prepare(function, options)
+        prepared = self.starter.prepare(function, options, items=source.items)
         operation = self.starter.begin(prepared, stop_at_failure=False, one_by_one=True)
         if window is None:
             window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
@@ -166,7 +168,7 @@ class Submitter:
 
     def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
-        prepared = self.starter.prepare(function, options, [call])
+        prepared = self.starter.prepare(function, options, [call], items=())
         operation = self._begin_submitted(prepared)
         future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         self.feeder.feed(operation, [call], borrow=False)
@@ -175,7 +177,7 @@ class Submitter:
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
         """The future of a call that could not be sent."""
         check_untraced()
-        prepared = Prepared(pickled_function(abs), CallOptions(), None, None, None, 0)
+        prepared = Prepared(pickled_function(abs), CallOptions(), None, None, ItemStreams(()), None, 0)
         operation = self._begin_submitted(prepared)
         future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         operation.added, operation.sealed = 1, True

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpgrad.errors import contextmanager
+from mpgrad.pickling.streams import Streams
 from mpgrad.tasks.jacobian_arguments import Arguments, check_real, filled
 from mpgrad.torch_state.modes import DIFFERENTIATING, draw_seed, seed_item
 from mpgrad.torch_state.private import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
@@ -38,6 +39,7 @@ class Task(ABC):
         self.wanted = arguments.wanted
         self.create_graph = create_graph
         self.seed = draw_seed()
+        self.streams = Streams()  # in a worker: of the generators that `fn` captures
 
     def __call__(self, item: int, *own: Any) -> Any:
         with DIFFERENTIATING.entered():
@@ -86,6 +88,7 @@ class Point:
 
     def seed(self) -> None:
         seed_item(self.task.seed, self.item)
+        self.task.streams.begin(self.item)
 
     def evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs, always a tuple, from the item's own random numbers; raises where one is no real tensor."""

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
+from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
 from mpgrad.torch_state.private import dual_level_kept, refusing_no_grad, transforms_are_active, within_dual_level
 
@@ -42,8 +43,16 @@ class Runner:
     def __call__(self, program: Program, *own: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
         if self.seed is not None:  # a derivative of some items only meets their random numbers again
             seed_item(self.seed, program.direct.item)
-        tensors = program(functools.partial(loads_whole, self.pickled), self.common, own)
+        tensors = program(functools.partial(begun, self.pickled, program.direct.item), self.common, own)
         return program.direct.result, [tensor.detach() for tensor in tensors]
+
+
+def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
+    """What was pickled, with these as its captures, and the generators that it holds as they are for the item."""
+    streams = Streams()
+    value = loads_whole(pickled, tensors, streams=streams)
+    streams.begin(item)
+    return value
 
 
 class Program(ABC):
@@ -82,7 +91,7 @@ class Direct(Program):
         def run(*entered: torch.Tensor) -> list[torch.Tensor]:
             for k, tensor in zip(missing, entered, strict=True):
                 tensors[k] = tensor.clone()  # not a leaf, so that the function may write to it
-            args, kwargs = loads_whole(self.arguments, tensors[len(common) :])
+            args, kwargs = begun(self.arguments, self.item, tensors[len(common) :])
             self.result, outputs = structure.dumps(load(tensors[: len(common)])(*args, **kwargs))
             return outputs
 

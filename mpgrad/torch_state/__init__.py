@@ -5,5 +5,6 @@ Both sides. Imports PyTorch, `errors`, `system`, `tracebacks`; nothing here know
     private       every name of PyTorch's that is not public, in one package, by subject
     behaviours    tries each of them before the first pool of a process is made, by `probes`
     modes         grad mode, autocast, default dtype, random generators: noted, set, put back
+    generators    those that functions and items hold: a stream for each item; seed_sequences: numpy's
     vmap_levels   tensors of vmap as levels and plain tensors, and back
 """
