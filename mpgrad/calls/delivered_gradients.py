@@ -124,8 +124,8 @@ def factors_of(order: Order, grads: Grads) -> list[float | None] | None:
             factors.append(None)
             continue
         part = parts[0]
-        if len(parts) > 1 or isinstance(part, Promise):
-            return None
+        if len(parts) > 1 or isinstance(part, Promise) or part.layout is not torch.strided:
+            return None  # compressed sparse ones give no number
         factors.append(float(part))
     return factors
 

@@ -33,7 +33,8 @@ from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import own_import
+from mpgrad.pickling.modules import attribute_here, own_import
+from mpgrad.pickling.uses import is_own
 
 __all__ = [
     "ClassPickler",
@@ -73,8 +74,18 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
         if reduced is NotImplemented or not isinstance(value, type):
             return reduced
+        if (name := other_name(value)) is not None:
+            return attribute_here, (value.__module__, name)
         OURS.add(value)
         return with_slots(value, reduced)
+
+
+def other_name(value: type) -> str | None:
+    """Under which a library has a class that says that its name is another one, such as an enumeration of pybind11's."""
+    module = sys.modules.get(value.__module__)
+    if module is None or module.__name__ == "__main__" or is_own(module.__name__):
+        return None
+    return next((name for name, each in list(vars(module).items()) if each is value), None)
 
 
 def dynamic(value: type) -> Any:

@@ -32,6 +32,10 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         reduced = object.__new__, (type(value).__base__,), vars(value), None, None, parametrize_again
     elif is_plain(type(value)):
         reduced = without_empty_hooks(value.__reduce_ex__(5))
+    elif all(getattr(type(value), name) is getattr(Module, name) for name in PLAIN[:2]):
+        create, arguments, state, *rest = tuple(value.__reduce_ex__(5))
+        is_of_all = isinstance(state, dict) and "_modules" in state  # that of a quantized one has nothing of what all have
+        reduced = create if is_of_all else bare_module, arguments, state, *rest
     compiled = compiled_in_place(value)
     if compiled is None:
         return reduced
@@ -61,6 +65,12 @@ def set_with_hooks(module: Module, state: dict[str, Any]) -> None:
     """The state of a module, with dictionaries for the hooks that it does not have."""
     made = {name: OrderedDict[Any, Any]() if each is None and name in HOOKS else each for name, each in state.items()}
     module.__setstate__(made)  # type: ignore[no-untyped-call]
+
+
+def bare_module(kind: type[Module]) -> Module:
+    made = kind.__new__(kind)
+    Module.__init__(made)
+    return made
 
 
 def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.ScriptModule:

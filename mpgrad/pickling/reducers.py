@@ -12,10 +12,12 @@ Guarantees: what a weak reference leads to is alive in the worker for as long as
 from __future__ import annotations
 
 import contextvars
+import copyreg
 import dis
 import functools
 import gc
 import inspect
+import itertools
 import sys
 import threading
 import types
@@ -28,6 +30,9 @@ import cloudpickle
 import torch
 from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
+from torch.distributions.transforms import Transform
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mpgrad.pickling import caches
 from mpgrad.pickling.classes import ClassPickler
@@ -306,8 +311,10 @@ def reduce_finalizer(value: weakref.finalize[Any, Any]) -> Reduced:
 def reduce_subclass(value: object) -> Any:
     """As its base, where scripts make subclasses that say nothing of it; None for anything else."""
     kinds = type(value).__mro__
-    if INHERITED.isdisjoint(kinds):
+    if INHERITED.isdisjoint(kinds) or kinds[0] in ClassPickler.dispatch_table:
         return None
+    if not DESCRIPTORS.isdisjoint(kinds):
+        return reduce_descriptor(value)
     base = next(each for each in kinds if each in INHERITED or vars(each).keys() & {"__reduce__", "__reduce_ex__"})
     return REDUCERS[base](value) if base in INHERITED else None
 
@@ -327,6 +334,47 @@ def reduce_builtin(value: Any) -> Any:
     owner = torch.Tensor if isinstance(value, types.MethodDescriptorType) else torch
     name = value.__name__
     return (getattr, (owner, name)) if getattr(owner, name, None) is value else value.__reduce_ex__(5)
+
+
+def reduce_descriptor(value: Any) -> Reduced:
+    """A property, class method or static method of a subclass, such as those of `torch.distributions`."""
+    kind = type(value)
+    base = next(each for each in kind.__mro__ if each in DESCRIPTORS)
+    _, arguments = OWN_MAP[base](value)
+    return descriptor_again, (kind, base, arguments), vars(value) or None
+
+
+def descriptor_again(kind: Any, base: Any, arguments: tuple[Any, ...]) -> Any:
+    """The `__init__` of a subclass may want other arguments."""
+    made = base.__new__(kind, *arguments)
+    base.__init__(made, *arguments)
+    return made
+
+
+def whole(base: Any) -> Callable[[Any], Reduced | None]:
+    """For a class of PyTorch's whose `__getstate__` leaves out what can be carried."""
+
+    def reduce(value: Any) -> Reduced | None:
+        is_usual = type(value).__getstate__ is base.__getstate__
+        return (copyreg.__newobj__, (type(value),), vars(value)) if is_usual else None  # type: ignore[attr-defined]
+
+    return reduce
+
+
+def reduce_storage(value: torch.UntypedStorage) -> Reduced:
+    return storage_again, (torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),)
+
+
+def storage_again(values: torch.Tensor) -> torch.UntypedStorage:
+    return values.clone().untyped_storage()  # of its own: the tensor may be a part of shared memory
+
+
+def reduce_handle(value: RemovableHandle) -> Reduced:
+    """Of a hook. Its class cannot make one again whose module is gone."""
+    state = value.__getstate__()  # type: ignore[no-untyped-call]
+    if any(each is None for each in itertools.chain(state[:1], *state[2:])):
+        state = None, value.id
+    return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
 
 
 def reduce_generator(value: torch.Generator) -> Any:
@@ -355,7 +403,7 @@ REGISTER = "register operators in a module that workers import, or in each worke
 
 
 def reduce_imported(value: types.ModuleType) -> Any:
-    """An imported module; also one like torch._C._functions, which is an attribute of another and cannot be imported."""
+    """A module, of any class, by its name; also one like torch._C._functions: an attribute of another, not imported."""
     parent, _, name = value.__name__.rpartition(".")
     if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
         return getattr, (sys.modules[parent], name)
@@ -390,10 +438,17 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     threading.Barrier: reduce_barrier,
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
+    torch.UntypedStorage: reduce_storage,
+    type(torch.backends.cuda.cufft_plan_cache): reduce_attribute,
+    RemovableHandle: reduce_handle,
+    Optimizer: whole(Optimizer),  # of hooks, and what single optimizers and schedulers keep in them
+    Transform: whole(Transform),  # of inverses
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
     weakref.finalize: reduce_finalizer,
     FinalizerElsewhere: reduce_finalizer,
 }
-INHERITED = {*REFERENCES, *WEAK, threading.local}
+INHERITED = {*REFERENCES, *WEAK, threading.local, types.ModuleType, Optimizer, Transform}
+DESCRIPTORS = {property, classmethod, staticmethod}
+INHERITED |= DESCRIPTORS
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here

@@ -223,5 +223,6 @@ REMEDIES = {
     "was to be put into it, and pass what was to be taken out; or use a queue of a multiprocessing.Manager()",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
+    ("torch.jit.Future",): "pass what it gives (wait())",
     ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",
 }

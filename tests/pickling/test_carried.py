@@ -134,6 +134,17 @@ def test_gradients_of_uncoalesced_tensors(pool2: mpgrad.Pool) -> None:
                         assert_same_parts(mine, other) if other.layout is not torch.strided else torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_sparse_results_of_one_element(pool2: mpgrad.Pool, layout: torch.layout) -> None:
+    """Symptom: NotImplementedError: aten::_local_scalar_dense. Cause: they were taken for those of losses."""
+    more = {"blocksize": (1, 1)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    for _ in range(3):  # a map learns from the ones before
+        results = pool2.map(lambda part: part.reshape(1, 1).to_sparse(layout=layout, **more), x.split(1))
+        (gradient,) = torch.autograd.grad(results, x, [each.detach() * 2 for each in results])
+        assert torch.equal(gradient.to_dense(), 2 * x.detach())
+
+
 def test_sparse_captures(pool: mpgrad.Pool) -> None:
     leaf, inner = sparse(7).requires_grad_(), sparse(8).requires_grad_() * 2
     parameter = torch.nn.Parameter(sparse(9))
