@@ -64,7 +64,7 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
             link.lend_by_bytes()
         if in_process:
             settle(start, number)
-            outlet = Outlet(link, start.log_level)
+            outlet = Outlet(link, start.log_levels)
             if link.takes_descriptors:
                 promise_last_words(link)
         begin_as_new(is_process=in_process)

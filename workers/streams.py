@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import io
 import logging
-import logging.handlers
 import os
-import pickle
 import sys
 import threading
 from collections import deque
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
+from mpgrad.errors import traceback_of
+from mpgrad.pickling.classes import dumps
+from mpgrad.pickling.exceptions import ExceptionPickler, carried
 from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
-from mpgrad.wire.messages import Logged, Message, Printed
+from mpgrad.wire.messages import Logged, LogLevels, Message, Printed
 
 __all__ = ["Outlet"]
 
@@ -30,7 +32,7 @@ __all__ = ["Outlet"]
 class Outlet:
     """Gathers what is printed and logged in this process, and sends it."""
 
-    def __init__(self, link: Link, log_level: int) -> None:
+    def __init__(self, link: Link, log_levels: LogLevels) -> None:
         self._link = link
         self._pid = os.getpid()
         self._thread = threading.current_thread()
@@ -39,7 +41,7 @@ class Outlet:
         self._streams = Stream(self, "stdout", sys.stdout), Stream(self, "stderr", sys.stderr)
         sys.stdout, sys.stderr = self._streams
         logging.root.addHandler(LogHandler(self))
-        logging.root.setLevel(log_level)
+        take_levels(log_levels)
 
     def close(self) -> None:
         """Nothing can be sent any more; what is still printed goes where it would have gone."""
@@ -116,16 +118,56 @@ class Stream(io.TextIOBase):
                 self._outlet.put(Printed(self._name, text))
 
 
-class LogHandler(logging.handlers.QueueHandler):
-    """Sends records as text: their arguments and exceptions may be anything."""
-
+class LogHandler(logging.Handler):
     def __init__(self, outlet: Outlet) -> None:
-        logging.Handler.__init__(self)
+        super().__init__()
         self._outlet = outlet
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self._outlet.is_ours:
-                self._outlet.put(Logged(pickle.dumps(self.prepare(record))))
+                self._outlet.put(Logged(dumps_record(record)))
         except Exception:
             self.handleError(record)
+
+
+def take_levels(given: LogLevels) -> None:
+    """Tasks see the caller's levels, and nothing that it does not want is sent."""
+    for level, name in given.names.items():
+        logging.addLevelName(level, name)
+    for name, level in given.levels.items():
+        logging.getLogger(None if name == "root" else name).setLevel(level)
+    logging.disable(given.disabled)
+
+
+PLAIN = {type(None), bool, int, float, complex, str, bytes}
+
+
+def dumps_record(record: logging.LogRecord) -> bytes:
+    """A record may hold anything: it goes without what cannot be carried, and its text is made here, unless that is plain."""
+    attributes = dict(vars(record))
+    values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
+    if type(record.msg) is not str or any(type(each) not in PLAIN for each in values):
+        attributes.update(msg=record.getMessage(), args=None)
+    exception = None
+    if record.exc_info and isinstance(record.exc_info[1], BaseException):
+        error = record.exc_info[1]
+        attributes.update(exc_info=None, exc_text=traceback_of(error).rstrip("\n"))
+        exception = carried(error)
+    return dumps((pickled_attributes(attributes), exception))
+
+
+def pickled_attributes(attributes: dict[str, Any]) -> bytes:
+    """Without those that cannot be carried."""
+    try:
+        return dumps(attributes, ExceptionPickler)
+    except Exception:  # of whoever's object is among them
+        return dumps({name: each for name, each in attributes.items() if can_be_carried(each)}, ExceptionPickler)
+
+
+def can_be_carried(value: object) -> bool:
+    try:
+        dumps(value, ExceptionPickler)
+    except Exception:
+        return False
+    return True

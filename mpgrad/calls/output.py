@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
-import pickle
 import sys
 import traceback
 import warnings
@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from mpgrad.errors import RemoteError, RemoteTraceback, write
 from mpgrad.pickling import classes
-from mpgrad.tracebacks import is_own, outside
-from mpgrad.wire.messages import Logged, Printed, Warned
+from mpgrad.pickling.classes import ClassUnpickler
+from mpgrad.tracebacks import is_own, outside, shown
+from mpgrad.wire.messages import Logged, LogLevels, Printed, Warned
 
-__all__ = ["Warnings", "given_again", "lowest_log_level", "report", "taken", "warned_again"]
+__all__ = ["Warnings", "given_again", "log_levels", "report", "taken", "warned_again"]
 
 log = logging.getLogger("mpgrad")
 
@@ -50,16 +52,55 @@ def printed_again(printed: Printed) -> None:
 
 
 def logged_again(logged: Logged) -> None:
-    record: logging.LogRecord = pickle.loads(logged.record)
+    record = loads_record(logged.record)
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
 
 
-def lowest_log_level() -> int:
-    """Of all loggers here: below it, nothing need be sent."""
-    loggers = [each for each in list(logging.root.manager.loggerDict.values()) if isinstance(each, logging.Logger)]
-    return min([logging.root.level, *(each.level for each in loggers if each.level)])
+def loads_record(pickled: bytes) -> logging.LogRecord:
+    """As if it had been logged here: with the exception, and with the level's name."""
+    attributes, exception = NoImports(io.BytesIO(pickled)).load()
+    record = logging.makeLogRecord(NoImports(io.BytesIO(attributes)).load())
+    if (name := logging.getLevelName(record.levelno)) != f"Level {record.levelno}":
+        record.levelname = name
+    if exception is not None:
+        record.exc_text = shown(record.exc_text or "")
+        error = exception_again(exception, record.exc_text)
+        write(error, "__cause__", RemoteTraceback(record.exc_text))
+        record.exc_info = type(error), error, None
+    return record
+
+
+def exception_again(pickled: bytes, text: str) -> BaseException:
+    try:
+        error = NoImports(io.BytesIO(pickled)).load()
+    except Exception:  # its class is not here, or its own code failed; there is the text
+        error = None
+    return error if isinstance(error, BaseException) else RemoteError(text.rpartition("\n")[2])
+
+
+class NoImports(ClassUnpickler):
+    """The thread that gives records may not wait for an import: it may be that one that waits for the pool."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in sys.modules:
+            raise ImportError(f"{module} is not imported here", name=module)
+        found: Any = sys.modules[module]
+        is_going_on = getattr(getattr(found, "__spec__", None), "_initializing", False)
+        if not is_going_on:
+            return super().find_class(module, name)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+def log_levels() -> LogLevels:
+    """What a task sees of them."""
+    loggers = list(logging.root.manager.loggerDict.items())
+    levels = {name: each.level for name, each in loggers if isinstance(each, logging.Logger) and each.level}
+    names = {level: logging.getLevelName(level) for level in set(getattr(logging, "_levelToName", ()))}
+    return LogLevels({"root": logging.root.level, **levels}, names, logging.root.manager.disable)
 
 
 ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"

@@ -13,7 +13,7 @@ import torch
 from mpgrad.errors import InternalError, RemoteError, RemoteTraceback, add_note, error_in_words, read, write
 from mpgrad.pickling import classes
 
-__all__ = ["carried", "raised_again"]
+__all__ = ["ExceptionPickler", "carried", "raised_again"]
 
 log = logging.getLogger("mpgrad")
 

@@ -13,7 +13,7 @@ import math
 import time
 
 from mpgrad.calls.device_choice import missing_device
-from mpgrad.calls.output import lowest_log_level, report
+from mpgrad.calls.output import log_levels, report
 from mpgrad.engines.protocol import Engine
 from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError
@@ -119,7 +119,7 @@ class Staff:
             settings.threads,
             settings.graph_bytes,
             settings.spares_memory,
-            lowest_log_level(),
+            log_levels(),
             current_environment() if settings.since is None else settings.since.begin,
             None if settings.remote else preparation(),
             b"" if crossing is None else crossing.post(device),

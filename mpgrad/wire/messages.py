@@ -40,6 +40,7 @@ __all__ = [
     "Forward",
     "ForwardCall",
     "Gradients",
+    "LogLevels",
     "Logged",
     "Message",
     "Missing",
@@ -140,6 +141,14 @@ class Direct(NamedTuple):
 # --- parent to worker
 
 
+class LogLevels(NamedTuple):
+    """The caller's, of `logging`."""
+
+    levels: dict[str, int]  # of loggers that have one
+    names: dict[int, str]
+    disabled: int  # all up to this one, by `logging.disable`
+
+
 class Start(NamedTuple):
     """The first message. `initializer` is the pickle of (function or None, arguments); the rest is as in the parent.
 
@@ -151,7 +160,7 @@ class Start(NamedTuple):
     threads: int
     graph_bytes: int | None
     spares_memory: bool
-    log_level: int
+    log_levels: LogLevels
     environment: Environment
     preparation: dict[str, Any] | None  # what multiprocessing tells its children; not on another machine
     device: bytes = b""  # the pickle of a `accelerator.Post`, in a pool with devices
