@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import itertools
 import threading
 import weakref
@@ -19,7 +19,7 @@ from mpgrad.calls.output import Warnings, taken, warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, InternalError, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
-from mpgrad.pickling.exceptions import raised_again
+from mpgrad.pickling.exceptions import one_more, raised_again
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.tracebacks import shown
@@ -82,7 +82,7 @@ class GradientReply:
         self._arrived(make)
 
     def fail(self, error: BaseException) -> None:
-        self.fail_with(lambda: copy.copy(error))
+        self.fail_with(functools.partial(one_more, error))
 
     def fail_as(self, other: GradientReply) -> None:
         """Of the gradients that were needed here, `other` has none, but an error."""

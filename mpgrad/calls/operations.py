@@ -149,7 +149,10 @@ class Operation:
         if isinstance(outcome, Failed) and not self.return_errors:
             error = outcome.error()
             del self.outcomes[index]
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else it and this frame would keep each other
         try:
             with self.modes_of_caller():
                 (value,) = self._build(outcome)
@@ -180,11 +183,6 @@ class Operation:
         """The result of the only call."""
         (value,) = self.values()
         return value
-
-    def forget(self) -> None:
-        """Its results are with who asked for them."""
-        self.outcomes.clear()
-        self._made.clear()
 
     def _warn(self) -> None:
         for warned in taken(self.warned):
@@ -292,11 +290,12 @@ class Operation:
 
     def fail(self, error: BaseException) -> None:
         """Give every call that is still to come the same error."""
+        failed = Failed.with_copies(error)
         self.queue.clear()
         self.waiting.clear()
         for index in range(self.added):
             if index not in self.outcomes:
-                self.deliver(index, error)
+                self.deliver(index, failed)
 
     def cancel(self) -> None:
         """Nobody wants the rest any more."""

@@ -5,6 +5,7 @@ The scheduling thread puts them here; tensors and exceptions are made by who ask
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -16,6 +17,7 @@ from mpgrad.autograd.remote_graph import Home, RemoteGraph
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import ancestor_failed
 from mpgrad.memory.arena import Borrowed, Slab, Slot
+from mpgrad.pickling.exceptions import one_more
 from mpgrad.wire.messages import Result
 from mpgrad.wire.tensor_refs import Sparse, TensorRef, stand_in, views
 
@@ -102,29 +104,45 @@ class Delivered(NamedTuple):
 
 
 class Failed:
-    """An exception in the place of a result, made by who asks for it: its class is the caller's code, which may import more."""
+    """An exception in the place of a result, made by who asks for it: its class is the caller's code, which may import more.
 
-    def __init__(self, make: Callable[[], BaseException], origin: Failed | None = None) -> None:
+    One that is raised keeps the frames that it came through, and what these hold. So what many calls fail with, which may
+    live for as long as the pool, is made anew for each who asks; that of one call is kept, and ends with its result.
+    """
+
+    def __init__(self, make: Callable[[], BaseException], origin: Failed | None = None, anew: bool = False) -> None:
         self._make = make
+        self._anew = anew
         self._error: BaseException | None = None
         self.origin = origin or self  # the failure of an ancestor, where that is why
         self.is_cancelled = False
 
     @classmethod
     def with_error(cls, error: BaseException) -> Failed:
+        """That of one call."""
         failed = cls(lambda: error)
+        failed.is_cancelled = isinstance(error, CancelledError)
+        return failed
+
+    @classmethod
+    def with_copies(cls, error: BaseException) -> Failed:
+        """That of many calls."""
+        failed = cls(functools.partial(one_more, error), anew=True)
         failed.is_cancelled = isinstance(error, CancelledError)
         return failed
 
     @classmethod
     def because_of(cls, other: Failed, call: str) -> Failed:
         origin = other.origin
-        return cls(lambda: ancestor_failed(origin.error(), call), origin)
+        return cls(lambda: ancestor_failed(origin.error(), call), origin, origin._anew)
 
     def error(self) -> BaseException:
+        if self._anew:
+            return self._make()
         if self._error is None:
             self._error = self._make()
-        return self._error
+        # without the lines that asked before; its class may have a method of that name
+        return BaseException.with_traceback(self._error, None)
 
 
 Outcome = Delivered | Failed

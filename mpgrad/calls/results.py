@@ -126,7 +126,6 @@ class AsyncResult(Generic[R]):
         self._error_callback = error_callback
         self._lock = threading.RLock()
         self._value: Any = None
-        self._error: BaseException | None = None
         self._fetched = False
         self._is_collected = False  # somebody has asked for the result, or whether there is one
         self._is_abandoned = False
@@ -146,17 +145,8 @@ class AsyncResult(Generic[R]):
         self._collect()
         with self._lock:
             if not self._fetched:
-                value, error = None, None
-                try:
-                    value = self._fetch(self._operation)
-                except Exception as raised:
-                    error = raised
-                # an interrupt leaves all as it was, and so does, in the end, one whose handler came here in the same thread
-                if not self._fetched:
-                    self._value, self._error, self._fetched = value, error, True
-                    self._operation.forget()
-            if self._error is not None:
-                raise BaseException.with_traceback(self._error, None)  # without the lines that asked before
+                self._value = self._fetch(self._operation)  # after an interrupt it can be asked for again
+                self._fetched = True
             found: R = self._value
             return found
 
@@ -198,8 +188,6 @@ class AsyncResult(Generic[R]):
         if not self.ready():
             raise ValueError("the result is not ready; wait for it first (result.wait())")
         self._collect()
-        if self._fetched:
-            return self._error is None
         return self._operation.first_failure() is None
 
     def _finish(self) -> None:
@@ -270,7 +258,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
                 raise late(timeout)
             failed = staying.failed
         if failed is not None:
-            raise BaseException.with_traceback(failed.error(), None)  # its class may have another one
+            raise failed.error()
         value: R = self._operation.take()
         return value
 

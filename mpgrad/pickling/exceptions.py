@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,17 @@ def rebuilt(
     for owner, name, value in slots:
         vars(owner)[name].__set__(error, value)
     return error
+
+
+def one_more(error: BaseException) -> BaseException:
+    """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows them to all others."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # the code of its class, which may want other arguments
+        copied = rebuilt(type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error)))
+    if (cause := read(error, "__cause__")) is not None:
+        write(copied, "__cause__", cause)
+    return copied
 
 
 def raised_again(pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = "") -> BaseException:

@@ -8,7 +8,6 @@ half a message.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
 import math
@@ -22,6 +21,7 @@ from mpgrad.calls.outcomes import Staying
 from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
 from mpgrad.errors import InternalError
+from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.settings import Settings
 
@@ -110,7 +110,7 @@ class Dispatcher(Scheduler):
             if not self._is_over:
                 waiter.lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
             if self._is_over and not satisfied():  # nobody is left to bring that about
-                raise copy.copy(self.life.ended or InternalError("the dispatcher ended before the pool"))
+                raise one_more(self.life.ended or InternalError("the dispatcher ended before the pool"))
             return satisfied()
         finally:
             with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that

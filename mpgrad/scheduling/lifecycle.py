@@ -5,11 +5,11 @@ Any thread asks, and enters a phase; `break_off` and `end` are the scheduling th
 
 from __future__ import annotations
 
-import copy
 import enum
 import os
 
 from mpgrad.errors import PoolClosedError
+from mpgrad.pickling.exceptions import one_more
 
 __all__ = ["INSIDE", "Lifecycle", "Phase"]
 
@@ -98,7 +98,7 @@ class Lifecycle:
         """
         self.check_process()
         if self.broken is not None:
-            raise copy.copy(self.broken)
+            raise one_more(self.broken)
         if self.phase > Phase.OPEN:
             raise PoolClosedError(f"the pool is closed; make a new one, or call it {INSIDE}")
 
@@ -107,4 +107,4 @@ class Lifecycle:
         self.check_process()
         reason = self.broken or self.ended
         if reason is not None:
-            raise copy.copy(reason)
+            raise one_more(reason)

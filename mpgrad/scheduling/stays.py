@@ -103,7 +103,7 @@ class Stays:
             return
         staying.then.append(then)
         if self._ended is not None:
-            self._fail(staying, Failed.with_error(self._ended))
+            self._fail(staying, Failed.with_copies(self._ended))
         elif not staying.is_wanted:
             staying.is_wanted = True
             self._on_the_way.add(staying)
@@ -135,7 +135,7 @@ class Stays:
         self._ended = reason
         for staying in set(self._by_address.values()):
             if not staying.is_settled:
-                self._fail(staying, Failed.with_error(reason))
+                self._fail(staying, Failed.with_copies(reason))
 
     # --- what is given to workers
 
@@ -177,7 +177,7 @@ class Stays:
     def _backward_goes_on(self, item: SentGradients, needed: Staying) -> None:
         self.aside -= 1
         if (failed := needed.failed) is not None and not item.reply.arrived:
-            item.reply.fail_with(lambda: copy.copy(failed.error()))
+            item.reply.fail_with(failed.error)
             self.tell_waiters()
         else:
             self.leave(item.what.graph.worker, item)
@@ -239,7 +239,7 @@ class Stays:
         if staying.is_settled:
             return
         if self._ended is not None:
-            self._fail(staying, Failed.with_error(self._ended))
+            self._fail(staying, Failed.with_copies(self._ended))
             return
         call = copy.copy(staying.call)
         call.gated = call.ungated = call.leaves = call.claims = ()

@@ -181,7 +181,7 @@ class Submitter:
         operation = self._begin_submitted(prepared)
         future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         operation.added, operation.sealed = 1, True
-        operation.fail(error)
+        operation.deliver(0, error)
         return future
 
     def _begin_submitted(self, prepared: Prepared) -> Submitted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import itertools
 import logging
@@ -11,7 +12,9 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -330,3 +333,58 @@ def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
     assert borrowed(before + 1) == before + 1
     del kept
     assert borrowed(before) == before
+
+
+class Large:
+    """What a caller's frame holds."""
+
+
+class Odd(Exception):
+    """Takes other arguments than it keeps."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("odd")
+
+
+def breaks(pool: mpgrad.Pool) -> None:
+    pool._scheduler.post(lambda: pool._scheduler.life.break_off(Odd(1, 2)))
+
+
+ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {"terminated": mpgrad.Pool.terminate, "broken": breaks}
+
+
+@pytest.mark.parametrize("engine", ["process", "thread"])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_each_who_waits_gets_an_error_of_its_own(end: Callable[[mpgrad.Pool], None], engine: Any, nursery: mpgrad.Pool) -> None:
+    # symptom: four users' frames, 20 MiB each, stayed for as long as the pool, and each traceback showed those of the others.
+    # cause: one PoolClosedError for all, which keeps the frames that it is raised through.
+    with mpgrad.Pool(1, engine=engine) as pool:
+        result = pool.map_async(time.sleep, [0.5, 0.5])
+        future, results = pool.submit(abs, -1), pool.imap(abs, [-1])
+        other = pool.submit(abs, future)
+        asks: list[Callable[[], Any]] = [result.get, result.get, future.result, future.result, results.next, other.result]
+        refs, errors = [], []
+
+        def waits(ask: Callable[[], Any]) -> None:
+            large = Large()
+            refs.append(weakref.ref(large))
+            try:
+                ask()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=waits, args=(ask,)) for ask in asks]
+        for thread in threads:
+            thread.start()
+        assert pool._scheduler.wait_until(lambda: len(refs) == len(asks), 10)
+        end(pool)
+        for thread in threads:
+            thread.join(20)
+        with contextlib.suppress(Exception):
+            pool.map(abs, [-1])
+        assert len(errors) == len(asks) == len(set(map(id, errors)))
+        depths = [sum(1 for _ in traceback.walk_tb(error.__traceback__) if _[0].f_code is waits.__code__) for error in errors]
+        assert depths == [1] * len(asks)
+        errors.clear()
+        gc.collect()
+        assert not [ref for ref in refs if ref() is not None]

@@ -264,8 +264,8 @@ ITERATIONS: dict[str, Callable[[mpgrad.Pool, Callable[[Any], Any], list[Any]], A
 @pytest.mark.quick
 @pytest.mark.parametrize("iterate", ITERATIONS.values(), ids=ITERATIONS)
 def test_a_stop_iteration_ends_nothing_silently(pool: mpgrad.Pool, iterate: Callable[..., Any]) -> None:
-    # symptom: fewer results, fewer items in a sum, and no error. cause: who asked for results, or `map` in a worker, took it
-    # for the end. As in a generator it becomes a RuntimeError.
+    # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map` in a worker, took it for
+    # the end. As in a generator it becomes a RuntimeError.
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         iterate(pool, stops, [0, 1, 2])
     assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(caught.value)
