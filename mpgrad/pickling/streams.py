@@ -28,6 +28,8 @@ Travel = Callable[[Kind, Any], Any]  # how a generator is reduced; NotImplemente
 class Root(torch.Tensor):
     """[1] Stands among a function's captures for what is still to be drawn from a generator of the caller's."""
 
+    __slots__ = ("generator", "kind")  # not attributes, which would travel
+
     kind: Kind
     generator: Any
 
