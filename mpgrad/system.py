@@ -24,6 +24,7 @@ __all__ = [
     "REFUSED",
     "anonymous_memory",
     "free_memory",
+    "has_calls_of_linux",
     "remove_name",
     "reserve_memory",
     "resident_bytes",

@@ -1,4 +1,4 @@
-"""multiprocessing's fork server, which is not ours to end: when its workers end, whether it may start any. Caller's side."""
+"""multiprocessing's fork server, which is not ours to end: when its workers end, and if it may start any. Caller's side."""
 
 from __future__ import annotations
 

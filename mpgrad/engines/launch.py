@@ -33,7 +33,7 @@ from mpgrad.engines.fork_server import Life, check_fork_server
 from mpgrad.engines.inherited import Inherited, inherited
 from mpgrad.engines.programs import program, python
 from mpgrad.engines.tracker import SharedTracker
-from mpgrad.system import NO_SIGNAL, PORTABLE, remove_name
+from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
 
 __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
 
@@ -430,8 +430,8 @@ def process_launcher(context: BaseContext | str | None) -> Launcher:
     """
     if context is None:
         python()
-        # a nursery needs message boundaries and the death signal, which only Linux has
-        return SpawnLauncher() if PORTABLE else NurseryLauncher()
+        # a nursery needs message boundaries and the death signal, which only Linux has, and calls that may be refused by now
+        return SpawnLauncher() if PORTABLE or not has_calls_of_linux() else NurseryLauncher()
     if isinstance(context, str):
         if context not in (methods := multiprocessing.get_all_start_methods()):
             raise ValueError(f"context must be one of {', '.join(methods)} (context: {context!r})")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import linux_only
 
 from mpgrad import system
 from mpgrad.wire.frames import Channel
@@ -247,3 +248,93 @@ def test_no_descriptor_is_free_to_receive_one_with() -> None:
     assert sent(ours, theirs).take_descriptor() is None
     ours.close()
     theirs.close()
+
+
+SANDBOX = """
+import ctypes, os, struct
+
+def refuse(number, *calls):
+    # as seccomp profiles of containers do, for this process and all that it starts
+    load, equal, answer = 0x20, 0x15, 0x06
+    code = struct.pack("HBBI", load, 0, 0, 0)
+    for call in calls:
+        code += struct.pack("HBBI", equal, 0, 1, call) + struct.pack("HBBI", answer, 0, 0, 0x00050000 | number)
+    code += struct.pack("HBBI", answer, 0, 0, 0x7FFF0000)
+    held = ctypes.create_string_buffer(code)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+
+MEMFD_CREATE, PIDFD_OPEN, FALLOCATE = (319, 434, 285) if os.uname().machine == "x86_64" else (279, 434, 47)
+"""
+IN_IT = """
+import torch, mpgrad
+from mpgrad.system import PORTABLE
+
+assert PORTABLE
+weight = torch.ones(3, requires_grad=True)
+with mpgrad.Pool(2, send="always") as pool:
+    sum(pool.map(lambda x: (x * weight).sum(), [torch.ones(3), torch.ones(3)])).backward()
+    large = pool.map(torch.exp, [torch.zeros(100_000)])[0]
+print(weight.grad.tolist(), large[0].item(), end="")
+"""
+LATER = """
+from mpgrad import system
+from mpgrad.engines.launch import SpawnLauncher, process_launcher
+
+refuse(1, PIDFD_OPEN)
+assert isinstance(process_launcher(None), SpawnLauncher)
+refuse(1, MEMFD_CREATE)
+try:
+    system.anonymous_memory()
+except OSError as error:
+    print(error, end="")
+"""
+
+
+def sandboxed(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SANDBOX + code], capture_output=True, text=True, timeout=60)
+
+
+@linux_only("what other systems lack")
+@pytest.mark.quick
+@pytest.mark.parametrize("calls", ["MEMFD_CREATE", "PIDFD_OPEN", "MEMFD_CREATE, PIDFD_OPEN"])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_a_sandbox_that_refuses_calls_of_linux_is_another_system(calls: str, number: int) -> None:
+    """The nursery, and shared memory, were begun all the same: "3 in a row died", "Function not implemented"."""
+    done = sandboxed(f"refuse({number}, {calls})\nfrom mpgrad.system import PORTABLE\nprint(PORTABLE)")
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@linux_only("what other systems lack")
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", ["MEMFD_CREATE", "PIDFD_OPEN"])
+def test_a_pool_in_such_a_sandbox(calls: str) -> None:
+    done = sandboxed(f"refuse({errno.ENOSYS}, {calls})\n" + IN_IT)
+    assert (done.stdout, done.stderr) == ("[2.0, 2.0, 2.0] 1.0", "")
+
+
+NO_PAGES = """
+import errno, torch
+refuse(errno.EPERM, FALLOCATE)
+from mpgrad.memory.arena import Arena
+
+slot = Arena(1).allocate(1 << 20)
+slot.memory[:3] = b"yes"
+print(bytes(slot.memory[:3]).decode(), end="")
+"""
+
+
+@linux_only("posix_fallocate")
+@pytest.mark.slow
+def test_a_sandbox_that_refuses_to_take_pages_early() -> None:
+    """It was taken for a lack of memory."""
+    done = sandboxed(NO_PAGES)
+    assert (done.stdout, done.stderr) == ("yes", "")
+
+
+@linux_only("memfd_create")
+@pytest.mark.quick
+def test_a_call_that_is_refused_later_is_named() -> None:
+    done = sandboxed(LATER)
+    assert "memfd_create is refused" in done.stdout and "MPGRAD_PORTABLE=1" in done.stdout and done.stderr == ""

@@ -375,7 +375,22 @@ def test_a_frozen_program_forks(tmp_path: Path) -> None:
 # --- ends
 
 
-@pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.quick
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_programs_of_tasks_inherit_nothing_of_the_worker(method: str) -> None:
+    """multiprocessing passes pipes to its children so that these pass them on."""
+    code = (
+        "import os, sys\n"
+        "from mpgrad.engines.launch import enter_process\n"
+        "ends = os.pipe()\n"
+        "for end in ends: os.set_inheritable(end, True)\n"
+        "enter_process(sys.argv[1], 'os', 'system', f'test -e /dev/fd/{ends[0]} -o -e /dev/fd/{ends[1]} || echo none')"
+    )
+    assert run(code, method).stdout == "none\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_a_death_is_noticed_while_a_program_of_the_task_goes_on(fork_server: None, context: str, tmp_path: Path) -> None:
     """The program inherited the worker's pipe: the death was noticed when the program ended, or never."""
 
