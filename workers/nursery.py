@@ -6,8 +6,8 @@ listens on a named socket and is shared with whatever else uses it. This one has
     parent ► nursery    ("fork", name, (number, changes)) with the worker's ends of two socket pairs, by the second of which it
                         may ask for a resource tracker;  ("kill", name, signal)
     nursery ► parent    (name, exit code), once for each worker
-A worker's number is its own within its pool; its name is unique among all pools that share the nursery. The changes are those
-of the parent's environment since the nursery began (None: a variable is gone).
+A worker's number is its own within its pool; its name is unique among all pools that share the nursery. The changes are
+what the worker takes over, since the parent is not what it was when the nursery began.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import selectors
 import signal
 import socket
 import sys
-import time
-from collections.abc import Mapping
 from typing import NoReturn
 
+from mpgrad.inherited import Changes
 from mpgrad.system import NO_SIGNAL
 
 __all__ = ["main"]
@@ -98,7 +97,7 @@ class Nursery:
                     os.kill(pid, what)  # not reaped yet, so the pid is still its own
         return True
 
-    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: Mapping[str, str | None]) -> None:
+    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: Changes) -> None:
         nursery_pid = os.getpid()
         try:
             pid = os.fork()
@@ -111,19 +110,16 @@ class Nursery:
         for end in ends:
             end.close()
 
-    def _become_worker(
-        self, ends: list[socket.socket], number: int, changes: Mapping[str, str | None], nursery_pid: int
-    ) -> NoReturn:
+    def _become_worker(self, ends: list[socket.socket], number: int, changes: Changes, nursery_pid: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
             inherited.close()
-        for variable, value in changes.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
-        time.tzset()
+        try:
+            changes.take_over()
+        except (OSError, RuntimeError) as error:  # the parent sees the end of its pipe
+            print(f"mpgrad: {error}", file=sys.stderr)
+            os._exit(1)
         from mpgrad.workers.main import serve_and_exit
 
         end, tracker = ends

@@ -10,6 +10,5 @@ of calls: a new engine is written against `protocol` and added to `kinds`.
     launch       how a process or thread comes to be, and ends
     programs     fresh interpreters, and whether there is one
     fork_server  multiprocessing's: when its workers end, and whether it may start them
-    inherited    what a process passes on to those that it starts
     tracker      multiprocessing's resource tracker, for workers that need one
 """

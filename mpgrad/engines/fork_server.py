@@ -7,7 +7,7 @@ import os
 import socket
 
 from mpgrad.descriptors import Kept
-from mpgrad.engines.inherited import credentials
+from mpgrad.inherited import credentials
 from mpgrad.system import PORTABLE
 from mpgrad.wire.pipe import OPEN
 

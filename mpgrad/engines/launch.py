@@ -30,9 +30,9 @@ from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from mpgrad.engines.fork_server import Life, check_fork_server
-from mpgrad.engines.inherited import Inherited, inherited
 from mpgrad.engines.programs import program, python
 from mpgrad.engines.tracker import SharedTracker
+from mpgrad.inherited import Changes, Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
 
 __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
@@ -114,7 +114,7 @@ class NurseryProcess:
         self._exit_codes: dict[int, int] = {}
         self._late: set[int] = set()  # workers for whose end nobody waits any more
 
-    def fork(self, name: int, number: int, changes: dict[str, str | None], *ends: socket.socket) -> bool:
+    def fork(self, name: int, number: int, changes: Changes, *ends: socket.socket) -> bool:
         """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
@@ -176,9 +176,9 @@ class NurseryProcess:
 
 
 class NurseryLauncher:
-    """Workers forked from a nursery that passes on what this process is now, and not what it was when the nursery began.
+    """Workers forked from a nursery, which are what this process is now, and not what it was when the nursery began.
 
-    A pool may outlive that: the workers that it has stay with their nursery, and their successors come from another one.
+    Where they cannot take that over, the workers that a pool has stay with their nursery, and successors come from another one.
     """
 
     can_kill = True
@@ -200,7 +200,7 @@ class NurseryLauncher:
 
     @classmethod
     def _join(cls, now: Inherited) -> NurseryProcess:
-        """A nursery of this process that can pass on what it is `now`, a new one where there is none; counts one more user."""
+        """A nursery whose forks can be what this process is `now`, a new one where there is none; counts one more user."""
         with cls._lock:
             if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nurseries
                 cls._open, cls._owner_pid = [], os.getpid()
@@ -229,11 +229,13 @@ class NurseryLauncher:
             changes = self._nursery.begun_as.changes(now)
             ends = end, self.tracker.theirs
             if changes is None or not (self._nursery.alive and self._nursery.fork(name, number, changes, *ends)):
-                # it passes on what we were once; or it was killed from outside, and its workers with it
+                # its forks cannot become what we are; or it was killed from outside, and its workers with it
                 before, self._nursery = self._nursery, self._join(now)
                 self._leave(before)
                 # should this one be gone too, so is the other end of the worker's pipe
-                self._nursery.fork(name, number, self._nursery.begun_as.changes(now) or {}, *ends)
+                changes = self._nursery.begun_as.changes(now)
+                assert changes is not None
+                self._nursery.fork(name, number, changes, *ends)
         with self._lock:
             self._nursery.users += 1
         self._born[number] = self._nursery, name

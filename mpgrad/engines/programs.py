@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from mpgrad.cpus import THREAD_VARIABLES
-from mpgrad.engines.inherited import environment
+from mpgrad.inherited import environment
 from mpgrad.place import working_directory
 from mpgrad.system import PORTABLE, PROC
 

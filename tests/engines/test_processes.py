@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.spawn
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -24,9 +25,9 @@ import pytest
 from conftest import alive, first_are_quick, gone, linux_only
 
 import mpgrad
-from mpgrad.engines.inherited import inherited
 from mpgrad.engines.launch import NurseryLauncher, SpawnLauncher, process_launcher
 from mpgrad.engines.programs import is_python
+from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import PORTABLE
 
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
@@ -201,42 +202,86 @@ def another_root() -> None:
     os.chroot("/usr")
 
 
+def as_nobody() -> None:
+    os.setgroups([7, 8])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+
+
+def unprivileged(then: Callable[[], object]) -> Callable[[], object]:
+    return lambda: (as_nobody(), then())
+
+
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may")
-CHANGES = [
-    pytest.param(lambda: os.setgid(65534), marks=AS_ROOT, id="gid"),
+TAKEN_OVER = [
+    pytest.param(as_nobody, marks=AS_ROOT, id="user"),
     pytest.param(lambda: os.setuid(65534), marks=AS_ROOT, id="uid"),
-    pytest.param(lambda: os.seteuid(65534), marks=AS_ROOT, id="effective uid"),
-    pytest.param(lambda: os.setgroups([7, 8]), marks=AS_ROOT, id="groups"),
     pytest.param(lambda: os.umask(0o027), id="umask"),
     pytest.param(lambda: os.nice(1), id="niceness"),
-    pytest.param(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)), id="scheduler"),
     pytest.param(lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), id="affinity"),
     pytest.param(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (99, 100)), id="limits"),
     pytest.param(no_new_privileges, id="no_new_privs"),
+    pytest.param(unprivileged(no_new_privileges), marks=AS_ROOT, id="user and no_new_privs"),
+    pytest.param(lambda: os.environ.update(MPGRAD_TESTS="7"), id="environment"),
+]
+BEYOND = [
+    pytest.param(lambda: os.setgid(65534), marks=AS_ROOT, id="gid"),
+    pytest.param(lambda: os.seteuid(65534), marks=AS_ROOT, id="effective uid"),
+    pytest.param(lambda: os.setgroups([7, 8]), marks=AS_ROOT, id="groups"),
+    pytest.param(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)), id="scheduler"),
     pytest.param(another_namespace, marks=AS_ROOT, id="namespace"),
+    pytest.param(lambda: (another_namespace(), as_nobody()), marks=AS_ROOT, id="namespace and user"),
     pytest.param(another_root, marks=AS_ROOT, id="root"),
     pytest.param(lambda: os.environ.update(CUDA_VISIBLE_DEVICES="7"), id="what torch reads"),
     pytest.param(lambda: os.environ.update({f"X{k}": "x" * 10_000 for k in range(9)}), id="large environment"),
 ]
 
 
-@linux_only("the nursery")
-@pytest.mark.quick
-@pytest.mark.parametrize("change", CHANGES)
-def test_who_has_changed_gets_another_nursery(change: Callable[[], object]) -> None:
-    """Later pools shared the nursery of an earlier one: their workers ran as root after setuid."""
-    if len(os.sched_getaffinity(0)) == 1 and "affinity" in os.environ.get("PYTEST_CURRENT_TEST", ""):
-        pytest.skip("one CPU")
-    before = inherited()
-    assert before.changes(inherited()) == {}
+def after(change: Callable[[], object]) -> Inherited:
+    """What a process is after a change."""
+    read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        status = 9
         with contextlib.suppress(BaseException):
             change()
-            status = 0 if before.changes(inherited()) is None else 1
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            os.write(write, pickle.dumps(inherited()))
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        found = file.read()
+    os.waitpid(pid, 0)
+    return pickle.loads(found)
+
+
+@linux_only("the nursery")
+@pytest.mark.quick
+@pytest.mark.parametrize("change", TAKEN_OVER)
+def test_a_worker_takes_over_what_its_caller_is_now(change: Callable[[], object]) -> None:
+    """Workers were what the nursery was when it began: they ran as root after setuid."""
+    before = inherited()
+    now = after(change)
+    changes = before.changes(now)
+    assert changes is not None and changes == before.changes(now)
+    assert after(changes.take_over) == now
+
+
+@linux_only("the nursery")
+@pytest.mark.quick
+@pytest.mark.parametrize("change", BEYOND)
+def test_what_a_worker_cannot_take_over_is_anothers(change: Callable[[], object]) -> None:
+    assert inherited().changes(after(change)) is None
+    assert after(change).changes(after(change)) is not None  # and later pools share that one
+
+
+@linux_only("the nursery")
+@AS_ROOT
+@pytest.mark.quick
+def test_who_has_no_rights_gets_none_back() -> None:
+    low = after(as_nobody)
+    assert low.changes(inherited()) is None
+    assert low.changes(after(lambda: (os.nice(-1), as_nobody()))) is None
+    lower = after(unprivileged(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (99, 100))))
+    assert lower.changes(low) is None and low.changes(lower) is not None
 
 
 @linux_only("the nursery")
@@ -261,14 +306,14 @@ def who():
     umask = os.umask(0)
     os.umask(umask)
     ids = os.getresuid(), os.getresgid(), os.getgroups()
-    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("SOME_VARIABLE")
 
 with mpgrad.Pool(1, send="always", maxtasksperchild=1) as old:
     root = old.apply(who)
     os.umask(0o027)
     os.nice(3)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-    os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+    os.environ["SOME_VARIABLE"] = "7"
     os.setgroups([7, 8])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
@@ -287,10 +332,6 @@ print("right", end="")
 @pytest.mark.slow
 def test_workers_of_who_has_given_up_rights() -> None:
     """A new pool's workers, and later ones of an old pool, still ran as root."""
-    try:
-        subprocess.run([sys.executable, "-c", "import torch"], user=65534, cwd="/", check=True, stderr=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        pytest.skip("the interpreter is root's alone")
     done = run(LATER, cwd="/")
     assert (done.stdout, done.stderr) == ("right", "")
 
@@ -488,7 +529,7 @@ PIPES = """
 import os, signal, socket, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 from mpgrad.engines.launch import NurseryProcess
-from mpgrad.engines.inherited import inherited
+from mpgrad.inherited import Inherited, inherited
 from mpgrad.wire.pipe import Pipe
 
 for descriptors in [], [0]:
