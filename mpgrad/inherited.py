@@ -14,12 +14,12 @@ import math
 import os
 import re
 import resource
-import time
 from typing import Any, NamedTuple
 
+from mpgrad.environment import current_environment
 from mpgrad.system import PROC
 
-__all__ = ["Changes", "Inherited", "credentials", "environment", "inherited"]
+__all__ = ["Inherited", "credentials", "inherited", "take_over"]
 
 THREAD = f"{PROC}/thread-self"  # of the thread that asks: a new process is its copy
 CREDENTIALS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
@@ -36,65 +36,49 @@ READ_EARLY = re.compile(
     "LD_|GLIBC_|MALLOC_|LANG|LC_|PYTHON|TORCH|PYTORCH_|ATEN_|CUDA|CUBLAS|CUDNN|NVIDIA_|HIP_|ROC|HSA_|ZE_|XPU|SYCL"
     "|OMP_|GOMP_|KMP_|LIBOMP|MKL|OPENBLAS_|GOTO|BLIS_|VECLIB_|NUMEXPR_|NPY_|NUMPY|DNNL_|ONEDNN_"
 )
-MOST_CHANGES = 1 << 15  # characters of variables, which have to fit into a message
 
 
-class Changes(NamedTuple):
-    """What a fork has to take over."""
+def take_over(wanted: dict[str, Any]) -> None:
+    """Have this process, a fork, stand as `wanted`, which may be empty: then it does already.
 
-    environment: dict[str, str | None]  # None: the variable is gone
-    standing: dict[str, Any]  # all of it, if anything differs
-
-    def take_over(self) -> None:
-        """In the fork.
-
-        Raises:
-            OSError: the system refuses.
-            RuntimeError: it is something else now.
-        """
-        for variable, value in self.environment.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
-        time.tzset()
-        wanted = self.standing
-        if not wanted:
-            return
-        now = inherited().standing
-        differ = {key for key in wanted if now[key] != wanted[key]}
-        if "affinity" in differ:
-            os.sched_setaffinity(0, wanted["affinity"])
-        if "niceness" in differ:
-            os.setpriority(os.PRIO_PROCESS, 0, wanted["niceness"])
-        if "limits" in differ:
-            for limit, pair in wanted["limits"].items():
-                resource.setrlimit(limit, pair)
-        if "Umask" in differ:
-            os.umask(int(wanted["Umask"], 8))
-        if differ & USER:  # the last of them takes the right to change the others
-            os.setgroups([int(each) for each in wanted["Groups"].split()])
-            os.setresgid(*ids(wanted["Gid"]))
-            os.setresuid(*ids(wanted["Uid"]))
-        if "NoNewPrivs" in differ:
-            ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        if (found := inherited().standing) != wanted:
-            wrong = sorted(key for key in wanted if found[key] != wanted[key])
-            raise RuntimeError(f"a worker could not become what its caller is (differs: {', '.join(wrong)})")
+    Raises:
+        OSError: the system refuses.
+        RuntimeError: it is something else now.
+    """
+    if not wanted:
+        return
+    now = inherited().standing
+    differ = {key for key in wanted if now[key] != wanted[key]}
+    if "affinity" in differ:
+        os.sched_setaffinity(0, wanted["affinity"])
+    if "niceness" in differ:
+        os.setpriority(os.PRIO_PROCESS, 0, wanted["niceness"])
+    if "limits" in differ:
+        for limit, pair in wanted["limits"].items():
+            resource.setrlimit(limit, pair)
+    if "Umask" in differ:
+        os.umask(int(wanted["Umask"], 8))
+    if differ & USER:
+        # the user last, as that takes the right to change the others
+        os.setgroups([int(each) for each in wanted["Groups"].split()])
+        os.setresgid(*ids(wanted["Gid"]))
+        os.setresuid(*ids(wanted["Uid"]))
+    if "NoNewPrivs" in differ:
+        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if (found := inherited().standing) != wanted:
+        wrong = sorted(key for key in wanted if found[key] != wanted[key])
+        raise RuntimeError(f"a worker could not become what its caller is (differs: {', '.join(wrong)})")
 
 
 class Inherited(NamedTuple):
     standing: dict[str, Any]
-    environment: dict[str, str]
+    read_early: dict[str, str]  # variables of the environment; workers follow the others by themselves
 
-    def changes(self, now: Inherited) -> Changes | None:
-        """What a fork of this process takes over, to be like `now`; None where it cannot."""
-        names = self.environment.keys() | now.environment.keys()
-        changed = {name: now.environment.get(name) for name in names if self.environment.get(name) != now.environment.get(name)}
-        size = sum(len(name) + len(value or "") for name, value in changed.items())
-        if size > MOST_CHANGES or any(map(READ_EARLY.match, changed)) or not self._may_become(now.standing):
+    def changes(self, now: Inherited) -> dict[str, Any] | None:
+        """What a fork of this process is to `take_over`, to be like `now`; None where it cannot."""
+        if self.read_early != now.read_early or not self._may_become(now.standing):
             return None
-        return Changes(changed, {} if self.standing == now.standing else now.standing)
+        return {} if self.standing == now.standing else now.standing
 
     def _may_become(self, wanted: dict[str, Any]) -> bool:
         own = self.standing
@@ -129,7 +113,8 @@ def inherited() -> Inherited:
         "root": (root.st_dev, root.st_ino),
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
-    return Inherited(standing, environment())
+    variables = current_environment().variables.items()
+    return Inherited(standing, {name: value for name, value in variables if value is not None and READ_EARLY.match(name)})
 
 
 def credentials(pid: int) -> dict[str, str]:
@@ -166,9 +151,3 @@ def content(file: str) -> str:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         return ""
-
-
-def environment() -> dict[str, str]:
-    while True:
-        with contextlib.suppress(KeyError, RuntimeError):  # another thread has changed it meanwhile
-            return dict(os.environ)

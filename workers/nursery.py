@@ -20,9 +20,9 @@ import selectors
 import signal
 import socket
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mpgrad.inherited import Changes
+from mpgrad.inherited import take_over
 from mpgrad.system import NO_SIGNAL
 
 __all__ = ["main"]
@@ -97,7 +97,7 @@ class Nursery:
                     os.kill(pid, what)  # not reaped yet, so the pid is still its own
         return True
 
-    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: Changes) -> None:
+    def _fork(self, ends: list[socket.socket], name: int, number: int, changes: dict[str, Any]) -> None:
         nursery_pid = os.getpid()
         try:
             pid = os.fork()
@@ -110,13 +110,13 @@ class Nursery:
         for end in ends:
             end.close()
 
-    def _become_worker(self, ends: list[socket.socket], number: int, changes: Changes, nursery_pid: int) -> NoReturn:
+    def _become_worker(self, ends: list[socket.socket], number: int, changes: dict[str, Any], nursery_pid: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
             inherited.close()
         try:
-            changes.take_over()
+            take_over(changes)
         except (OSError, RuntimeError) as error:  # the parent sees the end of its pipe
             print(f"mpgrad: {error}", file=sys.stderr)
             os._exit(1)

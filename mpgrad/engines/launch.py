@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from mpgrad.engines.fork_server import Life, check_fork_server
 from mpgrad.engines.programs import program, python
 from mpgrad.engines.tracker import SharedTracker
-from mpgrad.inherited import Changes, Inherited, inherited
+from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
 
 __all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
@@ -114,7 +114,7 @@ class NurseryProcess:
         self._exit_codes: dict[int, int] = {}
         self._late: set[int] = set()  # workers for whose end nobody waits any more
 
-    def fork(self, name: int, number: int, changes: Changes, *ends: socket.socket) -> bool:
+    def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
         """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
         descriptors = array.array("i", [end.fileno() for end in ends])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]

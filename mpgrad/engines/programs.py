@@ -16,7 +16,6 @@ import subprocess
 import sys
 
 from mpgrad.cpus import THREAD_VARIABLES
-from mpgrad.inherited import environment
 from mpgrad.place import working_directory
 from mpgrad.system import PORTABLE, PROC
 
@@ -54,7 +53,7 @@ def is_python(executable: str) -> bool:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         tried = subprocess.run(
             [executable, "-I", "-S", "-c", f"import sys; sys.stdout.write({said!r})"],
-            env={**environment(), PROBED: "1"},
+            env={**os.environ, PROBED: "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -70,7 +69,7 @@ def program(module: str, function: str, *given: socket.socket | int) -> subproce
     arguments = ", ".join(map(str, numbers))
     boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
     # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
-    variables = {**dict.fromkeys(THREAD_VARIABLES, "1"), **environment(), **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
+    variables = {**dict.fromkeys(THREAD_VARIABLES, "1"), **os.environ, **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],
