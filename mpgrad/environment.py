@@ -50,19 +50,31 @@ class Environment(NamedTuple):
         return self._replace(**changes)._replace(variables={name: value for name, value in variables if value is not None})
 
 
-def variables_in_use() -> Mapping[Any, Any]:
-    """The variables as `os.environ` stores them: a dictionary, which C compares in a microsecond."""
-    variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-    return variables
+def in_use() -> tuple[Any, ...]:
+    """The fields as the process has them now: objects that others may change. `os.environ` stores its variables in a
+    dictionary, which C compares in a microsecond.
+    """
+    variables = getattr(os.environ, "_data", os.environ)
+    return variables, working_directory(), sys.argv, sys.path, zone_in_use()
 
 
 def zone_in_use() -> tuple[Any, ...]:
     return time.tzname, time.timezone, time.altzone, time.daylight
 
 
+def copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    variables, directory, arguments, paths, zone = fields
+    return dict(variables), directory, list(arguments), list(paths), zone
+
+
+def environment_of(fields: tuple[Any, ...]) -> Environment:
+    variables, directory, arguments, paths, zone = fields
+    texts = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
+    return Environment(texts, directory, list(map(str, arguments)), list(map(str, paths)), zone)
+
+
 def current_environment() -> Environment:
-    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in dict(variables_in_use()).items()}
-    return Environment(variables, working_directory(), list(map(str, sys.argv)), list(map(str, sys.path)), zone_in_use())
+    return environment_of(copied(in_use()))
 
 
 class Since:
@@ -70,19 +82,18 @@ class Since:
 
     def __init__(self) -> None:
         self.begin = current_environment()
-        self._seen: tuple[Any, ...] = ()  # what was there at the last look, and what it had changed
+        self._seen: tuple[tuple[Any, ...], bytes] = (), b""  # the fields at the last look, and what had changed
 
     def changes(self) -> bytes:
         """A pickle, the same object until something changes; no bytes where all is as at the beginning."""
-        now = variables_in_use(), working_directory(), sys.argv, sys.path, zone_in_use()
-        seen = self._seen  # read once: another thread may put another one there
-        if not seen or seen[0] != now:
-            variables, directory, arguments, paths, zone = now
-            changes = current_environment().changes(self.begin)
+        now = in_use()
+        seen, pickled = self._seen  # read once: another thread may put others there
+        if seen != now:
+            seen = copied(now)
+            changes = environment_of(seen).changes(self.begin)
             pickled = pickle.dumps(changes) if changes else b""
-            self._seen = seen = (dict(variables), directory, list(arguments), list(paths), zone), pickled
-        found: bytes = seen[1]
-        return found
+            self._seen = seen, pickled
+        return pickled
 
 
 class Follower:

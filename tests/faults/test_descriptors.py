@@ -7,6 +7,7 @@ zeros written behind, and frames mixed with what belongs to the user.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -28,6 +29,9 @@ import mpgrad
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
 
 
+FILES = 120  # they get all numbers that mpgrad had
+
+
 def close_all(but_sockets: bool) -> None:
     for number in range(3, 256):
         with contextlib.suppress(OSError):
@@ -35,12 +39,16 @@ def close_all(but_sockets: bool) -> None:
                 os.close(number)
 
 
-def with_files(folder: Path, but_sockets: bool) -> torch.Tensor:
-    """Large enough for a slot in shared memory."""
+def open_files(folder: Path, but_sockets: bool) -> None:
     close_all(but_sockets)
-    for number in range(40):
+    for number in range(FILES):
         descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CREAT)
         os.write(descriptor, b"mine")
+
+
+def with_files(folder: Path, but_sockets: bool) -> torch.Tensor:
+    """Large enough for a slot in shared memory."""
+    open_files(folder, but_sockets)
     return torch.arange(3e5)
 
 
@@ -91,6 +99,39 @@ def test_a_socket_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path)
         for _ in range(20):
             with listener.accept()[0] as end:
                 assert end.recv(4096) == b""
+
+
+@linux_only("what is forked from a process with threads")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_of_the_caller_that_becomes_a_daemon(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """It closes all, and opens files. The end of a result was written into one of them, and closed others."""
+    results: list[object] = fresh_pool.map(lambda k: torch.full((100_000,), k), range(4), 1)
+    for folder in (tmp_path / "of_caller", tmp_path / "of_worker"):
+        folder.mkdir()
+
+    def become(folder: Path, held: list[object]) -> int:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                open_files(folder, False)
+                held.clear()
+                gc.collect()
+                if grandchild := os.fork():
+                    os.waitpid(grandchild, 0)
+                status = sum(os.write(each, b"") for each in range(3, 3 + FILES))  # all are open
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    while not fresh_pool._scheduler._sleeping_soundly:  # then it is woken when there is something to give back
+        time.sleep(0.01)
+    children = [
+        become(tmp_path / "of_caller", results),
+        fresh_pool.apply(lambda tensor: become(tmp_path / "of_worker", [tensor]), (results[0],)),
+    ]
+    assert children == [0, 0]
+    assert are_untouched(tmp_path / "of_caller") and are_untouched(tmp_path / "of_worker")
 
 
 def socket_of_worker() -> int:

@@ -188,6 +188,14 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
     assert (tmp_path / "file").read_bytes() == b"mine" * PAGE
     with pytest.raises(OSError, match="close only what you open"):
         _ = kept.slab.descriptor
+    numbers = {slab._kept._number for slab in (kept.slab, lenders.slabs[kept.slab.number])}
+    lenders.close()
+    arena.close()
+    del kept, again, private, slot, slab
+    gc.collect()
+    for number in numbers:  # not closed with the memory
+        assert os.path.samestat(os.fstat(number), os.stat(tmp_path / "file"))
+        os.close(number)
 
 
 @linux_only("a descriptor for each slab")
