@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mpgrad.system import CGROUPS, PORTABLE, PROC
+from mpgrad.system import CGROUPS, PORTABLE, PROC, free_on_machine
 
-__all__ = ["cgroup_folders", "memory_limit", "memory_used", "own_cgroups", "read_words"]
+__all__ = ["cgroup_folders", "free_memory", "limiting", "memory_limit", "memory_used", "own_cgroups", "read_words"]
 
 MEMBERSHIP = PROC / "self/cgroup"
+SPARED = 0.05  # of a group's limit: for what is taken without asking. At the limit the kernel kills, and says nothing before
+KNOWN_FOR = 0.5  # seconds, at most, for which the groups that limit memory are those that were found, which takes 0.7 ms
 
 
 def own_cgroups(controller: str) -> list[Path]:
@@ -36,6 +41,28 @@ def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Pa
             yield each
             if each == base:
                 break
+
+
+def limiting(folders: Sequence[Path]) -> list[Path]:
+    """Those that set a limit of memory that this machine could exceed."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return [folder for folder in folders if memory_limit(folder) < there]
+
+
+@functools.lru_cache(maxsize=1)
+def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
+    """Of this process's groups. Looked for once in each moment, since groups and their limits may change."""
+    return limiting(own_cgroups("memory"))
+
+
+def free_memory() -> int:
+    """Bytes that this process can still have: of the machine's, and within the limits of all groups that it is in.
+
+    What other processes of the groups take meanwhile, they take from the same.
+    """
+    folders = limiting_now(CGROUPS, MEMBERSHIP, int(time.monotonic() / KNOWN_FOR))
+    rooms = [int((1 - SPARED) * memory_limit(folder)) - memory_used(folder) for folder in folders]
+    return max(0, min(free_on_machine(), *rooms)) if rooms else free_on_machine()
 
 
 def memory_limit(folder: Path) -> float:

@@ -23,7 +23,7 @@ __all__ = [
     "PROC",
     "REFUSED",
     "anonymous_memory",
-    "free_memory",
+    "free_on_machine",
     "has_calls_of_linux",
     "remove_name",
     "reserve_memory",
@@ -116,8 +116,8 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
             raise
 
 
-def free_memory() -> int:
-    """Bytes that programs can still have without swapping."""
+def free_on_machine() -> int:
+    """Bytes that programs can still have without swapping, if nothing but the machine limits them (see `cgroups`)."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
             return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpgrad.cgroups import memory_limit, memory_used, own_cgroups
+from mpgrad.cgroups import limiting, memory_limit, memory_used, own_cgroups
 
 __all__ = ["MemoryWatch"]
 
@@ -30,9 +29,7 @@ class MemoryWatch:
     @functools.cached_property
     def _folders(self) -> list[Path]:
         """Found when they are first needed: it takes 0.7 ms, for which a worker's start would wait."""
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = own_cgroups("memory") if self._given is None else self._given
-        return [folder for folder in found if memory_limit(folder) < there]
+        return limiting(own_cgroups("memory") if self._given is None else self._given)
 
     def is_short(self) -> bool:
         """Looks, unless it has looked a moment ago: then nothing is said to be short."""

@@ -38,13 +38,14 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from mpgrad.cgroups import free_memory
 from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.cluster.site_worker import Pieces, SiteWorker
 from mpgrad.cluster.worker_slabs import WorkerSlabs
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
-from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
+from mpgrad.system import PORTABLE, anonymous_memory, reserve_memory, resident_bytes
 from mpgrad.wire.asides import Lacking
 from mpgrad.wire.pipe import framed
 

@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpgrad.cgroups import free_memory
 from mpgrad.descriptors import Kept
 from mpgrad.errors import PoolClosedError, SharedMemoryError
 from mpgrad.memory.addresses import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
 from mpgrad.memory.forks import PRIVATE, SHARED, WITHHELD, View, forget, let_go, share_again, watch
-from mpgrad.system import PORTABLE, free_memory, reserve_memory
+from mpgrad.system import PORTABLE, reserve_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
 if TYPE_CHECKING:
