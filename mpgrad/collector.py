@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mpgrad.errors import contextmanager
 
@@ -26,8 +27,9 @@ MOST_HELD = 200_000  # new objects, ours or those of the iterable that the calle
 class Hold:
     """Whoever holds the collector off; at the latest until it is gone, should an interrupt come before anything else."""
 
-    def __del__(self) -> None:
-        HOLDERS.let_go(self)
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not python_ends():
+            HOLDERS.let_go(self)
 
 
 class Holders:

@@ -6,10 +6,11 @@ Assumes: a `Home` that delivers. Nothing here makes autograd nodes; they share t
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -301,8 +302,9 @@ class RemoteGraph:
                 set_priority(node, WAIT + node.graph.number)
         self.gates_behind = None
 
-    def __del__(self) -> None:
-        self.home.release(self)
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not python_ends():
+            self.home.release(self)
 
 
 class Further(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from mpgrad.autograd.remote_graph import RemoteGraph
@@ -38,7 +39,9 @@ class Backward:
         """The engine calls it where the backward has not failed; then all has been taken."""
         self.was_interrupted = False
 
-    def __del__(self) -> None:
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if python_ends():
+            return
         for ref in self.graphs:
             if (graph := ref()) is not None:
                 graph.forget(self.graph_task)

@@ -7,6 +7,7 @@ a result that another call is still to give leaves a number, and is put in by th
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -115,8 +116,8 @@ class SharedFunction:
     def sent_slot(self) -> tuple[int, int] | None:
         return None if self.slot is None else (self.slot.address, self.slot.memory.nbytes)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_forget"):
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not python_ends() and hasattr(self, "_forget"):
             self._forget(self.number, self.nbytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import sys
 import threading
 import weakref
 from collections import deque
@@ -155,7 +156,9 @@ class ResultIterator(Generic[R]):
         if not self._operation.has_ended:
             self._desk.cancel_queued(self._operation)
 
-    def __del__(self) -> None:
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if python_ends():  # all pools have ended, and names of modules may be gone
+            return
         if self._is_abandoned:
             self._desk.call_off(self._operation)
         # with a window without end, all is asked for, whether anybody looks at it or not

@@ -23,6 +23,7 @@ import errno
 import mmap
 import os
 import resource
+import sys
 import threading
 import weakref
 from collections import deque
@@ -132,8 +133,9 @@ class Slot:
         self.address: int = slab.number << OFFSET_BITS | offset
         self.memory: Any = slab.memory[offset : offset + nbytes]  # a memoryview, or a `accelerator.Region`
 
-    def __del__(self) -> None:
-        self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not python_ends():
+            self._arena.bury(self.slab, self.address & OFFSET_MASK, self._capacity)
 
 
 class Borrowed(NamedTuple):

@@ -358,3 +358,47 @@ def test_other_libraries_take_one_thread(pool2: mpgrad.Pool) -> None:
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         assert pool2.apply(lambda name: os.environ.get(name), (name,)) == os.environ.get(name, "1")
     assert pool2.apply(torch.get_num_threads) == 1
+
+
+AT_THE_END = """
+import os, sys, time
+import mpgrad
+from mpgrad.calls.packing import SharedFunction
+from mpgrad.calls.result_iterator import ResultIterator
+
+def watched(finalize, name, write=os.write, trace=sys.settrace):
+    def look(frame, event, arg):
+        if event == "exception":
+            write(1, b" an exception in " + name)
+        return look
+    def watch(self):
+        write(1, name)
+        trace(look)
+        try:
+            finalize(self)
+        finally:
+            trace(None)
+    return watch
+
+for each in (ResultIterator, SharedFunction):
+    each.__del__ = watched(each.__del__, each.__name__.encode())
+
+def f(x):
+    time.sleep(0.01)
+    return x
+
+pool = mpgrad.Pool(2)
+results = pool.imap_unordered(f, range(1000))
+next(results)
+os.write(1, b"ends: ")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_left_at_the_end_of_the_program() -> None:
+    # symptom: "Exception ignored in: <function ResultIterator.__del__>", for a partly read iterator of a module. cause:
+    # when Python takes modules apart, their names become None, and finalizers still used them.
+    ended = run([sys.executable, "-c", AT_THE_END])
+    assert ended.returncode == 0 and not ended.stderr
+    _, _, after = ended.stdout.partition("ends")
+    assert after.count("ResultIterator") == 1 and "exception" not in after, after
