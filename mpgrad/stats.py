@@ -14,7 +14,8 @@ class WorkerStats(NamedTuple):
     Attributes:
         number: counts all workers of the pool from 1; a worker that takes the place of another has a number of its own.
         pid: of its process (with engines "thread" and "inline", of this one).
-        resident_bytes: of its process, pages that it shares with others included; 0 where it has just ended.
+        resident_bytes: of its process, pages that it shares with others included; 0 where it has just ended,
+            or no descriptor is free to look.
         graphs: how many it keeps for a backward.
         graph_bytes: what these take; measured only with `graph_memory`, otherwise 0.
         calls: how many it has run.

@@ -127,10 +127,13 @@ def free_on_machine() -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process; 0 where it has ended."""
-    import psutil
-
+    """Of a process; 0 where it has ended, or where no descriptor is free to look."""
     try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return int(psutil.Process(pid).memory_info().rss)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+    return 0

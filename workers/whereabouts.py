@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from mpgrad.memory.arena import Arena
-from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.asides import Whereabouts, in_order
 
 __all__ = ["Tracker"]
 
@@ -34,10 +34,14 @@ class Tracker:
         numbers = self._numbers
         numbers[Whereabouts.STARTED] = time.monotonic_ns()
         numbers[Whereabouts.OFFSET] = -1
-        if numbers[Whereabouts.CHUNK] != chunk:
+        if numbers[Whereabouts.CHUNK] == chunk:
+            numbers[Whereabouts.POSITION] = position
+        else:
             numbers[Whereabouts.CHUNK] = Whereabouts.BETWEEN  # whoever reads both finds them to go together, or this
-        numbers[Whereabouts.POSITION] = position
-        numbers[Whereabouts.CHUNK] = chunk
+            in_order()
+            numbers[Whereabouts.POSITION] = position
+            in_order()
+            numbers[Whereabouts.CHUNK] = chunk
         if self.tell is not None:
             self.tell(chunk, position)
 

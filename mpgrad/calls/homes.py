@@ -359,13 +359,14 @@ class OperationHome:
         for levels, contributions, reply in asked:
             for each in contributions:
                 each.reply.wait()  # raises what it raised
-            lost: list[Contribution] = []
-            try:
-                if found := reply.gradients():
-                    yield levels, found
-            except WorkerDiedError:
-                lost = [each for each in contributions if not each.reply.apart]
-            again = list(map(self._send_apart, lost))
+            summed = [each for each in contributions if not each.reply.apart]
+            found: Sequence[torch.Tensor | None] = ()
+            with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
+                found = reply.gradients()
+            if summed and reply.calls == len(summed):
+                yield levels, found
+                summed = []
+            again = list(map(self._send_apart, summed))  # of none where there is nothing to lose
             for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
                 yield levels, own.gradients()[len(order.wanted) :]
 

@@ -11,7 +11,7 @@ import pickle
 import socket
 
 from mpgrad.cluster.worker_slabs import WorkerSlabs
-from mpgrad.wire.asides import LastWords, SlabHere, Whereabouts, WhereaboutsHere
+from mpgrad.wire.asides import LastWords, SlabHere, Whereabouts, WhereaboutsHere, in_order
 from mpgrad.wire.pipe import Pipe, RawFrame, last_words_in
 
 __all__ = ["Pieces", "SiteWorker"]
@@ -57,8 +57,11 @@ class SiteWorker(Pipe):
         """What it has written of where it is; nothing where it goes on in this moment, or nobody could be shown it."""
         if (numbers := self.whereabouts) is None:
             return []
+        at = numbers[Whereabouts.CHUNK]
+        in_order()
         found = list(numbers[: Whereabouts.SKIPPED])
-        return found if found[Whereabouts.CHUNK] == numbers[Whereabouts.CHUNK] else []
+        in_order()
+        return found if at == found[Whereabouts.CHUNK] == numbers[Whereabouts.CHUNK] else []
 
     def next_overrun(self) -> tuple[int, int, float]:
         """The first chunk with a limit, the call that it is at, and when that will have taken too long.

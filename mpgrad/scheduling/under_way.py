@@ -19,7 +19,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunks import Chunk
-from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.asides import Whereabouts, in_order
 
 __all__ = ["MERCY", "UnderWay"]
 
@@ -87,6 +87,7 @@ class UnderWay:
         whereabouts = self.whereabouts
         if whereabouts is None or whereabouts[Whereabouts.CHUNK] != chunk:
             return -1, self.since
+        in_order()
         return whereabouts[Whereabouts.POSITION], max(self.since, whereabouts[Whereabouts.STARTED] / 1e9)
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
@@ -135,7 +136,10 @@ class UnderWay:
         whereabouts = self.whereabouts
         if whereabouts is None or not self.can_skip:
             return []
-        at, position = whereabouts[Whereabouts.CHUNK], whereabouts[Whereabouts.POSITION]
+        at = whereabouts[Whereabouts.CHUNK]
+        in_order()
+        position = whereabouts[Whereabouts.POSITION]
+        in_order()
         if at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]:  # it goes on in this moment
             return []
         found = []

@@ -8,9 +8,25 @@ no site it is for the caller.
 
 from __future__ import annotations
 
+import platform
+import threading
 from typing import NamedTuple
 
-__all__ = ["Lacking", "LastWords", "SlabHere", "Whereabouts", "WhereaboutsHere"]
+__all__ = ["Lacking", "LastWords", "SlabHere", "Whereabouts", "WhereaboutsHere", "in_order"]
+
+KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")  # of stores, and of loads, as other processes see them
+
+
+def in_order() -> None:
+    """What was read or written before is so, for other processes too, before what comes after.
+
+    Python has no barrier. But what stands before a release comes no later than it, what stands behind an acquisition no
+    earlier than that, and no acquisition before an earlier release.
+    """
+    if not KEEPS_ORDER:
+        for _ in range(2):
+            with threading.Lock():
+                pass
 
 
 class Lacking(NamedTuple):

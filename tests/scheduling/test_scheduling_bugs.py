@@ -5,21 +5,29 @@ from __future__ import annotations
 import concurrent.futures
 import fractions
 import gc
+import importlib
+import itertools
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import mpgrad
+from mpgrad.autograd.remote_graph import forget_oldest
+from mpgrad.scheduling.under_way import UnderWay
+from mpgrad.wire.asides import Whereabouts, in_order
+from mpgrad.workers.whereabouts import Tracker
 
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
 
@@ -311,3 +319,99 @@ def test_code_that_pickles_may_use_the_executor(nursery: mpgrad.Pool, in_thread:
         ask.start()
         ask.join(20)
         assert found and found[0].result(20) == 3
+
+
+def test_statistics_without_a_free_descriptor(pool2: mpgrad.Pool) -> None:
+    # symptom: OSError from `stats`. cause: how much memory a worker has is read from a file.
+    pool2.map(abs, [-1] * 8, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        found = pool2.stats()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [each.resident_bytes for each in found.workers] == [0, 0] and found.calls >= 8
+
+
+@pytest.mark.quick
+def test_backwards_are_forgotten_by_several_threads_at_once() -> None:
+    # symptom: KeyError, or "dictionary changed size during iteration". cause: two threads found the same oldest one.
+    by_task: dict[int, int] = {}
+    errors, numbers = [], itertools.count()
+
+    def use() -> None:
+        try:
+            for _ in range(10_000):
+                by_task[next(numbers)] = 0
+                forget_oldest(by_task)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == [] and len(by_task) < 300
+
+
+def forgets_its_next_sum() -> None:
+    FunctionSums: Any = importlib.import_module("mpgrad.workers.capture_sums").FunctionSums
+    take = FunctionSums.take
+
+    def forgets(self: Any, graph_task: int | None, levels: Any) -> None:
+        FunctionSums.take = take
+        take(self, graph_task, levels)
+
+    FunctionSums.take = forgets
+
+
+def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> None:
+    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for backwards that had run ahead.
+    weight = torch.linspace(1, 2, 3, requires_grad=True)
+    xs = [torch.ones(3), torch.full((3,), 2.0)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x).sin().sum()
+
+    with mpgrad.Pool(1, graphs="keep") as pool:
+        pool.apply(forgets_its_next_sum)
+        (2 * sum(pool.map(fn, xs))).backward()
+    (expected,) = torch.autograd.grad(2 * sum(fn(x) for x in xs), [weight])
+    torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.quick
+def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom, on processors that change the order of stores: the chunk that a worker is at with the position in the one before.
+    # cause: nothing kept the order of plain stores and loads but what x86 promises.
+    did: list[Any] = []
+
+    class Numbers(list[int]):
+        def __setitem__(self, place: Any, value: Any) -> None:
+            did.append((place, value))
+            super().__setitem__(place, value)
+
+        def __getitem__(self, place: Any) -> Any:
+            did.append(place)
+            return super().__getitem__(place)
+
+    for module in ("mpgrad.workers.whereabouts", "mpgrad.scheduling.under_way"):
+        monkeypatch.setattr(f"{module}.in_order", lambda: did.append("in order"))
+    tracker: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT), tell=None)
+    Tracker.begin(tracker, 7, 3)
+    assert did[-5:] == [(0, Whereabouts.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
+    under_way: Any = UnderWay()
+    under_way.whereabouts, under_way.can_skip = tracker._numbers, True
+    did.clear()
+    assert under_way.unbegun() == []
+    assert did == [0, "in order", 1, "in order", 0]
+    monkeypatch.setattr("mpgrad.wire.asides.KEEPS_ORDER", False)
+    in_order()
