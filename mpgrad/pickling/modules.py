@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
+from mpgrad.pickling.lookups import CarriedGlobals
 from mpgrad.pickling.uses import is_own, uses_in
 from mpgrad.place import PLACE
 
@@ -155,7 +156,10 @@ def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any]
     """cloudpickle would give it the builtins of this process."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
-    own_globals["__builtins__"] = names.builtins if isinstance(names, Namespaces) else vars(builtins)
+    found = names.builtins if isinstance(names, Namespaces) else vars(builtins)
+    if isinstance(own_globals, CarriedGlobals):
+        found = own_globals.builtins(found)
+    own_globals["__builtins__"] = found
     return types.FunctionType(code, own_globals, *others)
 
 

@@ -52,6 +52,8 @@ STEADY = (
 class StatePickler(CallerPickler):
     """Functions and classes of the user's own modules by value, and what their code wants after them."""
 
+    starts_again = False  # the pickle has many parts
+
     def __init__(self, left: dict[Wanted, LeftOf], bare: set[tuple[type, str]]) -> None:
         """`bare`: attributes that classes go without, as these cannot be carried; what is found of them is added."""
         self.buffer = io.BytesIO()

@@ -28,6 +28,7 @@ from torch.nn import Module
 
 from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
+from mpgrad.pickling.lookups import CarriedGlobals, Lookups, SysOf, fill_main, looks_up, main_of, mentioned_in, stands_alone
 from mpgrad.pickling.modules import (
     LIVE,
     NAMES_HERE,
@@ -43,10 +44,10 @@ from mpgrad.pickling.modules import (
 )
 from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
-from mpgrad.pickling.streams import Streams, Travel, captured, reduce_generator
-from mpgrad.pickling.uses import LOOKED_THROUGH_BY, Wanted, is_own, module_of, name_of, uses_in, uses_of
+from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator
+from mpgrad.pickling.uses import Wanted, is_own, module_of, name_of, uses_of
 from mpgrad.wire.tensor_cores import RIDE_BYTES
-from mpgrad.wire.tensor_refs import have_attributes
+from mpgrad.wire.tensor_refs import check_carriable, have_attributes
 
 __all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
 
@@ -174,15 +175,46 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     vars(tensor).update(attributes)
 
 
+class LooksUpLateError(Exception):
+    """A function looks up names in globals that are in the pickle already, as those of functions that do not."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        super().__init__()
+        self.namespace = namespace
+
+
 class CallerPickler(TensorPickler):
     """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
+
+    follows_lookups = True  # gives functions the names that they may find at run time
+    starts_again = True  # where it turns out late that a function does so; else all functions are taken for such
 
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
         """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
         self._travel = travel
+        self._buffer = buffer
+        self._lookups: dict[int, Lookups] = {}  # by id of the namespace
+        self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[Wanted, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
+
+    def dump(self, value: Any) -> None:
+        start = self._buffer.tell()
+        while True:
+            try:
+                super().dump(value)
+                return
+            except LooksUpLateError as late:
+                self._buffer.seek(start)
+                self._buffer.truncate()
+                self.clear_memo()
+                for each in (self.tensors, self.buffers, self.claims or [], self._number, self.wanted, self._seen):
+                    each.clear()
+                # that of each namespace which is known by now
+                bases: dict[int, dict[str, Any]] = self.globals_ref
+                known = {key: CarriedGlobals() for key, base in bases.items() if type(base) is CarriedGlobals}
+                self.globals_ref = {**known, id(late.namespace): CarriedGlobals()}
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
@@ -206,7 +238,15 @@ class CallerPickler(TensorPickler):
                 return NotImplemented
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
+        if value is sys.modules["__main__"] and self.follows_lookups:
+            return self._reduce_main(vars(value))
         return reduce_generator(value, self._travel) or super().reducer_override(value)
+
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        found = self.follows_lookups and (looks_up(function) or not self.starts_again)
+        if found and stands_alone(function.__globals__):
+            self._carried(function.__globals__)
+        return super()._dynamic_function_reduce(function)
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
@@ -223,13 +263,63 @@ class CallerPickler(TensorPickler):
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
             self.wanted[wanted] = None
-        if home is not None and not uses_in(value.__code__).names.isdisjoint(LOOKED_THROUGH_BY):
+        if home is not None and looks_up(value):
             self.wanted[Wanted(home, None)] = None
+        if type(own_globals) is CarriedGlobals and looks_up(value):
+            given.update(self._names_of(value.__globals__, mentioned_in(value.__code__), given))
+            if own_globals.own("__name__", "") == "__main__":
+                given.update({name: SysOf(own_globals) for name, each in given.items() if each is sys})
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
             rest["__globals__"], own_globals = self.globals_along(value, given), GlobalsOf(home)
         here = NamesHere()
         return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
+
+    def _carried(self, namespace: dict[str, Any]) -> CarriedGlobals:
+        """What stands in the pickle for the globals of functions that look up names."""
+        base = self.globals_ref.setdefault(id(namespace), CarriedGlobals())
+        if type(base) is not CarriedGlobals:
+            raise LooksUpLateError(namespace)
+        return base
+
+    def _names_of(self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
+        lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
+        found = lookups.names(mentioned, given)
+        self._carried(namespace).uncarried.update(lookups.uncarried)
+        return found
+
+    def _reduce_main(self, namespace: dict[str, Any]) -> Any:
+        return main_of, (self._carried(namespace),), self._names_of(namespace, frozenset(), {}), None, None, fill_main
+
+
+class Alone(CallerPickler):
+    """To see what a value takes; raises OverflowError above the limit."""
+
+    follows_lookups = False
+
+
+class Limited(io.BytesIO):
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self._limit = sys.maxsize if limit is None else limit
+
+    def write(self, data: Any) -> int:
+        if self.tell() > self._limit:
+            raise OverflowError
+        return super().write(data)
+
+
+def size_alone(value: Any, limit: int | None) -> int:
+    """Bytes that it takes in a pickle, and of its tensors."""
+    pickler = Alone(buffer := Limited(limit))
+    pickler.dump(value)
+    for each in pickler.tensors:
+        if type(each) is not Root:
+            check_carriable(each, "it")
+    size = buffer.tell() + sum(each.nbytes for each in pickler.taken_out)
+    if limit is not None and size > limit:
+        raise OverflowError
+    return size
 
 
 FUNCTION_PARTS = 5  # arguments with which cloudpickle makes one

@@ -22,7 +22,6 @@ from cloudpickle import list_registry_pickle_by_value
 
 __all__ = [
     "LIBRARIES",
-    "LOOKED_THROUGH_BY",
     "Uses",
     "Wanted",
     "contents_of",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
-LOOKED_THROUGH_BY = {"globals", "locals", "vars", "eval", "exec", "get_type_hints"}  # functions that find names in strings
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 

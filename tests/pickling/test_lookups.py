@@ -1,0 +1,182 @@
+"""Names that a script's functions find at run time: in strings, in `globals()`, in `__main__`.
+
+Before: NameError in workers; and `globals().get("w", zero)` was zero, without a gradient and without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mpgrad
+from mpgrad.pickling.lookups import UNASKED_BYTES, looks_up
+
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+
+SCRIPT = """
+import inspect, sys, typing
+import __main__
+import torch
+
+w = torch.tensor(2.0, requires_grad=True)
+counting = (n for n in [])
+large = torch.zeros(SIZE + 1, dtype=torch.uint8)
+zero = torch.zeros(())
+
+def helper(x):
+    return x * w
+
+def of_eval(x):
+    return eval("helper(x)")
+
+def of_exec(x):
+    found = {"x": x}
+    exec("y = helper(x)", globals(), found)
+    return found["y"]
+
+def of_globals(x):
+    return x * globals()["w"]
+
+def of_get(x):
+    return x * globals().get("w", zero)
+
+def of_main(x):
+    return x * __main__.w
+
+def of_import(x):
+    import __main__ as main
+    return x * getattr(main, "w", zero)
+
+def of_vars(x):
+    return x * vars(__main__)["w"]
+
+def of_dunder_import(x):
+    return x * __import__("__main__").w
+
+def of_modules(x):
+    return x * sys.modules[__name__].w
+
+def of_modules_imported(x):
+    import sys as system
+    return x * getattr(system.modules.get("__main__"), "w", zero)
+
+def of_frame(x):
+    return x * inspect.currentframe().f_globals["w"]
+
+def of_function(x):
+    return x * helper.__globals__["w"]
+
+def of_made_word(x):
+    return x * globals().get("".join("w"), zero)
+
+def of_made_code(x):
+    return eval("".join(["hel", "per(x)"]))
+
+def of_another(x):
+    return of_get(x) + 0 * helper(x)
+
+def of_what_it_sets(x):
+    globals()["set_here"] = x
+    __main__.set_there = w
+    return eval("set_here * set_there")
+
+class Holder:
+    def method(self, x):
+        return of_get(x) + eval("0 * w")
+
+def in_a_class(x):
+    return eval("Holder()").method(x)
+
+def plain_first(x):
+    return (helper(x) + of_get(x)) / 2
+
+def mentions_large(x):
+    return x * w + len(globals()["large"]) * 0
+
+REFUSED = {
+    "get": lambda _: globals().get("".join(["lar", "ge"]), 0),
+    "item": lambda _: globals()["".join(["lar", "ge"])],
+    "eval": lambda _: eval("".join(["lar", "ge"])),
+    "main": lambda _: getattr(__main__, "".join(["lar", "ge"]), 0),
+    "modules": lambda _: getattr(sys.modules["__main__"], "".join(["lar", "ge"]), 0),
+    "all": lambda _: list(globals().values()),
+    "cannot": lambda _: globals().get("counting", 0),
+}
+"""
+FOUND = [line.split("(")[0][4:] for line in SCRIPT.splitlines() if line.startswith("def ") and "helper(" not in line]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=__file__, SIZE=UNASKED_BYTES)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(SCRIPT, vars(module))
+    return module
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(pool: mpgrad.Pool, main: Any, name: str) -> None:
+    if name != "mentions_large":  # a string of any function that travels may ask for it
+        del main.mentions_large
+    x = torch.tensor(3.0, requires_grad=True)
+    (result,) = pool.map(getattr(main, name), [x])
+    assert result.item() == 6
+    assert [grad.item() for grad in torch.autograd.grad(result, [x, main.w])] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["get", "item", "eval", "main", "modules", "all", "cannot"])
+def test_not_carried(pool: mpgrad.Pool, main: Any, name: str) -> None:
+    del main.mentions_large
+    function = main.REFUSED.pop(name)
+    main.REFUSED.clear()
+    why = "cannot pickle 'generator' object" if name == "cannot" else ""
+    with pytest.raises(TypeError, match=rf"__main__\.\w+ was not carried to this worker \(.*{why}.*\); name it"):
+        pool.map(function, [0])
+
+
+def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
+    exec("def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()", vars(main))
+    exec("def evaluate(_): return eval('absent')", vars(main))
+    assert pool2.map(main.get, [0]) == [(7, False, True)]
+    with pytest.raises(NameError, match="absent"):
+        pool2.map(main.evaluate, [0])
+
+
+def test_code_made_by_exec(pool: mpgrad.Pool) -> None:
+    """It has globals that are no module's."""
+    names: dict[str, Any] = {"w": torch.tensor(2.0, requires_grad=True)}
+    exec("def get(x): return x * globals().get('w', 0)", names)
+    (result,) = pool.map(names["get"], [torch.tensor(3.0)])
+    assert torch.autograd.grad(result, names["w"])[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("lambda m: m.eval()", False),
+        ("lambda args: vars(args)", False),
+        ("lambda m: list(m.modules())", False),
+        ("lambda m: m.globals", False),
+        ("lambda x: [eval(y) for y in x]", True),
+        ("lambda x: (lambda: globals())", True),
+        ("lambda x: sys.modules[x]", True),
+        ("lambda x: sys.argv", False),
+    ],
+)
+def test_which_code_looks_names_up(source: str, expected: bool) -> None:
+    """Symptom: a function with `model.eval()` carried all of its module."""
+    function: Callable[..., Any] = eval(source)
+    assert isinstance(function, types.FunctionType)
+    assert looks_up(function) == expected
+
+
+def test_its_own_eval() -> None:
+    names: dict[str, Any] = {}
+    exec("def eval(x): return x\ndef use(x): return eval(x)", names)
+    assert not looks_up(names["use"])
