@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.pickling.modules import Live
+from mpgrad.pickling.modules import PLACED, Namespaces
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.wire.messages import Define, Failure, Forget
@@ -24,7 +24,6 @@ from mpgrad.workers.station import Station
 __all__ = ["Code", "Function", "FunctionTable"]
 
 GARBAGE_BYTES = 64 << 20
-NOTHING = contextlib.nullcontext()
 
 
 class Code:
@@ -44,7 +43,7 @@ class Function(NamedTuple):
     code: Code
     target: Callable[..., Any]
     captures: list[torch.Tensor]
-    modules: Live  # of the user's own, as it sees them
+    modules: Namespaces  # of the user's own, as it sees them
     edges: list[Edge]  # of the captures that need gradients
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
@@ -56,9 +55,8 @@ class Function(NamedTuple):
     streams: Streams  # of the generators that it captures
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """In which it is to run, if there are functions in it that the compiler made."""
-        placement = self.modules.placement
-        return NOTHING if placement is None else placement
+        """In which it is to run."""
+        return self.modules
 
     @property
     def has_written(self) -> bool:
@@ -130,8 +128,10 @@ class FunctionTable:
         """Drops functions and pickles; collects garbage after every `GARBAGE_BYTES` of captures."""
         for number in message.functions:
             known = self._functions.pop(number, None)
-            if isinstance(known, Function) and known.modules.placement is not None:
-                known.modules.placement.forget()
+            if isinstance(known, Function):
+                PLACED.take_back(known.modules)
+                if known.modules.placement is not None:
+                    known.modules.placement.forget()
         for code in message.codes:
             self._codes.pop(code, None)
         self._forgotten_bytes += message.nbytes

@@ -22,7 +22,7 @@ import torch
 
 from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
-from mpgrad.pickling.modules import run_initializer
+from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 from mpgrad.torch_state.modes import begin_as_new
@@ -166,6 +166,7 @@ def settle(start: Start, number: int) -> None:
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
+    vars(sys.modules["__main__"])["__getattr__"] = PLACED.in_script
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()

@@ -33,7 +33,7 @@ from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import attribute_here, own_import
+from mpgrad.pickling.modules import PLACED, attribute_here, own_import
 from mpgrad.pickling.uses import is_own
 
 __all__ = [
@@ -69,6 +69,12 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type) and value in COPIES:
             return class_of_ours, (COPIES[value],)
+        if (
+            isinstance(value, type)
+            and value in TRACKER_ID_OF
+            and PLACED.hides(value.__module__, value.__qualname__.partition(".")[0])
+        ):
+            return with_slots(value, dynamic_class_reduce(value))  # the caller has it under its number
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
             raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")

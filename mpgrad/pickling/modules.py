@@ -13,12 +13,15 @@ import contextlib
 import functools
 import importlib.util
 import operator
+import os
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.pickling.lookups import CarriedGlobals
@@ -32,6 +35,7 @@ __all__ = [
     "ABOUT_ITSELF",
     "LIVE",
     "NAMES_HERE",
+    "PLACED",
     "GlobalsOf",
     "LeftOf",
     "Live",
@@ -109,6 +113,7 @@ class Namespaces(Live):
     def __init__(self, placement: Placement | None = None) -> None:
         super().__init__(None if PLACE.in_worker else {}, placement)
         self.modules: dict[str, CarriedModule] = {}
+        self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
 
     @functools.cached_property
     def builtins(self) -> dict[str, Any]:
@@ -128,6 +133,19 @@ class Namespaces(Live):
         if full in self.modules and found in self.modules:
             return self.modules[found]
         return __import__(name, globals, locals, fromlist or (), level)
+
+    def __enter__(self) -> None:
+        """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees them too."""
+        if runs_calls():
+            PLACED.enter(self)
+        if self.placement is not None:
+            self.placement.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.placement is not None:
+            self.placement.__exit__(*error)
+        if runs_calls():
+            PLACED.leave()
 
     def find(self, module: str, path: str) -> Any:
         found: Any = self.modules[module]
@@ -166,6 +184,9 @@ def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any]
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
     """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
     *own_state, names = state
+    if state[1]["__module__"] == "__main__" and isinstance(names, Namespaces):
+        names.script[state[1]["__qualname__"]] = made
+        names.script.update({name: each for name, each in state[1]["__globals__"].items() if isinstance(each, BY_NAME)})
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
         return
@@ -174,6 +195,9 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None
     made.__globals__["__builtins__"] = kept  # functions that this one makes get them
     if INITIALIZED:
         made.__globals__.update(set_by_initializer(made.__globals__.get("__name__", ""), given))
+
+
+BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper  # pickle takes these for what stands under their names
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
@@ -211,6 +235,104 @@ class CarriedModule(types.ModuleType):
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker cannot import the module"
             ) from error
+
+
+class Placed:
+    """What pickle and the like find in the modules of a worker's process while a call runs: what its functions find.
+
+    A module that this process has imported holds what travelled. One that it cannot import is the carried one. Calls of one
+    operation follow each other, so all stays in place until another operation's begin, or the imports themselves are wanted.
+
+    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules are the caller's.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[Namespaces] = []  # one within another
+        self._current: Namespaces | None = None
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module what it holds by itself
+        self._added: list[str] = []
+
+    def enter(self, names: Namespaces) -> None:
+        self._running.append(names)
+        self._place(names)
+
+    def leave(self) -> None:
+        self._running.pop()
+        if self._running:
+            self._place(self._running[-1])
+
+    def take_back(self, names: Namespaces | None = None) -> None:
+        """Have the modules as this process has imported them; `names`: only where these are placed."""
+        if names is not None and names is not self._current:
+            return
+        for contents, values in self._replaced:
+            for name, value in values.items():
+                if value is ABSENT:
+                    contents.pop(name, None)
+                else:
+                    contents[name] = value
+        for name in self._added:
+            sys.modules.pop(name, None)
+        self._replaced.clear()
+        self._added.clear()
+        self._current = None
+
+    @contextlib.contextmanager
+    def taken_back(self) -> Iterator[None]:
+        before = self._current
+        self.take_back()
+        try:
+            yield
+        finally:
+            if before is not None:
+                self._place(before)
+
+    def hides(self, module: str, name: str) -> bool:
+        """Whether what stands there came with a call."""
+        contents = vars(sys.modules[module]) if module in sys.modules else {}
+        own = next((values for each, values in self._replaced if each is contents), {})
+        return module in self._added or (name in own and own[name] is not contents.get(name))
+
+    def in_script(self, name: str) -> Any:
+        """`__getattr__` of the module `__main__`: what a call's functions have in the caller's."""
+        current = self._current
+        if current is not None and name in current.script:
+            return current.script[name]
+        for kind in reversed(list(CLASS_OF.values())):
+            if (kind.__module__, kind.__qualname__) == ("__main__", name):
+                return kind
+        if name == "__file__" and current is not None:  # programs of multiprocessing that a task starts run it once more
+            files = {each.__code__.co_filename for each in current.script.values() if isinstance(each, types.FunctionType)}
+            if len(files) == 1 and os.path.isfile(file := files.pop()):
+                return file
+        raise AttributeError(
+            f"module '__main__' has no attribute {name!r} (of the caller's script, a call has what its functions use)"
+        )
+
+    def _place(self, names: Namespaces) -> None:
+        if names is self._current:
+            return
+        self.take_back()
+        self._current = names
+        for name, carried in names.modules.items():
+            if name in sys.modules:
+                contents = vars(sys.modules[name])
+                given = {each: value for each, value in vars(carried).items() if each not in OF_MODULES}
+                self._replaced.append((contents, {each: contents.get(each, ABSENT) for each in given}))
+                contents.update(given)
+            elif name in FAILED:
+                sys.modules[name] = carried
+                self._added.append(name)
+
+
+def runs_calls() -> bool:
+    """Whether this is the thread of a worker's process that runs calls; a task may have a pool of threads."""
+    return PLACE.in_worker and threading.current_thread() is threading.main_thread()
+
+
+ABSENT = object()
+OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIED, "_siblings"}
+PLACED = Placed()
 
 
 def left_here(mark: LeftOf) -> Any:

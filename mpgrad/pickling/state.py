@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mpgrad.pickling.compiled import MARK, Placement
-from mpgrad.pickling.modules import LeftOf, Live, Namespaces, own_imports
+from mpgrad.pickling.modules import PLACED, LeftOf, Live, Namespaces, own_imports
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.state_pickler import CODE, BareClassError, StatePickler, held_by
 from mpgrad.pickling.streams import Streams, Travel, as_it_is, captured
@@ -252,7 +252,7 @@ def loads_whole(
 
 def loads_with_state(
     pickled: bytes, captures: Sequence[torch.Tensor], number: int, state: bytes, tensors: int
-) -> tuple[Any, Live, Streams]:
+) -> tuple[Any, Namespaces, Streams]:
     """A function, the modules that it sees, and the generators that it captures.
 
     Of `captures` the last `tensors` are those of the state `number`, if any.
@@ -260,7 +260,7 @@ def loads_with_state(
     placement = Placement() if MARK in pickled or MARK in state else None
     own, streams = len(captures) - tensors, Streams()
 
-    def load() -> tuple[Any, Live, Streams]:
+    def load() -> tuple[Any, Namespaces, Streams]:
         names = loaded(number, state, captures[own:], placement, streams) if state else Namespaces(placement)
         return loads(pickled, captures[:own], (), names, streams), names, streams
 
@@ -292,8 +292,9 @@ def namespaces_of(
     found = Namespaces(placement)
     stream = io.BytesIO(pickled)
     unpickler = TensorUnpickler(stream, tensors, (), found, streams)
-    own_imports(unpickler.load())
-    while stream.tell() < len(pickled):
-        module, name, value = unpickler.load()
-        found.put(module, {name: value})
+    with PLACED.taken_back():  # for what is this process's own
+        own_imports(unpickler.load())
+        while stream.tell() < len(pickled):
+            module, name, value = unpickler.load()
+            found.put(module, {name: value})
     return found
