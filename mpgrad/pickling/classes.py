@@ -33,6 +33,7 @@ from cloudpickle.cloudpickle import _lookup_class_or_track as track
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
+from mpgrad.pickling.c_types import reduce_c_type
 from mpgrad.pickling.modules import PLACED, attribute_here, own_import
 from mpgrad.pickling.uses import is_own
 
@@ -75,6 +76,8 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             and PLACED.hides(value.__module__, value.__qualname__.partition(".")[0])
         ):
             return with_slots(value, dynamic_class_reduce(value))  # the caller has it under its number
+        if isinstance(value, type) and (reduced := reduce_c_type(value)) is not None:
+            return reduced
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
             raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")

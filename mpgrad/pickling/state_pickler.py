@@ -25,6 +25,7 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.pickling import caches
+from mpgrad.pickling.c_types import reduce_c_type
 from mpgrad.pickling.classes import dynamic, made_like_own
 from mpgrad.pickling.modules import ABOUT_ITSELF, LeftOf, make_function
 from mpgrad.pickling.reducers import INHERITED
@@ -164,6 +165,8 @@ class StatePickler(CallerPickler):
         return reduced
 
     def _noted_class(self, value: type) -> Any:
+        if (of_c := reduce_c_type(value)) is not None:
+            return of_c
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)

@@ -211,6 +211,7 @@ ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of
 PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
 REMEDIES = {
     ("io.IOBase", "_io._IOBase"): f"pass its name, and open it in the function, {ONCE}",
+    ("ctypes.CDLL", "_ctypes.CFuncPtr"): f"load the library in the function, {ONCE}",
     ("_socket.socket", "ssl.SSLContext", "_ssl._SSLContext", "sqlite3.Connection"): f"connect in the function, {ONCE}",
     ("builtins.generator", "builtins.coroutine", "builtins.async_generator"): "make a list of what it gives, or call in the "
     "function what gave it",
