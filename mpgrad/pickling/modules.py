@@ -43,9 +43,11 @@ __all__ = [
     "NamesHere",
     "Namespaces",
     "attribute_here",
+    "find_in",
     "make_function",
     "own_import",
     "own_imports",
+    "pickle_finds",
     "reduce_carried",
     "run_initializer",
     "set_function",
@@ -168,6 +170,13 @@ class Namespaces(Live):
         if isinstance(mark, LeftOf):
             return left_here(mark)
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
+
+
+def find_in(names: Live, module: str, path: str) -> Any:
+    """What `pickle` would look for in `sys.modules`."""
+    if isinstance(names, Namespaces) and module in names.modules:
+        return names.find(module, path)
+    return named(module, path)
 
 
 def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
@@ -408,8 +417,14 @@ FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
 
 def imported(name: str) -> types.ModuleType:
     """As by an import statement. importlib's way, in Python 3.10, waits for who was importing the module at a worker's fork."""
-    __import__(name)
+    if pickle_finds(name) or name not in sys.modules:
+        __import__(name)
     return sys.modules[name]
+
+
+def pickle_finds(module: str) -> bool:
+    """Whether `import` finds a module that is there: not one that is named `plug.d.e` and has no parent, or `x.py`."""
+    return module.partition(".")[0] in sys.modules and module != ""
 
 
 def own_import(name: str) -> types.ModuleType:

@@ -32,6 +32,7 @@ import cloudpickle
 import torch
 from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
+from cloudpickle.cloudpickle import dynamic_subimport
 from torch.distributions.transforms import Transform
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -409,7 +410,15 @@ def reduce_imported(value: types.ModuleType) -> Any:
     parent, _, name = value.__name__.rpartition(".")
     if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
         return getattr, (sys.modules[parent], name)
+    if type(value) is types.ModuleType and not is_found(value):
+        return dynamic_subimport, (value.__name__, {name: each for name, each in vars(value).items() if name != "__builtins__"})
     return cloudpickle.Pickler.dispatch_table[types.ModuleType](value)
+
+
+def is_found(module: types.ModuleType) -> bool:
+    """Whether this is the module of that name, or was before it was imported again: one made by hand may share its name."""
+    there, file = sys.modules.get(module.__name__, module), getattr(module, "__file__", None)
+    return there is module or (file is not None and file == getattr(there, "__file__", None))
 
 
 # None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name

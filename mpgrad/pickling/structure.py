@@ -38,7 +38,9 @@ from mpgrad.pickling.modules import (
     Mark,
     NamesHere,
     Namespaces,
+    find_in,
     make_function,
+    pickle_finds,
     reduce_carried,
     set_function,
 )
@@ -229,13 +231,17 @@ class CallerPickler(TensorPickler):
         return value if kind in MARKS else super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
-        if value is make_function or value is set_function:
+        if value is make_function or value is set_function or value is find_in:
             return NotImplemented  # by name: all functions need these
         if isinstance(value, types.FunctionType | type | functools._lru_cache_wrapper):
             wanted = name_of(value)
             if wanted is not None:
                 self.wanted[wanted] = None
-                return NotImplemented
+                return (
+                    NotImplemented
+                    if pickle_finds(wanted.module)
+                    else (find_in, (NamesHere(), wanted.module, value.__qualname__))
+                )
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
         if value is sys.modules["__main__"] and self.follows_lookups:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -501,3 +502,62 @@ def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
             check(pool, many.f, xs(3))
     finally:
         del sys.modules["many"]
+
+
+PLUGIN = """
+    import functools
+    import torch
+    K = 2.0
+    WEIGHT = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True)
+    def helper(x): return x * K
+    def uses(x): return helper(x) * WEIGHT
+    def looks(x): return globals()["helper"](x) * globals()["K"] + eval("helper(x)")
+    @functools.cache
+    def cached(k): return k + K
+    class Item:
+        class Inner:
+            def __init__(self, x): self.x = x
+        def __init__(self, x): self.inner = self.Inner(x)
+        def scaled(self): return helper(self.inner.x) + cached(1)
+    def of_item(item): return item.scaled()
+    def returns(x): return Item(x)
+    def again(x, n=2): return again(helper(x), n - 1) if n else x
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *((name, "process") for name in ("plug.d.e", "x.py", ".hidden", "a folder/plug-in.py", "with space")),
+        *(("plug.d.e", engine) for engine in ("thread", "inline", "auto")),
+    ],
+)
+def test_modules_that_nobody_can_import(name: str, engine: str, nursery: mpgrad.Pool) -> None:
+    """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle imports the parent of a name."""
+    plugin: Any = ModuleType(name)
+    exec(textwrap.dedent(PLUGIN), vars(plugin))
+    sys.modules[name] = plugin
+    options: dict[str, Any] = {} if engine == "auto" else {"engine": engine, "send": "always"}
+    try:
+        with mpgrad.Pool(1, **options) as pool:
+            for factor in (2.0, 5.0):
+                plugin.K = factor
+                plugin.cached.cache_clear()
+                for function in (plugin.uses, plugin.looks, plugin.again, lambda x: plugin.helper(x) + plugin.K):
+                    check(pool, function, xs(2))
+                check(pool, plugin.of_item, [plugin.Item(x) for x in xs(2)])
+                assert type(pool.map(plugin.returns, xs(1))[0]) is plugin.Item
+                assert pool.map(lambda _: plugin.helper, [0]) == [plugin.helper]
+                found = pool.map(plugin.uses, xs(2))
+                (gradient,) = torch.autograd.grad(sum(each.sum() for each in found), plugin.WEIGHT)
+                assert torch.equal(gradient, sum(map(plugin.helper, xs(2))))
+    finally:
+        del sys.modules[name]
+
+
+def test_a_module_that_shares_its_name(pool2: mpgrad.Pool) -> None:
+    """Symptom: module 'json' has no attribute 'helper', or the other one's values. Cause: modules go by their names."""
+    plugin: Any = ModuleType("json")
+    exec(textwrap.dedent(PLUGIN), vars(plugin))
+    plugin.K = 7.0
+    check(pool2, lambda x: plugin.helper(x) + plugin.K, xs(2))
