@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.pickling.modules import PLACED, Namespaces
+from mpgrad.pickling.modules import Namespaces
+from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.wire.messages import Define, Failure, Forget

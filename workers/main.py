@@ -22,7 +22,8 @@ import torch
 
 from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
-from mpgrad.pickling.modules import PLACED, run_initializer
+from mpgrad.pickling.modules import run_initializer
+from mpgrad.pickling.placed import PLACED
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 from mpgrad.torch_state.modes import begin_as_new

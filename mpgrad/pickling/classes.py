@@ -34,7 +34,8 @@ from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
 from mpgrad.pickling.c_types import reduce_c_type
-from mpgrad.pickling.modules import PLACED, attribute_here, own_import
+from mpgrad.pickling.modules import attribute_here, own_import
+from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.uses import is_own
 
 __all__ = [

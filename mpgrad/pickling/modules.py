@@ -13,18 +13,16 @@ import contextlib
 import functools
 import importlib.util
 import operator
-import os
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.pickling.lookups import CarriedGlobals
+from mpgrad.pickling.placed import CARRIED, FAILED, PLACED, runs_calls
 from mpgrad.pickling.uses import is_own, uses_in
 from mpgrad.place import PLACE
 
@@ -32,10 +30,8 @@ if TYPE_CHECKING:
     from mpgrad.pickling.compiled import Placement
 
 __all__ = [
-    "ABOUT_ITSELF",
     "LIVE",
     "NAMES_HERE",
-    "PLACED",
     "GlobalsOf",
     "LeftOf",
     "Live",
@@ -52,9 +48,6 @@ __all__ = [
     "run_initializer",
     "set_function",
 ]
-
-CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
-ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 
 
 # --- on their way
@@ -246,104 +239,6 @@ class CarriedModule(types.ModuleType):
             ) from error
 
 
-class Placed:
-    """What pickle and the like find in the modules of a worker's process while a call runs: what its functions find.
-
-    A module that this process has imported holds what travelled. One that it cannot import is the carried one. Calls of one
-    operation follow each other, so all stays in place until another operation's begin, or the imports themselves are wanted.
-
-    Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules are the caller's.
-    """
-
-    def __init__(self) -> None:
-        self._running: list[Namespaces] = []  # one within another
-        self._current: Namespaces | None = None
-        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module what it holds by itself
-        self._added: list[str] = []
-
-    def enter(self, names: Namespaces) -> None:
-        self._running.append(names)
-        self._place(names)
-
-    def leave(self) -> None:
-        self._running.pop()
-        if self._running:
-            self._place(self._running[-1])
-
-    def take_back(self, names: Namespaces | None = None) -> None:
-        """Have the modules as this process has imported them; `names`: only where these are placed."""
-        if names is not None and names is not self._current:
-            return
-        for contents, values in self._replaced:
-            for name, value in values.items():
-                if value is ABSENT:
-                    contents.pop(name, None)
-                else:
-                    contents[name] = value
-        for name in self._added:
-            sys.modules.pop(name, None)
-        self._replaced.clear()
-        self._added.clear()
-        self._current = None
-
-    @contextlib.contextmanager
-    def taken_back(self) -> Iterator[None]:
-        before = self._current
-        self.take_back()
-        try:
-            yield
-        finally:
-            if before is not None:
-                self._place(before)
-
-    def hides(self, module: str, name: str) -> bool:
-        """Whether what stands there came with a call."""
-        contents = vars(sys.modules[module]) if module in sys.modules else {}
-        own = next((values for each, values in self._replaced if each is contents), {})
-        return module in self._added or (name in own and own[name] is not contents.get(name))
-
-    def in_script(self, name: str) -> Any:
-        """`__getattr__` of the module `__main__`: what a call's functions have in the caller's."""
-        current = self._current
-        if current is not None and name in current.script:
-            return current.script[name]
-        for kind in reversed(list(CLASS_OF.values())):
-            if (kind.__module__, kind.__qualname__) == ("__main__", name):
-                return kind
-        if name == "__file__" and current is not None:  # programs of multiprocessing that a task starts run it once more
-            files = {each.__code__.co_filename for each in current.script.values() if isinstance(each, types.FunctionType)}
-            if len(files) == 1 and os.path.isfile(file := files.pop()):
-                return file
-        raise AttributeError(
-            f"module '__main__' has no attribute {name!r} (of the caller's script, a call has what its functions use)"
-        )
-
-    def _place(self, names: Namespaces) -> None:
-        if names is self._current:
-            return
-        self.take_back()
-        self._current = names
-        for name, carried in names.modules.items():
-            if name in sys.modules:
-                contents = vars(sys.modules[name])
-                given = {each: value for each, value in vars(carried).items() if each not in OF_MODULES}
-                self._replaced.append((contents, {each: contents.get(each, ABSENT) for each in given}))
-                contents.update(given)
-            elif name in FAILED:
-                sys.modules[name] = carried
-                self._added.append(name)
-
-
-def runs_calls() -> bool:
-    """Whether this is the thread of a worker's process that runs calls; a task may have a pool of threads."""
-    return PLACE.in_worker and threading.current_thread() is threading.main_thread()
-
-
-ABSENT = object()
-OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIED, "_siblings"}
-PLACED = Placed()
-
-
 def left_here(mark: LeftOf) -> Any:
     """The worker's own value, in the place of one that could not be carried."""
     path = f"{mark.module}.{mark.name}"
@@ -410,9 +305,6 @@ def set_by_initializer(module: str, names: Iterable[str]) -> dict[str, Any]:
 
 
 # --- the imports of this process
-
-
-FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
 
 
 def imported(name: str) -> types.ModuleType:

@@ -23,7 +23,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mpgrad.pickling.compiled import MARK, Placement
-from mpgrad.pickling.modules import PLACED, LeftOf, Live, Namespaces, own_imports
+from mpgrad.pickling.modules import LeftOf, Live, Namespaces, own_imports
+from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.state_pickler import CODE, BareClassError, StatePickler, held_by
 from mpgrad.pickling.streams import Streams, Travel, as_it_is, captured

@@ -27,7 +27,8 @@ from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 from mpgrad.pickling import caches
 from mpgrad.pickling.c_types import reduce_c_type
 from mpgrad.pickling.classes import dynamic, made_like_own
-from mpgrad.pickling.modules import ABOUT_ITSELF, LeftOf, make_function
+from mpgrad.pickling.modules import LeftOf, make_function
+from mpgrad.pickling.placed import ABOUT_ITSELF
 from mpgrad.pickling.reducers import INHERITED
 from mpgrad.pickling.streams import Root, captured, reduce_generator
 from mpgrad.pickling.structure import CallerPickler
