@@ -167,7 +167,7 @@ def settle(start: Start, number: int) -> None:
     torch.set_num_threads(start.threads)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
-    vars(sys.modules["__main__"])["__getattr__"] = PLACED.in_script
+    PLACED.begin()
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()

@@ -22,7 +22,7 @@ import torch
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.pickling.lookups import CarriedGlobals
-from mpgrad.pickling.placed import CARRIED, FAILED, PLACED, runs_calls
+from mpgrad.pickling.placed import CARRIED, FAILED, PLACED
 from mpgrad.pickling.uses import is_own, uses_in
 from mpgrad.place import PLACE
 
@@ -131,16 +131,14 @@ class Namespaces(Live):
 
     def __enter__(self) -> None:
         """A call begins that sees them. In a worker's process, what looks into `sys.modules` sees them too."""
-        if runs_calls():
-            PLACED.enter(self)
+        PLACED.enter(self)
         if self.placement is not None:
             self.placement.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self.placement is not None:
             self.placement.__exit__(*error)
-        if runs_calls():
-            PLACED.leave()
+        PLACED.leave()
 
     def find(self, module: str, path: str) -> Any:
         found: Any = self.modules[module]

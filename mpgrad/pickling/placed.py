@@ -2,8 +2,8 @@
 
 Functions see what travelled of the user's modules (`modules`). Whatever looks into `sys.modules` would see what this process
 has imported, and pickle refuses what is not the same object under its name there. So a module that this process has imported
-holds for a while what travelled. One that it cannot import is the carried one, and the main module gives what it is asked for of the
-script. Calls of one operation follow each other: all stays in place until another operation's begin, or the imports are wanted.
+holds for a while what travelled. One that it cannot import is the carried one, and the main module gives what it is asked for
+of the script. Calls of one operation follow each other: all stays until another operation's begin, or the imports are wanted.
 
 Assumes: one thread runs calls. Engines in the caller's process place nothing, for its modules are the caller's.
 """
@@ -20,21 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 
-from mpgrad.place import PLACE
-
 if TYPE_CHECKING:
     from mpgrad.pickling.modules import Namespaces
 
-__all__ = ["ABOUT_ITSELF", "CARRIED", "FAILED", "PLACED", "runs_calls"]
+__all__ = ["ABOUT_ITSELF", "CARRIED", "FAILED", "PLACED"]
 
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
-
-
-def runs_calls() -> bool:
-    """Whether this is the thread of a worker's process that runs calls; a task may have a pool of threads."""
-    return PLACE.in_worker and threading.current_thread() is threading.main_thread()
 
 
 class Placed:
@@ -45,15 +38,23 @@ class Placed:
         self._current: Namespaces | None = None
         self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module what it holds by itself
         self._added: list[str] = []
+        self._thread = 0  # that runs the calls of a worker's process; a task may have a pool of threads
+
+    def begin(self) -> None:
+        """This process, and this thread of it, is a worker's."""
+        self._thread = threading.get_ident()
+        vars(sys.modules["__main__"])["__getattr__"] = self.in_script
 
     def enter(self, names: Namespaces) -> None:
-        self._running.append(names)
-        self._place(names)
+        if threading.get_ident() == self._thread:
+            self._running.append(names)
+            self._place(names)
 
     def leave(self) -> None:
-        self._running.pop()
-        if self._running:
-            self._place(self._running[-1])
+        if threading.get_ident() == self._thread:
+            self._running.pop()
+            if self._running:
+                self._place(self._running[-1])
 
     def take_back(self, names: Namespaces | None = None) -> None:
         """Have the modules as this process has imported them; `names`: only where these are placed."""
