@@ -13,20 +13,17 @@ __all__ = ["Kept"]
 class Kept:
     """The number of a descriptor, and what it stands for."""
 
-    __slots__ = ("_identity", "_number")
+    __slots__ = ("_device", "_inode", "_number")
 
     def __init__(self, number: int) -> None:
-        self._number = number
-        self._identity = self._now()
-
-    def _now(self) -> tuple[int, int]:
-        found = os.fstat(self._number)
-        return found.st_dev, found.st_ino
+        found = os.fstat(number)
+        self._number, self._device, self._inode = number, found.st_dev, found.st_ino
 
     @property
     def is_ours(self) -> bool:
         try:
-            return self._now() == self._identity
+            found = os.fstat(self._number)
+            return found.st_ino == self._inode and found.st_dev == self._device
         except OSError as error:
             if error.errno != errno.EBADF:  # a signal's handler may have raised a TimeoutError
                 raise
@@ -40,9 +37,13 @@ class Kept:
             OSError: it was closed.
         """
         if not self.is_ours:
-            why = f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); close only what you open"
-            raise OSError(errno.EBADF, why)
+            raise self.lost
         return self._number
+
+    @property
+    def lost(self) -> OSError:
+        why = f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); close only what you open"
+        return OSError(errno.EBADF, why)
 
     def close(self) -> None:
         """Only if it is still what it was."""

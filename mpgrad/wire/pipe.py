@@ -102,8 +102,9 @@ class Outgoing:
             self.descriptors = self._owned = duplicates(self.descriptors)
 
     def end(self) -> None:
-        close_all(self._owned)
-        self.descriptors = self._owned = ()
+        if self._owned:
+            close_all(self._owned)
+            self.descriptors = self._owned = ()
 
 
 class Pipe:
@@ -160,18 +161,18 @@ class Pipe:
             return
         try:
             self._is_flushing = True
-            _ = self._kept.number  # it may be the user's socket by now
+            if not self._kept.is_ours:  # it may be the user's socket by now
+                raise self._kept.lost
             while self._outgoing:
                 first = self._outgoing[0]
-                rest = first.data[sum(first.taken) :]
-                if not rest:
+                rest = first.data[sum(first.taken) :] if first.taken else first.data
+                room = not rest or self._send_some(first, rest)
+                if room and (not rest or first.taken[-1] == len(rest)):
                     self._outgoing.popleft().end()
-                elif not self._send_some(first, rest):
-                    if not self._blocking:
-                        return
-                    self._wait_for_room()
-                elif first.taken[-1] < len(rest) and not self._blocking:
+                elif not self._blocking:
                     return
+                elif not room:
+                    self._wait_for_room()
         finally:
             self._is_flushing = False
 
@@ -256,10 +257,10 @@ class Pipe:
         if self._body is None:
             if len(self._incoming) < HEADER.size:
                 return None
-            mark, *sizes = HEADER.unpack_from(self._incoming)
+            mark, pickled, payload, descriptors = HEADER.unpack_from(self._incoming)
             if mark != MARK:
                 raise UnreadableFrame(f"it began with {bytes(self._incoming[:16])!r}")
-            self._header = sizes[0], sizes[1], sizes[2]
+            self._header = pickled, payload, descriptors
             size = self._header[0] + self._header[1]
             try:
                 self._body = bytearray(size)
