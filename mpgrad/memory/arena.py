@@ -50,7 +50,6 @@ PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20  # address space, not memory: pages come when a slot is first cut out of them
 IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
-ABANDONED: list[memoryview] = []  # what is kept because its end would close a file that is not ours
 COPY_BYTES = 1 << 20  # up to here copying is cheaper than a private mapping, whose pages fault (64 KiB: 5 against 16 us)
 
 
@@ -71,8 +70,9 @@ class Slab:
         self.memory = memoryview(array).cast("B")
 
     def __del__(self) -> None:
-        if not self._kept.is_ours:  # torch would close the number with the memory, and with it a file of other code's
-            ABANDONED.append(self.memory)
+        # torch closes the number with the memory: that may be a file of other code's; where it is none, the process is aborted
+        if not self._kept.is_ours:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))  # for ever
 
     @property
     def descriptor(self) -> int:

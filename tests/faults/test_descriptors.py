@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ import mpgrad
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
 
 
+TESTS = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 FILES = 120  # they get all numbers that mpgrad had
 
 
@@ -132,6 +134,33 @@ def test_a_child_of_the_caller_that_becomes_a_daemon(fresh_pool: mpgrad.Pool, tm
     ]
     assert children == [0, 0]
     assert are_untouched(tmp_path / "of_caller") and are_untouched(tmp_path / "of_worker")
+
+
+CLOSES_ALL = """
+import os, sys, torch, mpgrad
+from test_descriptors import close_all
+pool = mpgrad.Pool(1, send="always")
+items = [torch.ones(10_000_000)] * 2  # each has memory of its own
+results = pool.map(torch.neg, items, 1)
+child = os.fork()
+if child == 0:
+    close_all(False)
+    del results
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+for _ in range(2):
+    assert [each.sum() for each in pool.map(lambda x: close_all(True) or x * 2, items, 1)] == [2e7] * 2
+assert pool.stats().deaths == 0
+"""
+
+
+@pytest.mark.slow
+@linux_only("memory that has a descriptor")
+def test_memory_ends_well_without_its_descriptor() -> None:
+    """PyTorch aborts the process, child or worker, where the descriptor of shared memory was closed by others."""
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", CLOSES_ALL]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=58, cwd=Path(__file__).parent, env=TESTS)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def socket_of_worker() -> int:
