@@ -72,6 +72,7 @@ def test_files_in_the_place_of_shared_memory_stay_as_they_are(fresh_pool: mpgrad
     assert fresh_pool.stats().deaths == 0 and torch.equal(fresh_pool.apply(fn, (2,)), item + 2)
 
 
+@pytest.mark.slow
 def test_files_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """It is the death of that worker, and its call is blamed; others go on."""
     with mpgrad.Pool(2, retries=0, send="always") as pool:
@@ -173,7 +174,11 @@ def is_socket(number: int) -> bool:
     return stat.S_ISSOCK(os.fstat(number).st_mode)
 
 
-GARBAGE = [bytes(64), b"a line of text\n" * 10, b"\x08" + bytes(7) + b"\x00" * 12 + b"no pickle"]
+GARBAGE = [
+    bytes(64),
+    pytest.param(b"a line of text\n" * 10, marks=pytest.mark.slow),
+    pytest.param(b"\x08" + bytes(7) + b"\x00" * 12 + b"no pickle", marks=pytest.mark.slow),
+]
 
 
 @linux_only("/proc")
