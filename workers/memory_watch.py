@@ -16,7 +16,8 @@ from mpgrad.cgroups import limiting, memory_limit, memory_used, own_cgroups
 __all__ = ["MemoryWatch"]
 
 NEAR = 0.85  # of a limit, which caller and workers share; the file cache has been left out. A call takes more while it runs
-FAR = 0.6  # up to here
+AHEAD = 2  # times what was taken between two looks, which may be taken until the next one: a call's graph, in each worker
+FAR = 0.6  # up to here, that included
 SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks, of 0.05 ms: below FAR, and from there on
 
 
@@ -25,6 +26,8 @@ class MemoryWatch:
         """`folders`: of the control groups; None for this process's own. Those that limit nothing now are left out."""
         self._given = folders
         self._next = 0.0  # when to look again, on the clock of time.monotonic
+        self._used = 1.0  # of the limit that is nearest
+        self._rise = 0.0  # between two looks, the most of late
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
@@ -40,5 +43,8 @@ class MemoryWatch:
             self._next = math.inf
             return False
         used = max(memory_used(folder) / memory_limit(folder) for folder in self._folders)
-        self._next = now + (SELDOM if used < FAR else OFTEN)
-        return used > NEAR
+        self._rise = max(used - self._used, self._rise / 2)
+        self._used = used
+        soon = used + AHEAD * self._rise
+        self._next = now + (SELDOM if soon < FAR else OFTEN)
+        return used > NEAR or soon > 1

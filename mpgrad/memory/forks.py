@@ -38,6 +38,7 @@ LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PAGE = mmap.PAGESIZE
+PIECE = 1 << 20  # bytes copied at once
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 FIXED = 0x10  # MAP_FIXED, on Linux and on macOS
 FAILED = ctypes.c_void_p(-1).value
@@ -100,17 +101,23 @@ def pages_of(view: View) -> tuple[int, int]:
 
 
 def copy_here(view: View) -> None:
-    """Raises SharedMemoryError: the system has no memory for it."""
+    """Piece by piece, for memory that is used again is faster.
+
+    Raises:
+        SharedMemoryError: the system has no memory for it.
+    """
     start, size = pages_of(view)
     try:
-        content = ctypes.string_at(start, size)
-        map_at(start, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        for piece in range(start, start + size, PIECE):
+            nbytes = min(PIECE, start + size - piece)
+            content = ctypes.string_at(piece, nbytes)
+            map_at(piece, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            ctypes.memmove(piece, content, nbytes)
     except (OSError, MemoryError) as error:
         raise SharedMemoryError(
-            f"a forked child has no memory for copies of its parent's tensors ({size:,} bytes), and sees what "
-            "becomes of them there; drop results before you fork"
+            f"a forked child has no memory for copies of its parent's tensors ({size:,} bytes), and sees what becomes of "
+            "them there; drop results before you fork"
         ) from error
-    ctypes.memmove(start, content, size)
 
 
 class Token:

@@ -262,6 +262,12 @@ def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not watch.is_short()
     limited(tmp_path, 851)
     assert watch.is_short()
+    limited(tmp_path, 500)
+    assert not watch.is_short()
+    limited(tmp_path, 700)
+    assert watch.is_short()  # the next call may take as much as this one, in the other worker too
+    assert not watch.is_short()
+    limited(tmp_path, 900)
     monkeypatch.setattr(memory_watch, "OFTEN", 100.0)
     assert watch.is_short() and not watch.is_short()  # it has just looked
 
