@@ -14,7 +14,7 @@ Guarantees: a slot is written by its owner only, before it is lent; its memory i
 Assumes: the fork that makes a worker happens before the worker makes its arena.
 """
 
-# long because: what is lent, and what is borrowed, are one story
+# long because: a slot's life is one story, on both sides
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mp
 def test_many_children_leave_no_descriptors(copies: bool) -> None:
     lenders, slots, tensors = borrowed(3, copies or PORTABLE)
     before = sorted(open_descriptors())
-    for _ in range(30):
+    for _ in range(8):
         assert Child(lambda: numbers(tensors)).ask() == [0, 1, 2]
     lenders.collect()
     assert sorted(open_descriptors()) == before
