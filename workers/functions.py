@@ -13,6 +13,7 @@ from mpgrad.pickling.modules import Namespaces
 from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
+from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, flags_in, with_more_behind
 from mpgrad.workers.backward_ahead import are_precise
@@ -55,9 +56,14 @@ class Function(NamedTuple):
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """In which it is to run."""
-        return self.modules
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """In which it and its backward are to run: with the caller's hooks, and among the caller's modules."""
+        if not isinstance(self.target, UnderGlobalHooks):
+            return self.modules
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.target.running())
+        stack.enter_context(self.modules)
+        return stack
 
     @property
     def has_written(self) -> bool:

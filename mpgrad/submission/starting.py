@@ -25,7 +25,7 @@ from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import callable_of
-from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_hooks
+from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_global_hooks, under_hooks
 from mpgrad.torch_state.private import outside_transforms, tracer
 from mpgrad.wire.messages import RunAhead
 from mpgrad.wire.tensor_refs import with_more_behind
@@ -75,7 +75,7 @@ class Starter:
         lap, name = notes.laps(), name_of(function)
         is_named = not (name.endswith("<lambda>") or type(function).__module__.startswith("mpgrad."))
         self.check_modes()
-        function = under_hooks(callable_of(function))
+        function = under_global_hooks(under_hooks(callable_of(function)))
         seconds = self._options.seconds(options.timeout)
         self._scheduler.life.check_open()
         with outside_transforms():

@@ -24,16 +24,20 @@ import torch
 
 from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import (
+    GlobalHook,
     Setting,
     default_device,
     every_setting,
     foreign_modes,
+    global_hooks,
     is_observer,
     leave_all_modes,
     name_of_mode,
     outside_transforms,
     parametrizations_are_cached,
     profiler_is_on,
+    registered,
+    remove_global_hooks,
     saved_tensor_hooks,
     under_default_device,
 )
@@ -44,6 +48,7 @@ __all__ = [
     "TURNS",
     "Modes",
     "RandomState",
+    "UnderGlobalHooks",
     "Watch",
     "begin_as_new",
     "current_modes",
@@ -53,6 +58,7 @@ __all__ = [
     "load_generators",
     "seed_item",
     "under",
+    "under_global_hooks",
     "under_hooks",
 ]
 
@@ -195,6 +201,8 @@ def begin_as_new(is_process: bool) -> None:
     """For a worker that begins: what it has of whoever made it is forgotten."""
     leave_all_modes()
     ENCLOSING.before = {}
+    if is_process:
+        remove_global_hooks()
     own = [setting for setting in table().settings.values() if is_process or setting.of_thread]
     set_where_different(own, {setting.name: setting.default for setting in own})
 
@@ -325,6 +333,38 @@ class Differentiating(threading.local):
 
 
 DIFFERENTIATING = Differentiating()
+
+
+class Process:
+    """Tells this process from all others, also from its forks."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(16)
+
+
+PROCESS = Process()
+os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
+
+
+class UnderGlobalHooks:
+    """A function with the hooks for all modules and optimizers of the process that it comes from."""
+
+    def __init__(self, function: Callable[..., Any], hooks: list[GlobalHook]) -> None:
+        self.function = function
+        self.hooks = hooks
+        self.token = PROCESS.token
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """In which it runs, and its backward, which may run parts of it again; in its own process they are there."""
+        return registered([] if self.token == PROCESS.token else self.hooks)
+
+
+def under_global_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
+    hooks = global_hooks()
+    return UnderGlobalHooks(function, hooks) if hooks else function
 
 
 class Turns:

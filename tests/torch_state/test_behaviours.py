@@ -300,6 +300,10 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message", None),
         replaced(torch._C, "_set_multithreading_enabled", lambda enabled: None),
     ],
+    "hooks for all modules can be seen, and registered": [
+        replaced(torch.nn.modules.module, "_global_forward_hooks", {}),
+        replaced(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}),
+    ],
     "within torch.func.vmap, tensors and levels say what they are": [
         replaced(FUNCTORCH, "get_interpreter_stack", lambda: None),
         numbered_from_0,
@@ -399,6 +403,7 @@ def test_pairs_that_were_tried(monkeypatch: Patch) -> None:
 
 # of objects that are no modules: what has them
 OF_CLASSES = {
+    "_global_is_full_backward_hook": "torch.nn.modules.module",
     "_indices": "torch.Tensor",
     "_is_view": "torch.Tensor",
     "_is_zerotensor": "torch.Tensor",

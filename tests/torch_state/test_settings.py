@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -328,6 +329,61 @@ def test_a_mode_inside_the_function(name: str, pool: mpgrad.Pool) -> None:
 def test_derivatives_of_custom_functions_in_threads() -> None:
     with Rounds(), pytest.raises(NotImplementedError, match=r"Rounds\)"):
         mpgrad.map_with_parallel_backward(Looks, (torch.ones(2, requires_grad=True),))
+
+
+# --- hooks for all modules and optimizers
+
+
+def doubled(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * FACTOR
+
+
+FACTOR = torch.tensor(2.0)
+
+
+def tripled(module: torch.nn.Module, grad_inputs: Any, grad_outputs: Any) -> Any:
+    return tuple(None if grad is None else grad * 3 for grad in grad_inputs)
+
+
+def checkpointed(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(torch.nn.Sigmoid(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("function", [torch.nn.Sigmoid(), checkpointed])
+def test_hooks_for_all_modules_travel(function: Any, pool: mpgrad.Pool) -> None:
+    """Symptom: values and gradients without them, silently; so in a part that a checkpoint runs again."""
+    x = torch.ones(3, requires_grad=True)
+    handles = [
+        torch.nn.modules.module.register_module_forward_hook(doubled),
+        torch.nn.modules.module.register_module_full_backward_hook(tripled),
+    ]
+    try:
+        expected = function(x)
+        (found,) = pool.map(function, [x])
+        grads = [torch.autograd.grad(each.sum(), x)[0] for each in (expected, found)]
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(found, expected) and torch.equal(*grads)
+    assert torch.equal(pool.map(function, [x])[0], x.sigmoid())
+
+
+def test_hooks_for_all_optimizers_travel(pool2: mpgrad.Pool) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        own = x.clone().requires_grad_()
+        (own * own).sum().backward()
+        torch.optim.SGD([own], lr=0.1).step()
+        return own.detach()
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        assert torch.equal(pool2.map(step, [torch.ones(1)])[0], torch.zeros(1))
+    finally:
+        handle.remove()
+    assert pool2.map(step, [torch.ones(1)])[0] > 0
 
 
 # --- what only observes

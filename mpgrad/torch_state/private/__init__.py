@@ -2,6 +2,7 @@
 
     autograd    nodes, graphs, and the backward that runs through them
     modes       what a thread is in: autocast, hooks for saved tensors, tracing
+    global_hooks  hooks for all modules and optimizers
     settings    PyTorch's own settings, and how each is read and set
     memory      the memory of tensors, and storages that processes share
     transforms  torch.func's tensors, levels of vmap, forward mode
@@ -16,6 +17,7 @@ nobody has gone. The one exception is `never_compile`, which no result depends o
 
 from mpgrad.torch_state.private.autograd import *  # noqa: F403
 from mpgrad.torch_state.private.compiler import *  # noqa: F403
+from mpgrad.torch_state.private.global_hooks import *  # noqa: F403
 from mpgrad.torch_state.private.memory import *  # noqa: F403
 from mpgrad.torch_state.private.modes import *  # noqa: F403
 from mpgrad.torch_state.private.objects import *  # noqa: F403

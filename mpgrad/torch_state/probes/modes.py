@@ -136,3 +136,17 @@ def settings() -> None:
             setting.set(before)
             expect(before, setting.get())
     expect({}, other)
+
+
+@behaviour("hooks for all modules can be seen, and registered")
+def hooks_of_all_modules() -> None:
+    def hook(*args: Any, **kwargs: Any) -> None:
+        """It does nothing, whichever thread runs a module meanwhile."""
+
+    def ours() -> list[private.GlobalHook]:
+        return [each for each in private.global_hooks() if each.hook is hook]
+
+    register = torch.nn.modules.module.register_module_forward_hook
+    with private.registered([private.GlobalHook(register, hook, {"with_kwargs": True})]):
+        expect([(register, {"with_kwargs": True})], [(each.register, each.options) for each in ours()])
+    expect([], ours())
