@@ -229,7 +229,7 @@ class Watch:
         modes = foreign_modes()
         for mode in modes:
             if not is_observer(mode):
-                raise NotImplementedError(f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {REMEDY}")
+                raise NotImplementedError(f"a mode does not travel to workers (mode: {name_of_mode(mode)}); {remedy(mode)}")
         if not (modes or self._noticed or profiler_is_on()):
             return
         on = {(name_of_mode(mode), id(mode)) for mode in modes} | ({("torch.profiler", 0)} if profiler_is_on() else set())
@@ -238,7 +238,10 @@ class Watch:
             warn(f"workers' operations are not seen by {name}: enter it inside the function, or use engine='inline'")
 
 
-REMEDY = "enter it inside the function, or run the function in the caller"
+def remedy(mode: object) -> str:
+    if name_of_mode(mode).endswith("allow_mutation_on_saved_tensors"):
+        return "let the function write to clones, or call it without the pool"
+    return "enter it inside the function, or call the function without the pool"
 
 
 @contextmanager

@@ -301,8 +301,9 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch._C, "_set_multithreading_enabled", lambda enabled: None),
     ],
     "hooks for all modules can be seen, and registered": [
-        replaced(torch.nn.modules.module, "_global_forward_hooks", {}),
-        replaced(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}),
+        replaced(
+            torch.nn.modules.module, "register_module_forward_hook", lambda hook, **_: SimpleNamespace(remove=lambda: None)
+        )
     ],
     "within torch.func.vmap, tensors and levels say what they are": [
         replaced(FUNCTORCH, "get_interpreter_stack", lambda: None),
