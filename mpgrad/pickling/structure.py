@@ -48,6 +48,7 @@ from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator
 from mpgrad.pickling.uses import Wanted, is_own, module_of, name_of, uses_of
+from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_refs import check_carriable, have_attributes
 
@@ -194,6 +195,7 @@ class CallerPickler(TensorPickler):
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
         """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
+        learn()
         self._travel = travel
         self._buffer = buffer
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
@@ -244,7 +246,7 @@ class CallerPickler(TensorPickler):
                 )
             if isinstance(value, types.FunctionType):
                 return self.reduce_function(value)
-        if value is sys.modules["__main__"] and self.follows_lookups:
+        if type(value) is types.ModuleType and value is sys.modules["__main__"] and self.follows_lookups:
             return self._reduce_main(vars(value))
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 

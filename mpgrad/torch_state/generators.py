@@ -22,7 +22,7 @@ from torch.quasirandom import SobolEngine
 
 from mpgrad.torch_state.modes import split_mix
 
-__all__ = ["Kind", "bits_of", "is_generator", "kind_of", "kind_of_class", "named"]
+__all__ = ["Kind", "bits_of", "is_generator", "kind_of", "kind_of_class", "learn", "named"]
 
 MOST_SEED = (1 << 62) - 1
 
@@ -43,9 +43,8 @@ class Kind(NamedTuple):
 
 
 def is_generator(value: object) -> bool:
-    """Asked of most objects in a pickle."""
-    LEARNT.learn()
-    return not LEARNT.classes.isdisjoint(type(value).__mro__)
+    """Asked of most objects in a pickle, after `learn`."""
+    return not CLASSES.isdisjoint(type(value).__mro__)
 
 
 def kind_of(generator: object) -> Kind | None:
@@ -59,7 +58,7 @@ def kind_of(generator: object) -> Kind | None:
 
 def kind_of_class(own: type) -> Kind | None:
     """That of the class, whatever state its objects are in."""
-    LEARNT.learn()
+    learn()
     return next((KINDS[each] for each in own.__mro__ if each in KINDS), None)
 
 
@@ -259,23 +258,14 @@ KINDS: dict[type, Kind] = {
 }
 
 
-class Learnt:
-    """Which classes there are: of modules that may be imported later, or never, too."""
-
-    def __init__(self) -> None:
-        self._modules = 0  # as many were imported when we looked last
-        self.classes = set(KINDS)
-        self._missing = {"numpy.random": of_numpy, "scipy.stats.qmc": of_scipy}
-
-    def learn(self) -> None:
-        if len(sys.modules) == self._modules:
-            return
-        self._modules = len(sys.modules)
-        for name in [each for each in self._missing if each in sys.modules]:
-            with contextlib.suppress(AttributeError):  # another thread is importing it
-                KINDS.update(self._missing[name](sys.modules[name]))
-                self.classes = {*KINDS, *self.classes, numpy_random().Generator}
-                self._missing.pop(name, None)
+CLASSES: set[type] = set(KINDS)  # and those of numpy and scipy, as soon as these are imported
+MISSING = {"numpy.random": of_numpy, "scipy.stats.qmc": of_scipy}
 
 
-LEARNT = Learnt()
+def learn() -> None:
+    """Note the classes of modules that have been imported meanwhile."""
+    for name in [each for each in MISSING if each in sys.modules] if MISSING else ():
+        with contextlib.suppress(AttributeError):  # another thread is importing it
+            KINDS.update(MISSING[name](sys.modules[name]))
+            CLASSES.update(KINDS, [numpy_random().Generator])
+            MISSING.pop(name, None)
