@@ -29,6 +29,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import AsyncResult
 from mpgrad.cpus import usable_cpus
 from mpgrad.engines.kinds import traits_of
+from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.place import PLACE
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
@@ -61,7 +62,7 @@ def register(make_default: bool = False) -> None:
     divided by their number (one, where a cluster says how many workers there are). All that runs under one
     `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
     they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
-    travel with it; seed each task to fix them.
+    travel with it; seed each task to fix them. A generator that several tasks are given has another stream in each.
 
     Args:
         make_default: use it wherever no backend is named.
@@ -106,6 +107,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         self._callbacks = ThreadPoolExecutor(1, "mpgrad-joblib")
         self._under_way: weakref.WeakSet[Job] = weakref.WeakSet()
         self._batch_size = 1
+        self._streams = ItemStreams(None)  # over all batches of a Parallel
+        self._begun = 0  # tasks of these
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """How many workers joblib's `n_jobs` asks for."""
@@ -119,6 +122,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
 
     def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
         """Have workers for `parallel`; those of the call before, where these will do."""
+        self._streams, self._begun = ItemStreams(None), 0
         named = {**self._options, **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}}
         threads = self.inner_max_num_threads or 1
         if n_jobs == -1 and traits_of(named.get("engine") or "process").remote and not PLACE.in_worker:
@@ -141,6 +145,8 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         functions = {identity(function): function for function, _, _ in func.items}
         numbers = {key: number for number, key in enumerate(functions)}
         calls = [((numbers[identity(function)], *args), kwargs) for function, args, kwargs in func.items]
+        streams = self._streams.onwards(self._begun)
+        self._begun += len(calls)
         job = Job(callback)
         self._under_way.add(job)
 
@@ -152,7 +158,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             try:
                 job.result = self._pool._submitter.run_async(
                     Delayed(tuple(functions.values()), (self.nesting_level or 0) + 1),
-                    Source(calls, len(calls), at_rest=True, items=calls),
+                    Source(calls, len(calls), at_rest=True, items=streams),
                     CallOptions(),
                     tell,
                     tell,

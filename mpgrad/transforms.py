@@ -62,7 +62,7 @@ def is_followed(tensor: torch.Tensor) -> bool:
 def run_followed(
     function: Callable[..., Any],
     calls: list[Arguments],
-    items: Iterable[Any] | None,
+    items: Iterable[Any] | ItemStreams | None,
     draw_seed: Callable[[], int | None],
     run: Run,
 ) -> list[Any] | None:
@@ -74,7 +74,7 @@ def run_followed(
         TypeError, pickle.PicklingError: the function or an item cannot be carried.
     """
     pickled, common = dumps_whole(function)
-    streams = ItemStreams(items, common)
+    streams = items if isinstance(items, ItemStreams) else ItemStreams(items, common)
     own: list[list[torch.Tensor]] = []
     programs: list[Program] = []
     for index, call in enumerate(calls):

@@ -25,6 +25,9 @@ __all__ = ["ItemStreams"]
 SHARED: collections.deque[Any] = collections.deque(maxlen=64)  # generators; numpy's have no weak references
 
 
+Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id
+
+
 class Met(NamedTuple):
     """A generator that an item had."""
 
@@ -40,11 +43,19 @@ class ItemStreams:
         """`items`: where they are all there. `captures`: of the function, before they are `drawn`."""
         self._items = items
         self._captured = [each.generator for each in captures if type(each) is Root]
+        self._first = 0  # the number of the operation's first item
         self._met: dict[int, Met] = {}
-        self._roots: dict[int, tuple[Any, Any]] = {}
+        self._roots: Roots = {}
+        self._roots_of_code: Roots = {}
+
+    def onwards(self, first: int) -> ItemStreams:
+        """For items that come later, in an operation of their own: these are numbered from `first` on."""
+        later = ItemStreams(self._items)
+        later._first, later._met, later._roots = first, self._met, self._roots
+        return later
 
     def of(self, item: int) -> Travel:
-        return functools.partial(self._reduce, item)
+        return functools.partial(self._reduce, self._first + item)
 
     def _reduce(self, item: int, kind: Kind, generator: Any) -> Any:
         met = self._met.get(id(generator))
@@ -52,7 +63,7 @@ class ItemStreams:
             met = self._met[id(generator)] = Met(generator, item, self._is_shared(generator))
         if item == met.first and not met.is_shared:
             return NotImplemented
-        root = self._root_of(kind, generator)
+        root = root_of(kind, generator, self._roots)
         with outside_transforms():
             own = kind.own(generator)
             kind.begin(own, root, item)
@@ -61,15 +72,8 @@ class ItemStreams:
 
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of an item; generators that code captures which it brings, in a module of the user's, are everybody's."""
-        return [plain(self._root_of(each.kind, each.generator)) if type(each) is Root else each for each in tensors]
-
-    def _root_of(self, kind: Kind, generator: Any) -> Any:
-        """One for the whole operation."""
-        if id(generator) not in self._roots:
-            with outside_transforms():
-                self._roots[id(generator)] = generator, kind.root(generator)
-            SHARED.append(generator)
-        return self._roots[id(generator)][1]
+        roots = self._roots_of_code
+        return [plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each for each in tensors]
 
     def _is_shared(self, generator: Any) -> bool:
         """Whether the function has it, or several items."""
@@ -83,6 +87,15 @@ class ItemStreams:
     def _census(self) -> Census:
         assert self._items is not None
         return Census(self._items)
+
+
+def root_of(kind: Kind, generator: Any, roots: Roots) -> Any:
+    """The generator's among these; drawn, if it has none there."""
+    if id(generator) not in roots:
+        with outside_transforms():
+            roots[id(generator)] = generator, kind.root(generator)
+        SHARED.append(generator)
+    return roots[id(generator)][1]
 
 
 class Census:

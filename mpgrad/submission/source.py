@@ -10,6 +10,7 @@ import torch
 
 from mpgrad.calls.packing import Arguments
 from mpgrad.errors import ONE_CALL
+from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.scheduling.run_in_caller import is_at_rest
 
 __all__ = ["Source", "callable_of", "first_of", "iterator"]
@@ -24,7 +25,7 @@ class Source(NamedTuple):
     total: int | None  # how many, where that is known beforehand
     at_rest: bool  # they are all there: no code of the caller's runs between two of them
     noun: str = "item"  # see `CallNames`
-    items: Iterable[Any] | None = None  # what each call is given, where it can be looked at beforehand
+    items: Iterable[Any] | ItemStreams | None = None  # what each call is given, where it can be looked at beforehand
 
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:

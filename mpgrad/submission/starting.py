@@ -61,7 +61,7 @@ class Starter:
         options: CallOptions,
         like: Sequence[Arguments] = (),
         modes: Modes | None = None,
-        items: Iterable[Any] | None = None,
+        items: Iterable[Any] | ItemStreams | None = None,
     ) -> Prepared:
         """[1] `like`: the arguments of some of the calls. `modes`: other ones than the caller's, and no random numbers.
         `items`: see `Source`.
@@ -83,7 +83,7 @@ class Starter:
             pickled = pickled_function(function, self._scheduler.packer.kind, like)
         lap("pickles")
         seed = self.draw_seed() if modes is None else None
-        streams = ItemStreams(items, pickled.captures)
+        streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
         pickled = pickled._replace(captures=drawn(pickled.captures))
         return Prepared(pickled, options, request, seconds, streams, modes, seed, name, is_named)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import time
@@ -177,6 +178,17 @@ def test_another_call_on_the_same_workers_goes_on_when_one_is_dropped() -> None:
 def pause(n: int) -> int:
     time.sleep(0.1)
     return n
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_generator_that_tasks_have_in_common(batch_size: int) -> None:
+    """Symptom: tasks in other batches drew the same numbers."""
+    rng, captured = random.Random(0), random.Random(1)
+    with joblib.parallel_config(backend="mpgrad", n_jobs=2):
+        parallel = joblib.Parallel(batch_size=batch_size)
+        given = [parallel(joblib.delayed(random.Random.random)(rng) for _ in range(8)) for _ in range(2)]
+        drawn = parallel(joblib.delayed(lambda: captured.random())() for _ in range(8))
+    assert len({*given[0], *given[1], *drawn}) == 24
 
 
 def test_a_parallel_in_a_task_is_serial() -> None:
