@@ -143,7 +143,7 @@ class StatePickler(CallerPickler):
             return caches.reduce_by_value(value)
         if (reduced := reduce_generator(value, captured)) is not None:
             if hasattr(value, "__dict__"):
-                self.watch.content(attributes_of, value)
+                self.watch.content(attributes_beside_state, value)
             return reduced
         if isinstance(value, types.CellType):
             self.watch.content(contents_of_cell, value)
@@ -256,6 +256,11 @@ def held_by(value: Any) -> Sequence[Any]:
     if isinstance(value, list | tuple | set):
         return items_of(value)
     return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
+
+
+def attributes_beside_state(generator: Any) -> Sequence[Any]:
+    """Of a generator of random numbers, whose state is none of the pickle's."""
+    return pairs_of({name: value for name, value in vars(generator).items() if name != "gauss_next"})
 
 
 class BareClassError(Exception):
