@@ -16,13 +16,14 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import multiprocessing.process
 import multiprocessing.util
 import socket
 from collections.abc import Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
-__all__ = ["become_child", "forget_exit_handlers", "run_exit_handlers", "share_tracker"]
+__all__ = ["become_child", "forget_exit_handlers", "leave_children", "run_exit_handlers", "share_tracker"]
 
 
 class AskedTracker(resource_tracker.ResourceTracker):
@@ -84,6 +85,13 @@ def forget_exit_handlers() -> None:
     """Those of what was imported before this process was forked are not its own."""
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
+def leave_children() -> None:
+    """Have the exit handlers not wait for those that are no daemons."""
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
 
 
 def run_exit_handlers() -> None:

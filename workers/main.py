@@ -30,7 +30,7 @@ from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
-from mpgrad.workers.child import become_child, forget_exit_handlers, run_exit_handlers, share_tracker
+from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import APPLIED, CHECKPOINTS, HOOKS
 from mpgrad.workers.graphs import GraphTable
@@ -74,7 +74,10 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
             worker.take_warnings()
             worker.before_answer = outlet.flush
         while worker is not None and (frame := link.receive()) is not None:
-            if type(frame.messages[-1]) is Stop:
+            last = frame.messages[-1]
+            if type(last) is Stop:
+                if in_process and not last.waits:
+                    leave_children()
                 return
             worker.handle(frame)
             del frame  # it pins the payload while the worker waits for the next one

@@ -239,7 +239,7 @@ class Staff:
         """The last of them end; those with nothing to do run their exit handlers, as all do if it is done `gently`."""
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
-                self._deliveries.transmit(worker, [Stop()])
+                self._deliveries.transmit(worker, [Stop(waits=gently)])
             else:
                 worker.link.kill()
         for worker in list(self._workers.values()):

@@ -318,7 +318,7 @@ class Release(NamedTuple):
 
 
 class Stop(NamedTuple):
-    pass
+    waits: bool = True  # for processes that tasks have started and that are no daemons
 
 
 # --- worker to parent

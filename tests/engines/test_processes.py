@@ -172,6 +172,36 @@ def test_daemonic_processes_of_tasks_end_with_their_worker(nursery: mpgrad.Pool,
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("ends_gently", [True, False])
+def test_a_pool_waits_for_other_processes_of_tasks_only_if_it_is_joined(
+    nursery: mpgrad.Pool, ends_gently: bool, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def starts(_: object) -> int | None:
+        def waits() -> None:
+            fifo.read_text()
+            (tmp_path / "done").touch()
+
+        process = multiprocessing.get_context("fork").Process(target=waits)
+        process.start()
+        return process.pid
+
+    pool = mpgrad.Pool(1)
+    pid = pool.apply(starts, (0,))
+    if ends_gently:
+        fifo.write_text("go")
+        pool.close()
+        pool.join()
+        assert (tmp_path / "done").exists()
+    else:
+        pool.terminate()
+        assert pid is not None and alive(pid)
+        fifo.write_text("go")
+        assert gone([pid], within=5)
+
+
 def test_exit_handlers_of_tasks_run(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     def registers(path: Path) -> None:
         import atexit
