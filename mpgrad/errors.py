@@ -24,6 +24,7 @@ __all__ = [
     "CallNames",
     "CallTimeoutError",
     "InternalError",
+    "LostGradientError",
     "PoolClosedError",
     "RemoteError",
     "RemoteTraceback",
@@ -250,6 +251,10 @@ class InternalError(RuntimeError):
         >>> results
         [1, 2]
     """
+
+
+class LostGradientError(RuntimeError):
+    """A backward would come to a tensor that only a worker has, where nobody would find its gradient."""
 
 
 class RemoteError(RuntimeError):

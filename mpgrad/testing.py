@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from mpgrad.autograd.input_gates import ROOT
 from mpgrad.calls.packing import pickled_function
+from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pool import Pool
 from mpgrad.scheduling.run_in_caller import LocalFunction, UnusualError, may_run_here
@@ -297,14 +299,18 @@ def gradients_of(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], seed: int, create_graph: bool
 ) -> list[torch.Tensor | None]:
     """Gradients of the outputs times random numbers, the same each time; None where nothing depends on an input."""
-    if not outputs or not inputs:
+    if not outputs:
         return [None] * len(inputs)
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu") for each in outputs)
     cotangents = [numbers.to(output.device) for numbers, output in zip(drawn, outputs, strict=True)]
+    asked = [*inputs, ROOT]  # where that is wanted, all is, as in a backward that nobody gave any inputs
     # kept, because captures may share a history with those of the other run
-    found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
-    return list(found)
+    try:
+        found = torch.autograd.grad(outputs, asked, cotangents, allow_unused=True, retain_graph=True, create_graph=create_graph)
+    except LostGradientError as error:
+        raise AssertionError(str(error)) from error
+    return list(found[:-1])
 
 
 def compare_values(name: str, result: Any, expected: Any, how: str = "") -> None:

@@ -9,6 +9,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     call_run, backward_ahead            one run of a function; its backward right behind it
     functions                           functions as they were defined, until they are forgotten
     graphs, graph_edges, capture_sums   the graphs that are here; how they are entered; gradients added up
+    strays                              leaves that only this process has, to which graphs lead
     loans, station                      memory lent and borrowed; the device
     whereabouts, task_warnings, streams, failures, last_words    what the caller hears beside results
     stage, recorder                     how far a call has come; what a timeline hears

@@ -37,6 +37,7 @@ from mpgrad.workers.graphs import GraphEdges
 from mpgrad.workers.loans import Loans
 from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
+from mpgrad.workers.strays import copied_in
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.whereabouts import Tracker
 
@@ -73,6 +74,8 @@ class CallRun:
         self._codes: list[int] = []  # where the outputs lie, in a pool with devices
         self._has_graph = False
         self._reentrant = False  # see `GraphEdges`
+        self.strays: list[tuple[int, str]] = []  # see `Result`
+        self._known: set[int] = set()  # ids of what it is given and captures, once that is asked
         self._station = station
 
     def items(self) -> Iterator[list[torch.Tensor]]:
@@ -87,6 +90,14 @@ class CallRun:
     def arrived(self) -> Iterator[tuple[torch.Tensor, int]]:
         yield from zip(self._given, flags_in(self._refs), strict=False)  # when the function has ended they are forgotten
         yield from zip(self._function.captures, self._function.flags, strict=True)
+
+    def note_strays(self, found: Sequence[torch.Tensor], copied: dict[int, str]) -> None:
+        """Of what an item gave, which was given what was `copied`."""
+        if not self._known:
+            self._known = set(map(id, itertools.chain(self._given, self._function.captures)))
+        for number, tensor in enumerate(found, len(self.tensors)):
+            if tensor.grad_fn is not None and (words := self._function.strays.behind(tensor, self._known, copied)):
+                self.strays.append((number, words))
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
@@ -163,6 +174,8 @@ class CallRunner:
             if ahead is not None:
                 ahead.begin()
             args, kwargs = arguments(call, stage.offset, own, function.modules)
+            pickled = structure_of(call, stage.offset)
+            copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
             item = call.item + stage.offset
             if message.seed is not None:
                 station.seed_item(message.seed, item)
@@ -177,6 +190,8 @@ class CallRunner:
             stage.own_seconds += time.perf_counter() - started
             stage.phase = "result"
             shape, found = result_structure(value, kind)
+            if isinstance(pickled, bytes) or function.strays.may_be_reached():
+                run.note_strays(found, copied)
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))
             if ahead is not None:
@@ -191,11 +206,15 @@ class CallRunner:
         return run
 
 
+def structure_of(call: ForwardCall, offset: int) -> Structure:
+    return call.bundle[offset][0] if call.bundle else call.structure
+
+
 def arguments(
     call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Live
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
-    shape = call.bundle[offset][0] if call.bundle else call.structure
+    shape = structure_of(call, offset)
     if not isinstance(shape, bytes):
         return tensors, {}
     own = len(tensors) - sum(count for _, count in call.claimed)

@@ -123,7 +123,7 @@ class ForwardHandler:
             # sparse ones are looked at before anybody asks for them
             may_stay = message.may_stay and all(each.layout is torch.strided for each in run.tensors)
             refs = self._loans.lend(placed, payload, may_stay)
-            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, for_one)
+            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, for_one, run.strays)
             del run, placed, ahead
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)

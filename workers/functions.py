@@ -22,6 +22,7 @@ from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import CaptureSearch, Edge
 from mpgrad.workers.loans import Loans
 from mpgrad.workers.station import Station
+from mpgrad.workers.strays import Strays, copied_in
 
 __all__ = ["Code", "Function", "FunctionTable"]
 
@@ -55,6 +56,7 @@ class Function(NamedTuple):
     flags: Sequence[int]  # of the captures
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
+    strays: Strays
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """In which it and its backward are to run: with the caller's hooks, and among the caller's modules."""
@@ -129,6 +131,7 @@ class FunctionTable:
             flags=flags_in(message.captures),
             sums=FunctionSums(),
             streams=streams,
+            strays=Strays((code.pickled, state), copied_in(target, code.pickled, captures)),
         )
 
     def forget(self, message: Forget) -> None:

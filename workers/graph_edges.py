@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from mpgrad.torch_state.leaves import LEAF_NODE
 from mpgrad.torch_state.private import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
 from mpgrad.torch_state.vmap_levels import Level, over
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD
@@ -24,6 +25,7 @@ from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD
 __all__ = [
     "APPLIED",
     "CHECKPOINTS",
+    "ENTRY_NODE",
     "HOOKS",
     "CaptureSearch",
     "Edge",
@@ -70,7 +72,6 @@ ROOT = torch.zeros((), device="cpu", requires_grad=True)
 # Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
 # which waits for that lock, holding the interpreter's, would wait for ever.
 ROOT_EDGE = get_gradient_edge(ROOT)
-LEAF_NODE: Any = type(ROOT_EDGE.node)
 
 
 def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[torch.Tensor], list[Entrance]]:

@@ -37,6 +37,7 @@ from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.last_words import promise_last_words
 from mpgrad.workers.memory_watch import MemoryWatch
 from mpgrad.workers.station import NO_STATION, station
+from mpgrad.workers.strays import noting_those_of_initializer
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
@@ -98,7 +99,8 @@ def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack |
             device = setting.enter_context(station(start.device, number))
         initializer, initargs = classes.loads(start.initializer)
         if initializer is not None:
-            run_initializer(initializer, initargs)
+            with noting_those_of_initializer():
+                run_initializer(initializer, initargs)
         FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryWatch() if start.spares_memory else None)

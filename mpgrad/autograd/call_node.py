@@ -15,6 +15,7 @@ from mpgrad.autograd.input_gates import ROOT, ROOT_EDGE, edges_of_leaves, gate
 from mpgrad.autograd.remote_graph import SEND, WAIT, Derivative, Member, Order, Promise, RemoteGraph, forget_oldest
 from mpgrad.autograd.result_hooks import keep_hooks_apart
 from mpgrad.autograd.running import forget_at_end_of_backward
+from mpgrad.errors import LostGradientError
 from mpgrad.torch_state.private import (
     apply,
     current_graph_task,
@@ -43,13 +44,18 @@ class Call(torch.autograd.Function):
         ctx: Any,
         graph: RemoteGraph,
         outputs: list[torch.Tensor],
+        root: torch.Tensor | None,
         token: torch.Tensor | None,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads to."""
+        """`outputs` as they are, now made of `inputs`, the gated ones, and of what the token leads to.
+
+        `root` is given where some depend on leaves of the worker's own: see `check_strays`.
+        """
         ctx.set_materialize_grads(False)
         ctx.graph = graph
         ctx.token = token
+        ctx.has_root = root is not None
         ctx.has_token = token is not None
         ctx.graph_task = -1  # the backward that came here last
         ctx.output_count = len(outputs)
@@ -73,6 +79,8 @@ class Call(torch.autograd.Function):
         captures = capture_node is not None and will_run(capture_node)
         graph_task = current_graph_task()
         promises = ctx.graph.take_promises(graph_task)
+        if ctx.has_root:
+            check_strays(ctx.graph, grads, promises)
         if not (wanted or captures):
             try:
                 for _, promise in promises:
@@ -95,7 +103,22 @@ class Call(torch.autograd.Function):
                 forget_oldest(reach.apart)
             if create:
                 forget_at_end_of_backward(ctx.graph, graph_task)
-        return None, None, None, *ctx.graph.placeholders
+        return None, None, None, None, *ctx.graph.placeholders
+
+
+def check_strays(graph: RemoteGraph, grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> None:
+    """Where nobody has said which gradients are wanted, those of leaves that only the worker has are too.
+
+    Raises:
+        LostGradientError: names one of them.
+    """
+    given = {output for output, _ in promises} | {output for output, grad in enumerate(grads) if grad is not None}
+    reached = [words for output, words in (graph.strays or {}).items() if output in given]
+    if reached and leaf_will_run(ROOT_EDGE.node):
+        name = graph.home.names.words(graph.given(grads))
+        error = LostGradientError(f"a gradient of {name} would be lost: its result depends on {reached[0]}")
+        hide_own_frames(error)
+        raise error
 
 
 def are_all_given(grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> bool:
@@ -111,7 +134,7 @@ def wanted_of_bundle(
         return ()
     given = graph.members.given(grads)
     inputs = [number for number, item in enumerate(graph.members.of_input) if item in given]
-    if will_run(ROOT_EDGE.node):
+    if leaf_will_run(ROOT_EDGE.node):
         return tuple(inputs)
     leaves = edges_of_leaves(gates[0][0])
     return tuple([number for number in inputs if leaf_will_run(leaves[number][0])])
@@ -133,7 +156,7 @@ def is_call(node: object) -> bool:
 
 def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
     """Of a `Call`: the edges to its gates, and the node of its captures, or None."""
-    edges: Sequence[tuple[Any, int]] = node.next_functions
+    edges: Sequence[tuple[Any, int]] = node.next_functions[node.has_root :]
     if not node.has_token:
         return edges, None
     return edges[1:], edges[0][0] if isinstance(edges[0][0], CAPTURE_GATE_NODE) else None
@@ -224,13 +247,14 @@ def attach(
         node.graph, node.number = graph, number
         waits = node.source is None or not node.source.hidden
         set_priority(node, (WAIT if waits else SEND) + graph.number)
-    if token is None and not any(tensor.requires_grad for tensor in gated):
+    root = None if graph.strays is None else ROOT
+    if root is None and token is None and not any(tensor.requires_grad for tensor in gated):
         token = ROOT
     if torch.is_grad_enabled():
-        attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, token, *gated)
+        attached: tuple[torch.Tensor, ...] = apply(Call, graph, outputs, root, token, *gated)
     else:  # the function turned gradients on by itself
         with torch.enable_grad():
-            attached = apply(Call, graph, outputs, token, *gated)
+            attached = apply(Call, graph, outputs, root, token, *gated)
     node = attached[0].grad_fn
     set_priority(node, SEND + graph.number)
     if leaves:
@@ -250,6 +274,8 @@ class FurtherCall(NamedTuple):
         assert node is not None  # the engine holds it
         family = graph.family = node.graph.family
         graph.inputs_lent = node.graph.inputs_lent  # read again, should it be made again
+        if strays := node.graph.strays:
+            graph.strays = dict.fromkeys(range(len(outputs)), next(iter(strays.values())))
         home = node.graph.home
         token = node.token if home.reach is None else further_token(home, node.token, reached)
         attached = attach(graph, outputs, token, [*self.grads, *gates_again(node, self.wanted)])

@@ -202,6 +202,7 @@ class RemoteGraph:
         "placeholders",
         "promises",
         "recipe",
+        "strays",
         "worker",
     )
 
@@ -214,6 +215,7 @@ class RemoteGraph:
         self.index = index  # of its item, or of those of a bundle
         self.members: Members | None = None  # of a bundle
         self.number = -1  # in the order in which graphs were attached to nodes
+        self.strays: dict[int, str] | None = None  # by output: a leaf of the worker's own that it depends on, in words
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()  # read in place by the worker, with their versions then
         # There is one of these for every call that is kept, so containers come when something is to be put into them: what
         # the collector of cycles has to walk through, again and again, costs more than all the rest.

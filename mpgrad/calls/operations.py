@@ -237,6 +237,8 @@ class Operation:
             if call.bundle:
                 items = owners(outcome.result.bundle)
                 graph.members = Members([items[number] for number in inner], call.leaf_items)
+            if strays := dict(outcome.result.strays):
+                graph.strays = {output: strays[number] for output, number in enumerate(inner) if number in strays}
             token = None if self.captures is None else self.captures.token()
             outputs = attach(graph, [tensors[number] for number in inner], token, gated, call.leaves)
             for number, output in zip(inner, outputs, strict=True):

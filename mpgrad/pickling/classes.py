@@ -39,6 +39,7 @@ from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.uses import is_own
 
 __all__ = [
+    "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",
     "dumps",

@@ -28,7 +28,7 @@ from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.state_pickler import CODE, BareClassError, StatePickler, held_by
 from mpgrad.pickling.streams import Streams, Travel, as_it_is, captured
-from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, loads
+from mpgrad.pickling.structure import RUNS_CODE, CallerPickler, TensorUnpickler, loads
 from mpgrad.pickling.uses import Wanted, is_own
 from mpgrad.pickling.watch import ABSENT, Watch
 
@@ -65,9 +65,10 @@ class State:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, pickled: bytes, tensors: list[torch.Tensor], covered: set[Wanted], watch: Watch) -> None:
+    def __init__(self, pickled: bytes, mark: bytes, tensors: list[torch.Tensor], covered: set[Wanted], watch: Watch) -> None:
         self.number = next(self._numbers)
         self.pickled = pickled
+        self.mark = mark  # see `structure.RUNS_CODE`
         self.tensors = tensors  # captures of whatever uses the state
         self._covered = covered
         self._watch = watch
@@ -133,7 +134,7 @@ class States:
             left[culprit] = self._left_of(culprit)
         for each in pickler.covered - left.keys():
             self._note_kind(each, None if vars(sys.modules[each.module]).get(each.name or "", ABSENT) is None else ABSENT)
-        return State(pickler.buffer.getvalue(), pickler.taken_out, pickler.covered, pickler.watch)
+        return State(pickler.buffer.getvalue(), pickler.mark, pickler.taken_out, pickler.covered, pickler.watch)
 
     def _left_of(self, wanted: Wanted) -> LeftOf:
         """In the place of what cannot be carried: the worker's own. Raises TypeError where the caller's was replaced."""
@@ -183,7 +184,8 @@ def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, lis
             others.dump(first)
         pickler.wanted.update(others.wanted)
     state = STATES.of(pickler.wanted)
-    return buffer.getvalue(), pickler.taken_out, state
+    mark = pickler.mark or (b"" if state is None else state.mark)
+    return buffer.getvalue() + mark, pickler.taken_out, state
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:
@@ -204,7 +206,7 @@ def dumps_arguments(
     """
     pickler = CallerPickler(buffer := io.BytesIO(), claims=[], travel=travel)
     pickler.dump(value)
-    pickled, tensors = buffer.getvalue(), pickler.taken_out
+    pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
     if pickler.wanted and (known is None or not known.covers(pickler.wanted)):
         pickled, tensors = with_state(pickled, tensors, pickler.wanted)
     return pickled, tensors, pickler.claims or []
@@ -222,6 +224,7 @@ def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wan
     state = STATES.of(wanted)
     if state is None:
         return pickled, tensors
+    pickled += b"" if pickled.endswith(RUNS_CODE) else state.mark
     header = b"".join(each.to_bytes(NUMBER_BYTES, "little") for each in (state.number, len(tensors), len(state.pickled)))
     return WHOLE + header + state.pickled + pickled, tensors + state.tensors
 

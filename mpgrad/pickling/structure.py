@@ -13,6 +13,7 @@ A result that a call is still to give (`Deferred`) leaves a number below 0, and 
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import pickle
@@ -47,12 +48,22 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator
-from mpgrad.pickling.uses import Wanted, is_own, module_of, name_of, uses_of
+from mpgrad.pickling.uses import LIBRARIES, Wanted, is_own, module_of, name_of, uses_of
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_refs import check_carriable, have_attributes
 
-__all__ = ["CallerPickler", "Deferred", "TensorPickler", "TensorUnpickler", "dumps", "loads", "loads_result"]
+__all__ = [
+    "RUNS_CODE",
+    "CallerPickler",
+    "Deferred",
+    "TensorPickler",
+    "TensorUnpickler",
+    "dumps",
+    "has_own_way",
+    "loads",
+    "loads_result",
+]
 
 
 class Deferred:
@@ -105,6 +116,7 @@ class TensorPickler(ClassPickler):
         # no method of ours: that would be a cycle, and the tensors, with the graphs behind them, wait for the collector
         super().__init__(buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers))
         self.claims = claims
+        self.runs_code = False  # see `RUNS_CODE`
         self._number: dict[int, int] = {}
 
     @property
@@ -143,7 +155,13 @@ class TensorPickler(ClassPickler):
             self._number[id(value)] = -len(self.claims)
         return self._number[id(value)]
 
+    @property
+    def mark(self) -> bytes:
+        """To stand behind the pickle."""
+        return RUNS_CODE if self.runs_code else b""
+
     def reducer_override(self, value: object) -> Any:
+        self.runs_code = self.runs_code or has_own_way(type(value))
         if isinstance(value, torch.Tensor):
             return itself, (Bare(value),), value.__dict__, None, None, set_attributes
         if isinstance(value, Deferred):
@@ -184,6 +202,27 @@ class LooksUpLateError(Exception):
     def __init__(self, namespace: dict[str, Any]) -> None:
         super().__init__()
         self.namespace = namespace
+
+
+def has_own_way(kind: Any) -> bool:
+    """Whether its objects are pickled by code of their own, which may leave tensors out and make others in their place."""
+    reducer = copyreg.dispatch_table.get(kind)
+    return has_methods_for_pickle(kind) if reducer is None else not is_known(reducer)
+
+
+@functools.lru_cache(maxsize=1024)
+def has_methods_for_pickle(kind: Any) -> bool:
+    return not is_known(kind) and not all(is_known(getattr(kind, name, None)) for name in OF_PICKLE)
+
+
+def is_known(value: Any) -> bool:
+    """Whether a class or function is Python's or PyTorch's."""
+    return str(getattr(value, "__module__", "builtins")).partition(".")[0] in KNOWN
+
+
+RUNS_CODE = b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
+KNOWN = LIBRARIES | sys.stdlib_module_names
+OF_PICKLE = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"
 
 
 class CallerPickler(TensorPickler):

@@ -27,7 +27,7 @@ from mpgrad.pickling.reducers import PROXIES, REGISTER
 from mpgrad.pickling.structure import Deferred, TensorPickler
 from mpgrad.pickling.uses import uses_in
 
-__all__ = ["item_not_carried", "not_carried", "why_not"]
+__all__ = ["find", "item_not_carried", "not_carried", "why_not"]
 
 SECONDS = 5.0
 

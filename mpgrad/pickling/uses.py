@@ -11,6 +11,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import itertools
+import re
 import site
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ __all__ = [
     "Wanted",
     "contents_of",
     "is_own",
+    "leads_to_libraries",
     "module_of",
     "name_of",
     "uses_in",
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
+MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
+NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
@@ -166,3 +170,25 @@ def contents_of(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
         return []
+
+
+def leads_to_libraries(pickled: bytes) -> bool:
+    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
+    return len(pickled) > MOST_READ or names_library(pickled, loaded())
+
+
+def loaded() -> tuple[int, str]:
+    """Another one when something has been imported."""
+    return len(sys.modules), next(reversed(sys.modules))
+
+
+@functools.lru_cache(maxsize=64)  # a function is mapped again and again
+def names_library(pickled: bytes, modules: tuple[int, str]) -> bool:
+    return not libraries(modules).isdisjoint(NAMES.findall(pickled))
+
+
+@functools.lru_cache(maxsize=1)
+def libraries(modules: tuple[int, str]) -> frozenset[bytes]:
+    """Of those `loaded`."""
+    roots = {name.partition(".")[0] for name in list(sys.modules)} - LIBRARIES - sys.stdlib_module_names - {"__main__"}
+    return frozenset(root.encode() for root in roots if not is_own(root))

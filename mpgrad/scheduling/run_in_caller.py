@@ -14,10 +14,7 @@ Assumes: what a function does to modules, files and the process it may do here; 
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
@@ -32,9 +29,10 @@ from mpgrad.pickling import state, structure
 from mpgrad.pickling.compiled import MARK
 from mpgrad.pickling.modules import Live
 from mpgrad.pickling.streams import Root, Streams
-from mpgrad.pickling.uses import LIBRARIES, is_own
+from mpgrad.pickling.uses import leads_to_libraries
 from mpgrad.scheduling.costs import Costs
 from mpgrad.scheduling.notes import Laps
+from mpgrad.torch_state.leaves import held_leaves
 from mpgrad.torch_state.modes import TURNS, RandomState
 from mpgrad.torch_state.private import SharedHooks, dual_level_is_active, have_plain_memory, saved_tensor_hooks
 from mpgrad.transforms import may_be_followed
@@ -49,8 +47,6 @@ CALLS_AT_ONCE = 256
 CALLS_TOGETHER = 32  # for which copies are made before the first one runs
 MOST_COPIED = 1 << 20  # bytes of these copies
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
-MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
-NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 
 
@@ -229,6 +225,10 @@ class LocalFunction:
         code = function.pickled + (b"" if function.state is None else function.state.pickled)
         self._may_reach = b"as_strided" in code  # before a tensor in its storage, where copies have nothing
         self._leads_out = leads_to_libraries(code)
+        # leaves of a worker's own are others than ours, and copies are nobody's
+        self._may_stray = self._leads_out or function.pickled.endswith(structure.RUNS_CODE)
+        self._of_captures = {each.grad_fn for each in self._captures}
+        self._entries = self._of_captures  # where graphs of the caller's begin
         self._lookout = Lookout()
         self._begins_within = any(map(torch.Tensor.storage_offset, function.captures))
         if self._begins_within and self._may_reach:
@@ -267,7 +267,7 @@ class LocalFunction:
         try:
             while len(results) < len(calls) and (not results or time.perf_counter() <= end):
                 some = calls[len(results) : len(results) + CALLS_TOGETHER]
-                tensors = None if self._may_reach or self._leads_out else alike_and_small(some)
+                tensors = None if self._may_reach or self._may_stray else alike_and_small(some)
                 results += self._one_by_one(some, end) if tensors is None else self._together(tensors, end)
             self._check_captures()
         except (UnusualError, KeyboardInterrupt):
@@ -288,6 +288,7 @@ class LocalFunction:
         if not kwargs and need_no_pickle(args):
             target = self._target_for(args)
             copies = [private(each, self._border, is_argument=True) for each in args]
+            self._entries = self._of_captures.union([each.grad_fn for each in copies])
             value = target(*copies)
             check_unwritten(args, copies)
         else:
@@ -296,7 +297,9 @@ class LocalFunction:
                 raise UnusualError
             target = self._target_for(tensors, pickled)
             copies = [private(each, self._border, is_argument=True) for each in tensors]
+            self._entries = self._of_captures.union([each.grad_fn for each in copies])
             own_args, own_kwargs = structure.loads(pickled, copies, names=self._names)
+            self._may_stray = True
             value = target(*own_args, **own_kwargs)
             check_unwritten(tensors, copies)
         return self._result(value)
@@ -362,6 +365,8 @@ class LocalFunction:
             raise UnusualError
         if self._memories and tensor.untyped_storage().data_ptr() in self._memories:
             raise UnusualError
+        if self._may_stray and held_leaves(tensor, (), self._entries):
+            raise UnusualError
 
     def _check_captures(self) -> None:
         if self._border.was_tried or any(each._version or (each.is_leaf and each.grad is not None) for each in self._captures):
@@ -380,23 +385,6 @@ class Lookout(TorchFunctionMode):
             self.has_seen = True
             raise UnusualError
         return function(*args, **(kwargs or {}))
-
-
-def leads_to_libraries(pickled: bytes) -> bool:
-    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
-    return len(pickled) > MOST_READ or names_library(pickled, len(sys.modules))
-
-
-@functools.lru_cache(maxsize=64)  # a function is mapped again and again
-def names_library(pickled: bytes, modules: int) -> bool:
-    return not libraries(modules).isdisjoint(NAMES.findall(pickled))
-
-
-@functools.lru_cache(maxsize=1)
-def libraries(modules: int) -> frozenset[bytes]:
-    """Of so many modules that are loaded."""
-    roots = {name.partition(".")[0] for name in list(sys.modules)} - LIBRARIES - sys.stdlib_module_names - {"__main__"}
-    return frozenset(root.encode() for root in roots if not is_own(root))
 
 
 class Border:

@@ -6,5 +6,6 @@ Both sides. Imports PyTorch, `errors`, `system`, `tracebacks`; nothing here know
     behaviours    tries each of them before the first pool of a process is made, by `probes`
     modes         grad mode, autocast, default dtype, random generators: noted, set, put back
     generators    those that functions and items hold: a stream for each item; seed_sequences: numpy's
+    leaves        leaves behind a result that nobody gave to the call
     vmap_levels   tensors of vmap as levels and plain tensors, and back
 """

@@ -353,7 +353,7 @@ class Result(NamedTuple):
 
     `for_one`: they say nothing of other gradients than one. `bundle`: the result of each item, where there are many. `unused`:
     inputs that it does not depend on, by number among those that need gradients, where they have a history or hooks in the
-    caller.
+    caller. `strays`: tensors that depend on a leaf that is neither an input nor a capture, by number, and that in words.
     """
 
     structure: Structure
@@ -363,6 +363,7 @@ class Result(NamedTuple):
     bundle: Parts = ()
     unused: Sequence[int] = ()
     for_one: bool = False
+    strays: Sequence[tuple[int, str]] = ()
 
 
 class Warned(NamedTuple):

@@ -212,6 +212,10 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private.autograd, "ENGINE", OtherEngine(run_backward=always_keep))
     ],
     "an edge to a node written in Python keeps the graph behind it": [replaced(private, "edge_that_keeps", edge_of_its_object)],
+    "of a leaf in a graph one can tell whether it is held in Python": [
+        replaced(private.autograd, "references", lambda node: 3),
+        replaced(private.autograd, "references_of_graphs", lambda: 0),
+    ],
     "at the end of a backward a callback is called once, after all nodes": [
         replaced(private.autograd, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
         replaced(private.autograd, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),

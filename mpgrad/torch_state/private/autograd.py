@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "gradients",
     "graph_is_kept",
     "is_alive",
+    "is_held",
     "leaf_will_run",
     "node_type",
     "plus",
@@ -71,6 +73,23 @@ def is_alive(node: Any) -> bool:
         return node.next_functions is not None
     except RuntimeError:
         return False
+
+
+def is_held(node: Any) -> bool:
+    """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but graphs leads to it."""
+    return references(node) > references_of_graphs()
+
+
+def references(node: Any) -> int:
+    return sys.getrefcount(node.variable)
+
+
+@functools.cache
+def references_of_graphs() -> int:
+    """As many as `references` counts of a leaf that nobody has."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = (torch.zeros((), requires_grad=True, device="cpu") * 2).grad_fn
+    return references(node.next_functions[0][0])
 
 
 def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:

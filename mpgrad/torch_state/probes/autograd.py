@@ -115,6 +115,13 @@ def edges_that_keep() -> None:
     expect([6.0, 6.0], None if grad is None else grad.tolist())
 
 
+@behaviour("of a leaf in a graph one can tell whether it is held in Python")
+def held_leaves() -> None:
+    x = leaf()
+    nodes: list[Any] = [(each * each.detach()).grad_fn for each in (x, leaf())]
+    expect([True, False], [private.is_held(node.next_functions[0][0]) for node in nodes])
+
+
 @behaviour("at the end of a backward a callback is called once, after all nodes")
 def callbacks_at_the_end() -> None:
     ran: list[Any] = []

@@ -1,0 +1,324 @@
+"""Leaves that only a worker has: a backward that would come to one raises, instead of losing the gradient."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import mpgrad
+from mpgrad.errors import LostGradientError
+from mpgrad.testing import assert_same_as_serial
+
+pytestmark = pytest.mark.quick
+
+KINDS: dict[str, dict[str, Any]] = {
+    **{engine: {"engine": engine, "send": "always"} for engine in ("process", "thread", "inline")},
+    "ahead": {"graphs": "ahead", "send": "always", "deterministic": True},
+    "here and sent": {},
+}
+INSTALLED = """
+import functools, types, torch
+def new(value=2.0): return torch.tensor(value, requires_grad=True)
+WEIGHT = new()
+STORE = {"loc": new()}
+class Holder:
+    net = torch.nn.Linear(1, 1)
+    def __init__(self): self.inner = types.SimpleNamespace(w=new())
+HOLDER = Holder()
+@functools.cache
+def cached(): return new()
+def closure():
+    w = new()
+    return lambda x: x * w
+from_closure = closure()
+def weighted(x): return x * WEIGHT
+def param(name, first=None):
+    if name not in STORE: STORE[name] = first.clone().requires_grad_()
+    return STORE[name]
+def scaled(x, name="loc"): return x * param(name)
+def bare(x): return x * 3.0
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> Iterator[Any]:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed_leaves.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    yield importlib.import_module("installed_leaves")
+    del sys.modules["installed_leaves"]
+
+
+@pytest.fixture(params=KINDS)
+def any_pool(request: pytest.FixtureRequest, installed: Any) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(1 if request.param == "inline" else 2, **KINDS[request.param]) as pool:
+        yield pool
+
+
+def items(count: int = 4) -> list[torch.Tensor]:
+    return [torch.tensor([k + 1.0], requires_grad=True) for k in range(count)]
+
+
+def total(results: list[Any]) -> torch.Tensor:
+    return torch.stack([each.sum() for each in results]).sum()
+
+
+def check_raises(pool: mpgrad.Pool, fn: Callable[[Any], Any], match: str, given: list[Any] | None = None) -> None:
+    """The backward does, and nothing else."""
+    given = items() if given is None else given
+    with torch.no_grad():
+        pool.map(fn, given)
+    results = pool.map(fn, given)
+    assert [each.requires_grad for each in results] == [True] * len(given)
+    with pytest.raises(LostGradientError, match=match):
+        total(results).backward()
+
+
+def test_state_of_an_installed_package(any_pool: mpgrad.Pool, installed: Any) -> None:
+    # symptom: the loss said requires_grad, the backward ran, and .grad stayed None. cause: the worker's own leaf is in the
+    # graph, and nobody asks for its gradient.
+    def local_import(x: torch.Tensor) -> torch.Tensor:
+        import installed_leaves as within  # type: ignore[import-not-found]
+
+        return x * within.WEIGHT  # type: ignore[no-any-return]
+
+    reaching: dict[str, Callable[[Any], Any]] = {
+        r"WEIGHT \(a tensor of shape \(\)\), .*register_pickle_by_value\(installed_leaves\)": installed.weighted,
+        "WEIGHT ": lambda x: x * installed.WEIGHT,
+        "WEIGHT  ?": local_import,
+        r"STORE\['loc'\]": functools.partial(installed.scaled, name="loc"),
+        r"STORE\['made'\]": lambda x: x * installed.param("made", torch.tensor(1.0)),
+        r"Holder\.net": lambda x: installed.Holder.net(x),
+        r"HOLDER\.inner": lambda x: x * installed.HOLDER.inner.w,
+        "cached": lambda x: x * installed.cached(),
+        "from_closure": lambda x: installed.from_closure(x),
+    }
+    for name, fn in reaching.items():
+        check_raises(any_pool, fn, f"would be lost: its result depends on installed_leaves.{name}")
+    check_raises(any_pool, lambda x: x * installed.WEIGHT, "WEIGHT", [torch.ones(1)] * 3)
+    check_raises(any_pool, lambda pair: pair[0](pair[1]), "WEIGHT", [(installed.weighted, x) for x in items()])
+    with pytest.raises(AssertionError, match="would be lost"):
+        assert_same_as_serial(installed.weighted, items(), any_pool)
+
+
+def test_what_does_not_come_to_a_stray(any_pool: mpgrad.Pool, installed: Any) -> None:
+    given = items()
+    results = any_pool.map(lambda x: x * installed.WEIGHT if x > 2 else x * 2, given)
+    (grad,) = torch.autograd.grad(results[3], given[3], retain_graph=True)
+    results[3].backward(inputs=[given[3]], retain_graph=True)
+    assert grad == given[3].grad == 2
+    total(results[:2]).backward()  # items of one bundle, perhaps
+    assert given[0].grad == given[1].grad == 2
+    with pytest.raises(LostGradientError, match="item"):
+        results[2].backward()
+    assert_same_as_serial(lambda x: installed.bare(x) * installed.WEIGHT.detach(), items(), any_pool)
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
+    with mpgrad.Pool(1, engine=engine, send="always") as pool:
+        given = items(1)
+        (result,) = pool.map(lambda x: (x * installed.WEIGHT) ** 2, given)
+        (grad,) = torch.autograd.grad(result, given, create_graph=True)
+        assert grad == 8
+        with pytest.raises(LostGradientError, match="WEIGHT"):
+            grad.backward()
+        future = pool.submit(lambda x: x * installed.WEIGHT, given[0])
+        last = pool.submit(lambda x: x * 3, future).result()
+        with pytest.raises(LostGradientError, match="WEIGHT"):
+            last.backward()
+
+
+def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
+    assert_same_as_serial(lambda pair: pair[0] * pair[1], [(x, installed.WEIGHT) for x in items()], any_pool)
+    cloudpickle.register_pickle_by_value(installed)
+    try:
+        total(any_pool.map(installed.weighted, items())).backward()
+        total(any_pool.map(installed.scaled, items())).backward()
+        assert installed.WEIGHT.grad == installed.STORE["loc"].grad == 10
+        assert_same_as_serial(installed.scaled, items(), any_pool)
+    finally:
+        cloudpickle.unregister_pickle_by_value(installed)
+
+
+def test_values_are_those_of_the_worker(installed: Any) -> None:
+    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran in the caller, on its own
+    with mpgrad.Pool(2) as pool:
+        pool.map(installed.scaled, items())
+        with torch.no_grad():
+            installed.STORE["loc"].fill_(7.0)
+        assert {float(pool.map(installed.scaled, items(64))[-1].detach()) for _ in range(20)} == {128.0}
+
+
+# --- what an object's own pickling leaves out
+
+
+class Copying:
+    def __init__(self) -> None:
+        self.net = torch.nn.Linear(1, 1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found
+
+
+class Saving(Copying):
+    def __getstate__(self) -> bytes:
+        torch.save(self.net.state_dict(), buffer := io.BytesIO())
+        return buffer.getvalue()
+
+    def __setstate__(self, state: bytes) -> None:
+        Saving.__init__(self)
+        self.net.load_state_dict(torch.load(io.BytesIO(state)))
+
+
+class Detaching(Copying):
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self.net.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Detaching.__init__(self)
+        self.net.load_state_dict(state["state"])
+
+
+class Listing(Copying):
+    def __reduce__(self) -> Any:
+        return Listing.of, (self.net.weight.tolist(), self.net.bias.detach().numpy())
+
+    @staticmethod
+    def of(weight: Any, bias: Any) -> Listing:
+        made = Listing()
+        with torch.no_grad():
+            made.net.weight.copy_(torch.tensor(weight))
+            made.net.bias.copy_(torch.from_numpy(bias))
+        return made
+
+
+class Registered(Copying): ...
+
+
+def registered_again(weight: Any, bias: Any) -> Registered:
+    made = Registered()
+    made.net.load_state_dict({"weight": torch.tensor(weight), "bias": torch.tensor(bias)})
+    return made
+
+
+class Keeping(Copying):
+    def __getstate__(self) -> dict[str, Any]:
+        return {"net": self.net, "seen": 1}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+COPIED = Detaching()
+
+
+def of_this_module(x: torch.Tensor) -> torch.Tensor:
+    return COPIED(x)
+
+
+def test_copies_that_pickling_made(any_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom: as above, and assert_same_as_serial was content. cause: the worker's parameters are copies that nobody knows of
+    reduce: Callable[[Any], Any] = lambda each: (registered_again, (each.net.weight.tolist(), each.net.bias.tolist()))  # noqa: E731
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, reduce)
+    for kind in (Saving, Detaching, Listing, Registered):
+        copying = kind()
+        pairs = [{"net": [copying], "x": x} for x in items()]
+        match = f"would be lost: its result depends on a parameter of shape .* that {kind.__name__} made as it was loaded"
+        check_raises(any_pool, copying, match)
+        check_raises(any_pool, lambda x, copying=copying: copying(x) * 2, match)
+        check_raises(any_pool, lambda pair: pair["net"][0](pair["x"]), match, pairs)
+    with pytest.raises(AssertionError, match="would be lost"):
+        assert_same_as_serial(Saving(), items(), any_pool)
+
+
+def test_copies_in_a_module_and_what_is_no_copy(any_pool: mpgrad.Pool) -> None:
+    check_raises(any_pool, of_this_module, "that Detaching made")
+    keeping = Keeping()
+    assert_same_as_serial(keeping, items(), any_pool)
+    assert_same_as_serial(lambda pair: pair[0](pair[1]), [(keeping, x) for x in items()], any_pool)
+    copying = Saving()
+    assert_same_as_serial(lambda x: copying(x).detach() * x, items(), any_pool)
+
+
+# --- leaves of the call's own, or of the initializer
+
+
+def make_own() -> None:
+    package = importlib.import_module("installed_leaves")
+    package.WEIGHT = torch.tensor(5.0, requires_grad=True)
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_leaves_that_an_initializer_made(engine: str, installed: Any) -> None:
+    with mpgrad.Pool(1, engine=engine, send="always", initializer=make_own) as pool:
+        given = items()
+        results = pool.map(lambda x: x * installed.WEIGHT, given)
+        total(results).backward()
+        assert given[0].grad == results[0] == 5
+        if engine != "process":  # there it was imported
+            check_raises(pool, installed.scaled, "STORE")
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.w = w
+        return x * x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad * 2 * x * w, grad * x * x
+
+
+def check_goes_on(pool: mpgrad.Pool, fn: Callable[[torch.Tensor], Any], same: bool = True) -> None:
+    """Its gradients are the loop's; it names a package, so that strays are looked for."""
+    there, here = items(), items()
+    total(pool.map(lambda x: fn(x) * len(psutil.__name__), there)).backward()
+    total([fn(x) * len(psutil.__name__) for x in here]).backward()
+    assert [x.grad for x in there] == [x.grad for x in here] or not same
+
+
+def test_leaves_that_a_call_made(pool: mpgrad.Pool) -> None:
+    known: dict[str, Any] = {}
+    weight = torch.tensor(3.0, requires_grad=True)
+
+    @functools.cache
+    def model() -> torch.nn.Linear:
+        return torch.nn.Linear(1, 1)
+
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.Linear(1, 1)
+        inner.itself = [inner]  # type: ignore[assignment]
+        return torch.ones(1, requires_grad=True) * inner(x)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        return x * known.setdefault("w", torch.ones(1, requires_grad=True)) + 0 * model()(x)
+
+    check_goes_on(pool, fresh, same=False)
+    check_goes_on(pool, kept)
+    check_goes_on(pool, lambda x: Square.apply(x, weight))
+
+
+def test_captures_behind_checkpoints_and_transforms(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+    net, weight = torch.nn.Linear(1, 1), torch.tensor(3.0, requires_grad=True)
+    # to import what these need takes each worker a second
+    pool = shared_pools("inline", 1)
+    check_goes_on(pool, lambda x: checkpoint(lambda x: net(x) * weight, x, use_reentrant=False))
+    check_goes_on(pool, lambda x: torch.vmap(net)(x[None]))
+    check_goes_on(pool, lambda x: torch.func.grad(lambda y: (y * weight).sum())(x) * x)

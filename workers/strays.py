@@ -1,0 +1,216 @@
+"""Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients would be lost.
+
+A worker has leaves of its own: what an installed package keeps in its modules, and what an object made when it was loaded,
+because its own pickling went by way of arrays, a state dict or torch.save. In the loop a backward would come to the caller's.
+Here it would end at one that nobody looks at. So the caller is told which results lead there, and its backward raises.
+
+    loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
+    the function has run ──► leaves behind its results ──► copied, or kept by a module? ──► `Result.strays` ──► the caller
+Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one that the initializer made.
+Assumes: a function that reaches a package has its name in its pickle, or is given something that was pickled. A reentrant
+    checkpoint shows nothing of what is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mpgrad.pickling.structure import RUNS_CODE, has_own_way
+from mpgrad.pickling.uncarried import find
+from mpgrad.pickling.uses import LIBRARIES, leads_to_libraries
+from mpgrad.torch_state.leaves import held_leaves
+from mpgrad.torch_state.private import is_held
+from mpgrad.workers.graph_edges import ENTRY_NODE
+
+__all__ = ["Strays", "copied_in", "noting_those_of_initializer"]
+
+SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
+SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
+SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
+FOREIGN = LIBRARIES | sys.stdlib_module_names  # packages in which nobody keeps leaves
+IMPORTS = b"import_module", b"__import__"
+
+
+class Strays:
+    """Those of one function. `copied`: leaves in it that came of its own pickling, by id, and whose that was."""
+
+    def __init__(self, pickles: Sequence[bytes], copied: dict[int, str]) -> None:
+        """`pickles`: of all that the function consists of."""
+        self._pickles = pickles
+        self._copied = copied
+        self._modules = 0  # that had been imported when `_leads_out` was found
+        self._leads_out = False
+
+    def may_be_reached(self) -> bool:
+        """Also by a call that is given nothing but tensors."""
+        if self._modules != len(sys.modules):
+            self._modules = len(sys.modules)
+            self._leads_out = any(leads_to_libraries(each) or any(name in each for name in IMPORTS) for each in self._pickles)
+        return self._leads_out or bool(self._copied)
+
+    def behind(self, output: torch.Tensor, known: Collection[int], copied: dict[int, str]) -> str:
+        """In words, what an output depends on besides the `known` leaves; "" for nothing."""
+        for node in held_leaves(output, known, (ENTRY_NODE,)):
+            if owner := copied.get(id(node.variable)) or self._copied.get(id(node.variable)):
+                return (
+                    f"{described(node.variable)} that {owner} made as it was loaded in a worker, because its own pickling does "
+                    "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
+                    "as an argument"
+                )
+            if place := place_of(node):
+                return (
+                    f"{place.in_full(node.variable)} ({described(node.variable)}), which is the worker's own; pass it to the "
+                    f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
+                    "travels with the function"
+                )
+        return ""
+
+
+def described(leaf: torch.Tensor) -> str:
+    return f"a {type(leaf).__name__.lower()} of shape {tuple(leaf.shape)}"
+
+
+# --- where leaves are
+
+
+def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> dict[int, str]:
+    """The leaves in what was loaded that are none of the `known` ones, by id; and the class whose pickling they came of."""
+    if not pickled.endswith(RUNS_CODE):
+        return {}
+    found, objects = leaves_in([value], set())
+    left = found.keys() - set(map(id, known))
+    if not left:
+        return {}
+    owners = dict.fromkeys(left, "an object")
+    users = [each for each in objects if not is_foreign(type(each).__module__)]  # from the outer ones to the inner ones
+    for each in sorted(users, key=lambda each: has_own_way(type(each))):
+        owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
+    return owners
+
+
+def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
+    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules, nor of what was `seen`."""
+    found: dict[int, torch.Tensor] = {}
+    passed: list[Any] = []
+    level = list(values)
+    while level:
+        start = len(passed)
+        further: list[Any] = []
+        for each in level:
+            kind, key = type(each), id(each)
+            if kind in SKIPPED or key in seen:
+                continue
+            seen.add(key)
+            if kind is types.FunctionType:
+                further += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
+                home = sys.modules.get(each.__globals__.get("__name__", ""))
+                if getattr(home, "__dict__", None) is not each.__globals__:
+                    further.append(each.__globals__)
+                continue
+            if issubclass(kind, torch.Tensor) and each.requires_grad and each.is_leaf:
+                found[key] = each
+            if not (is_ours(kind) or (issubclass(kind, type) and is_foreign(each.__module__))):
+                passed.append(each)
+        level = gc.get_referents(*passed[start:], further)
+    return found, passed
+
+
+def is_ours(kind: type) -> bool:
+    """A pool's machinery: inline, or in a thread, it has functions and what they made."""
+    return str(kind.__module__).startswith("mpgrad.") and not issubclass(kind, torch.nn.Module)
+
+
+def is_foreign(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in FOREIGN
+
+
+# --- what is known of leaves
+
+
+class Place:
+    """Where a module keeps a leaf; a module "" stands for none."""
+
+    def __init__(self, leaf: torch.Tensor, module: str, name: str) -> None:
+        self.ref = weakref.ref(leaf, functools.partial(forget, id(leaf)))
+        self._module = module
+        self._name = name
+        self._path: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._module)
+
+    @property
+    def package(self) -> str:
+        return self._module.partition(".")[0]
+
+    def in_full(self, leaf: torch.Tensor) -> str:
+        if self._path is None:
+            value = vars(sys.modules[self._module]).get(self._name)
+            self._path = find(value, lambda part: id(leaf) in leaves_in([part], set())[0]).path
+        joint = "." if self._path and self._path[0].isidentifier() else ""
+        return f"{self._module}.{self._name}{joint}{self._path}"
+
+
+PLACES: dict[int, Place] = {}  # by id of the leaf
+
+
+def place_of(node: Any) -> Place:
+    """Where the leaf of this node is kept; in none, where the initializer made it."""
+    known = PLACES.get(id(node.variable))
+    if known is not None and known.ref() is node.variable:
+        return known
+    nowhere = PLACES[id(node.variable)] = Place(node.variable, "", "")
+    gc.collect(1)  # what the call left behind in cycles, for to look through modules takes longer
+    if not is_held(node):
+        return nowhere
+    look_through_modules()
+    return PLACES[id(node.variable)]
+
+
+def look_through_modules() -> None:
+    """Note all leaves that the modules of packages, or of the user's own that were imported here, lead to."""
+    seen: set[int] = set()
+    for module, found in list(sys.modules.items()):
+        if is_foreign(module) or not issubclass(type(found), types.ModuleType):
+            continue
+        for name, value in list(vars(found).items()):
+            for key, leaf in leaves_in([value], seen)[0].items():
+                if not is_of_initializer(leaf):
+                    PLACES[key] = Place(leaf, module, name)
+
+
+def forget(key: int, ref: weakref.ref[torch.Tensor]) -> None:
+    if key in PLACES and PLACES[key].ref is ref:
+        del PLACES[key]
+
+
+def is_of_initializer(leaf: torch.Tensor) -> bool:
+    ref = OF_INITIALIZER.get(id(leaf))
+    return ref is not None and ref() is leaf
+
+
+OF_INITIALIZER: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+@contextlib.contextmanager
+def noting_those_of_initializer() -> Iterator[None]:
+    """What is made in the body is meant to be the worker's own."""
+    before = set(map(id, all_leaves()))
+    yield
+    OF_INITIALIZER.update({id(leaf): weakref.ref(leaf) for leaf in all_leaves() if id(leaf) not in before})
+
+
+def all_leaves() -> list[torch.Tensor]:
+    """Of this process, but for those that it was forked with when it was frozen."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    return [each for each in objects if type(each) in kinds and each.requires_grad and each.is_leaf]
