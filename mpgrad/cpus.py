@@ -13,7 +13,7 @@ from pathlib import Path
 from mpgrad.cgroups import own_cgroups, read_words
 from mpgrad.system import PORTABLE
 
-__all__ = ["THREAD_VARIABLES", "cgroup_quota", "own_cpus", "usable_cpus"]
+__all__ = ["THREAD_VARIABLES", "cgroup_quota", "own_cpus", "thread_variables", "usable_cpus"]
 
 THREAD_VARIABLES = (  # of libraries that compute, which read them when they are loaded
     "OMP_NUM_THREADS",
@@ -23,6 +23,11 @@ THREAD_VARIABLES = (  # of libraries that compute, which read them when they are
     "BLIS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+
+
+def thread_variables(threads: int | None) -> dict[str, str]:
+    """What has these libraries use as many threads; None: as many as the variables say that are there."""
+    return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
 def usable_cpus() -> int:

@@ -14,8 +14,10 @@ import math
 import os
 import re
 import resource
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mpgrad.cpus import thread_variables
 from mpgrad.environment import current_environment
 from mpgrad.system import PROC
 
@@ -96,8 +98,8 @@ class Inherited(NamedTuple):
         )
 
 
-def inherited() -> Inherited:
-    """What a process that this thread starts now would be.
+def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
+    """What a process that this thread starts now would be; `variables`: those that it is given besides.
 
     Raises:
         OSError: no descriptor is free to look with.
@@ -113,8 +115,8 @@ def inherited() -> Inherited:
         "root": (root.st_dev, root.st_ino),
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
-    variables = current_environment().variables.items()
-    return Inherited(standing, {name: value for name, value in variables if value is not None and READ_EARLY.match(name)})
+    given = {**thread_variables(1), **current_environment().variables, **(variables or {})}
+    return Inherited(standing, {name: value for name, value in given.items() if value is not None and READ_EARLY.match(name)})
 
 
 def credentials(pid: int) -> dict[str, str]:

@@ -16,6 +16,7 @@ It runs under the modes of the thread that called Parallel. Caller only; the pac
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ import torch
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import AsyncResult
-from mpgrad.cpus import usable_cpus
+from mpgrad.cpus import THREAD_VARIABLES, usable_cpus
 from mpgrad.engines.kinds import traits_of
 from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.place import PLACE
@@ -58,8 +59,9 @@ def register(make_default: bool = False) -> None:
 
     ``joblib.parallel_config(backend="mpgrad", n_jobs=...)`` takes the options of `mpgrad.Pool` too, such as `deterministic`
     or `graphs`. `n_jobs` means what it means to joblib: -1 for as many workers as CPUs (on a cluster, as it has room for),
-    None for 1, which is the serial loop. Workers have ``inner_max_num_threads`` threads; without it, this machine's CPUs
-    divided by their number (one, where a cluster says how many workers there are). All that runs under one
+    None for 1, which is the serial loop. PyTorch and other libraries have ``inner_max_num_threads`` threads in a worker.
+    Without it they have this machine's CPUs divided by the number of workers, if no variable such as OMP_NUM_THREADS says
+    otherwise (one, on a cluster that says how many workers there are). All that runs under one
     `parallel_config`, or in one ``with Parallel(...)``, is run by the same workers. They end with it, and when no graph that
     they keep is needed any more. A `Parallel` inside of a task runs serially. Random numbers of a task depend on which tasks
     travel with it; seed each task to fix them. A generator that several tasks are given has another stream in each.
@@ -124,11 +126,12 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         """Have workers for `parallel`; those of the call before, where these will do."""
         self._streams, self._begun = ItemStreams(None), 0
         named = {**self._options, **{name: value for name, value in options.items() if name not in JOBLIB_OPTIONS}}
-        threads = self.inner_max_num_threads or 1
+        threads = self.inner_max_num_threads
         if n_jobs == -1 and traits_of(named.get("engine") or "process").remote and not PLACE.in_worker:
             workers = None  # the cluster knows
         elif (workers := self.effective_n_jobs(n_jobs)) > 1:
-            threads = self.inner_max_num_threads or max(usable_cpus() // workers, 1)
+            if threads is None and not any(name in os.environ for name in THREAD_VARIABLES):
+                threads = max(usable_cpus() // workers, 1)
         else:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         wanted = workers, {"threads_per_worker": threads, **named}

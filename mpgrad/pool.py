@@ -84,8 +84,9 @@ class Pool:
             `timeout`, "process"). "stream": threads that each have a CUDA stream of their own, for functions whose Python part
             is short; needs `devices`. "ray": processes on the machines of a Ray cluster; `processes` None is then as many as
             these have free CPUs, and changes with the machines.
-        threads_per_worker: PyTorch's intra-op threads of each worker process. Other libraries (OpenBLAS, OpenMP) take one
-            there, or as many as their variables say, such as OPENBLAS_NUM_THREADS (with a `context`, only these limit them).
+        threads_per_worker: PyTorch's intra-op threads of each worker process, and those of other libraries (OpenBLAS, OpenMP).
+            None: one, and in other libraries as many as their variables say, such as OPENBLAS_NUM_THREADS. With a `context`,
+            and on clusters, libraries that are loaded with PyTorch go by their variables.
         devices: where the workers are: "cuda" for one on each GPU; a list with the device of each worker, such as
             ["cuda:0"] * 4 or ["cpu", "cpu", "cuda:0"]; or one device for all `processes` (None: one). None for the CPU. A
             worker that dies is replaced by one on the same device. Engines "process" and "stream" only.
@@ -156,7 +157,7 @@ class Pool:
         maxtasksperchild: int | None = None,
         context: BaseContext | str | None = None,
         *,
-        threads_per_worker: int = 1,
+        threads_per_worker: int | None = None,
         engine: EngineName | None = None,
         deterministic: bool = False,
         retries: int = 2,
@@ -189,7 +190,7 @@ class Pool:
             ray=ray,
         )
         settings = options.settings()
-        self._scheduler = start_scheduler(engine, settings, Wanted(processes, context, ray))
+        self._scheduler = start_scheduler(engine, settings, Wanted(processes, context, ray, threads_per_worker))
         self._submitter = Submitter(options, self._scheduler)
         OPEN.add(self._scheduler)
         # not of the pool: graphs that torch.func follows ask for further operations without it

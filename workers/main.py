@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import torch
 
+from mpgrad.cpus import thread_variables
 from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import run_initializer
@@ -169,7 +170,8 @@ def settle(start: Start, number: int) -> None:
                 os.chdir(environment.directory)
     else:
         FOLLOWER.take_over(environment)
-    torch.set_num_threads(start.threads)
+    os.environ.update(thread_variables(start.threads))  # for what is loaded later
+    torch.set_num_threads(start.threads or 1)
     warnings.simplefilter("always")  # the parent's filters decide
     classes.follow_the_caller()
     PLACED.begin()

@@ -23,6 +23,7 @@ class Wanted(NamedTuple):
     workers: int | None = None  # None: as many as there is room for
     context: BaseContext | str | None = None  # of multiprocessing
     ray: Any = None  # a `cluster.ray.Ray`
+    threads: int | None = None  # of each worker
 
 
 class Kind(NamedTuple):
@@ -31,7 +32,7 @@ class Kind(NamedTuple):
 
 
 def processes(wanted: Wanted) -> Engine:
-    return SocketEngine(process_launcher(wanted.context))
+    return SocketEngine(process_launcher(wanted.context, wanted.threads))
 
 
 def threads(wanted: Wanted) -> Engine:

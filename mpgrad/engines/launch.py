@@ -24,13 +24,14 @@ import threading
 import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from mpgrad.cpus import thread_variables
 from mpgrad.engines.fork_server import Life, check_fork_server
-from mpgrad.engines.programs import program, python
+from mpgrad.engines.programs import NO_VARIABLES, program, python
 from mpgrad.engines.tracker import SharedTracker
 from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
@@ -101,11 +102,11 @@ def enter_process(method: str, module: str, function: str, *arguments: Any) -> N
 class NurseryProcess:
     """The parent's end of a nursery, shared by all pools of this process for which it is right; it ends with the last."""
 
-    def __init__(self, begun_as: Inherited) -> None:
-        """`begun_as`: what this thread would pass on at this moment."""
+    def __init__(self, begun_as: Inherited, variables: Mapping[str, str]) -> None:
+        """`begun_as`: what this thread would pass on at this moment, and these `variables`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = program("mpgrad.workers.nursery", "main", theirs)
+            self._process = program("mpgrad.workers.nursery", "main", theirs, variables=variables)
         self.begun_as = begun_as
         self.users = 0  # launchers that start workers here, and workers
         self._control = ours
@@ -188,18 +189,20 @@ class NurseryLauncher:
     _owner_pid = 0
     _new_names = itertools.count(1)
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        """`variables`: for the environment of workers."""
+        self._variables = variables
         # number of a worker in its pool -> the nursery that forked it, and its name there, unique among pools
         self._born: dict[int, tuple[NurseryProcess, int]] = {}
         self.tracker = SharedTracker()
         try:
-            self._nursery = self._join(inherited())
+            self._nursery = self._join(inherited(variables), variables)
         except BaseException:
             self.tracker.close()
             raise
 
     @classmethod
-    def _join(cls, now: Inherited) -> NurseryProcess:
+    def _join(cls, now: Inherited, variables: Mapping[str, str]) -> NurseryProcess:
         """A nursery whose forks can be what this process is `now`, a new one where there is none; counts one more user."""
         with cls._lock:
             if cls._owner_pid != os.getpid():  # a forked child has the parent's variables, but not its nurseries
@@ -207,7 +210,7 @@ class NurseryLauncher:
             cls._open = [each for each in cls._open if each.alive]
             found = next((each for each in cls._open if each.begun_as.changes(now) is not None), None)
             if found is None:
-                found = NurseryProcess(now)
+                found = NurseryProcess(now, variables)
                 cls._open.append(found)
             found.users += 1
             return found
@@ -225,12 +228,12 @@ class NurseryLauncher:
     def launch(self, number: int, end: socket.socket) -> None:
         name = next(self._new_names)
         with end:
-            now = inherited()
+            now = inherited(self._variables)
             changes = self._nursery.begun_as.changes(now)
             ends = end, self.tracker.theirs
             if changes is None or not (self._nursery.alive and self._nursery.fork(name, number, changes, *ends)):
                 # its forks cannot become what we are; or it was killed from outside, and its workers with it
-                before, self._nursery = self._nursery, self._join(now)
+                before, self._nursery = self._nursery, self._join(now, self._variables)
                 self._leave(before)
                 # should this one be gone too, so is the other end of the worker's pipe
                 changes = self._nursery.begun_as.changes(now)
@@ -302,9 +305,15 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
 
     copies_caller = False
 
+    def __init__(self, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+        """`variables`: for the environment of workers."""
+        super().__init__()
+        self._variables = variables
+
     def launch(self, number: int, end: socket.socket) -> None:
+        given = end, number, self.tracker.theirs
         with end:
-            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", end, number, self.tracker.theirs)
+            self._processes[number] = program("mpgrad.workers.main", "serve_spawned", *given, variables=self._variables)
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
@@ -422,8 +431,8 @@ def unlock_in_child() -> None:
 os.register_at_fork(after_in_child=unlock_in_child)
 
 
-def process_launcher(context: BaseContext | str | None) -> Launcher:
-    """The launcher for `Pool(context=...)`.
+def process_launcher(context: BaseContext | str | None, threads: int | None = None) -> Launcher:
+    """The launcher for `Pool(context=..., threads_per_worker=...)`.
 
     Raises:
         ValueError: `context` names no start method.
@@ -433,7 +442,8 @@ def process_launcher(context: BaseContext | str | None) -> Launcher:
     if context is None:
         python()
         # a nursery needs message boundaries and the death signal, which only Linux has, and calls that may be refused by now
-        return SpawnLauncher() if PORTABLE or not has_calls_of_linux() else NurseryLauncher()
+        variables = thread_variables(threads)
+        return SpawnLauncher(variables) if PORTABLE or not has_calls_of_linux() else NurseryLauncher(variables)
     if isinstance(context, str):
         if context not in (methods := multiprocessing.get_all_start_methods()):
             raise ValueError(f"context must be one of {', '.join(methods)} (context: {context!r})")

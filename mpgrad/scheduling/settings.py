@@ -14,7 +14,7 @@ class Settings(NamedTuple):
 
     workers: int
     initializer: bytes  # pickle of (function or None, arguments)
-    threads: int  # intra-op
+    threads: int | None  # intra-op; None: nobody has said how many
     calls: int | None  # after which a worker is replaced
     retries: int  # of a call whose worker died; 0: what is lost is lost
     graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again

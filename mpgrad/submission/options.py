@@ -53,7 +53,7 @@ class EachOptions(TypedDict, total=False):
 class MoreOptions(TypedDict, total=False):
     """For type checkers: those keyword arguments of `Pool` that it has beyond `multiprocessing.Pool`."""
 
-    threads_per_worker: int
+    threads_per_worker: int | None
     engine: EngineName | None
     deterministic: bool
     retries: int
@@ -77,7 +77,7 @@ class PoolOptions:
     initializer: bytes | None  # pickled, with its arguments
     maxtasksperchild: int | None
     context: BaseContext | str | None
-    threads_per_worker: int
+    threads_per_worker: int | None
     engine: EngineName
     deterministic: bool
     retries: int
@@ -102,7 +102,8 @@ class PoolOptions:
             positive("processes", self.processes)
         codes = worker_devices(self.devices, self.processes, self.engine, self.context)
         object.__setattr__(self, "device_codes", codes)  # asked once: the answer is to last as long as the workers
-        positive("threads_per_worker", self.threads_per_worker)
+        if self.threads_per_worker is not None:
+            positive("threads_per_worker", self.threads_per_worker)
         if self.maxtasksperchild is not None:
             calls_of_a_worker(self.maxtasksperchild)
         if self.ray is not None and not isinstance(self.ray, Ray):

@@ -157,7 +157,7 @@ class Start(NamedTuple):
     """
 
     initializer: bytes
-    threads: int
+    threads: int | None  # None: as nobody has said
     graph_bytes: int | None
     spares_memory: bool
     log_levels: LogLevels

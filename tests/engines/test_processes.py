@@ -568,7 +568,7 @@ for descriptors in [], [0]:
         pipe.send_raw(b"frame", descriptors)
     except ConnectionError:
         print("noticed")
-nursery = NurseryProcess(inherited())
+nursery = NurseryProcess(inherited(), {})
 nursery._process.kill()
 nursery._process.wait()
 ours, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
@@ -14,7 +15,7 @@ from typing import Any
 import joblib
 import pytest
 import torch
-from conftest import first_are_quick, gone
+from conftest import first_are_quick, gone, linux_only
 
 import mpgrad
 import mpgrad.joblib
@@ -223,6 +224,24 @@ def test_options_are_the_pools() -> None:
         assert joblib.Parallel()([joblib.delayed(torch.get_num_threads)()] * 2) == [3, 3]
     with pytest.raises(TypeError, match="did you mean 'graphs'"):
         joblib.Parallel(n_jobs=2, backend="mpgrad", graph="keep")([joblib.delayed(abs)(1)])
+
+
+def threads_of_libraries() -> tuple[int, int, str | None]:
+    """PyTorch's, those of NumPy's OpenBLAS, and what libraries will find that are loaded later."""
+    with open("/proc/self/maps") as file:
+        blas = next(ctypes.CDLL(line.split()[-1]) for line in file if "libscipy_openblas" in line)
+    return torch.get_num_threads(), blas.scipy_openblas_get_num_threads64_(), os.environ.get("OMP_NUM_THREADS")
+
+
+@linux_only("/proc")
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_threads_of_other_libraries(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """They had one, or as many as their variables said, whatever number was asked for."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    with joblib.parallel_config(backend="mpgrad", n_jobs=2, inner_max_num_threads=threads):
+        assert joblib.Parallel()([joblib.delayed(threads_of_libraries)()] * 2) == [(threads, threads, str(threads))] * 2
+    if threads == 1:  # as with loky, a variable says it if nobody else does
+        assert joblib.Parallel(n_jobs=2, backend="mpgrad")([joblib.delayed(threads_of_libraries)()] * 2) == [(1, 2, "1")] * 2
 
 
 @pytest.mark.quick
