@@ -130,7 +130,7 @@ def may_go_ahead(call: ForwardCall, modes: Modes, precise: bool) -> bool:
 
     Under autocast, and in half precision, it may be one that keeps small gradients from becoming zero on their way.
     """
-    changed = modes.autocast or modes.anomaly or modes.inference or modes.device or modes.settings or modes.thread_settings
+    changed = modes.autocast or modes.anomaly or modes.inference or modes.device
     return precise and not changed and are_precise(call.tensors)
 
 

@@ -171,7 +171,8 @@ def under_settings(changed: Changed) -> Iterator[None]:
         yield
         return
     wanted = {**outer, **dict(changed)}
-    settings = [setting for name, setting in table().settings.items() if name in wanted]
+    every = table().settings
+    settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
     before = {setting.name: setting.get() for setting in settings}
     try:
         set_where_different(settings, wanted)
