@@ -316,10 +316,9 @@ def test_who_has_no_rights_gets_none_back() -> None:
 def test_the_environment_of_a_later_pool(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers had that of the first pool."""
     monkeypatch.setenv("MPGRAD_TESTS", "first")
-    monkeypatch.setenv("TZ", "Etc/GMT+5")
     with mpgrad.Pool(1) as pool:
         assert pool.apply(os.environ.get, ("MPGRAD_TESTS",)) == "first"
-        assert pool.apply(lambda: (time.strftime("%z"), ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)) == ("-0500", True)
+        assert pool.apply(lambda: ctypes.CDLL(None).getenv(b"MPGRAD_TESTS") != 0)  # libraries find it, too
     monkeypatch.delenv("MPGRAD_TESTS")
     before = set(NurseryLauncher._open)
     with mpgrad.Pool(1) as pool:

@@ -165,13 +165,16 @@ def test_memory_ends_well_without_its_descriptor() -> None:
 
 
 def socket_of_worker() -> int:
-    """The only one that it has."""
-    (number,) = (each for each in range(3, 256) if os.path.exists(f"/proc/self/fd/{each}") and is_socket(each))
+    """The only one that it has for frames."""
+    (number,) = (each for each in range(3, 256) if os.path.exists(f"/proc/self/fd/{each}") and is_stream(each))
     return number
 
 
-def is_socket(number: int) -> bool:
-    return stat.S_ISSOCK(os.fstat(number).st_mode)
+def is_stream(number: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(number)) as found:
+        return found.type is socket.SOCK_STREAM
 
 
 GARBAGE = [

@@ -308,6 +308,8 @@ def test_many_children_leave_no_descriptors(copies: bool) -> None:
 @pytest.mark.parametrize("lacking", ["mappings", "descriptors", "the slab's descriptor"])
 def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lenders, slots, tensors = borrowed(3)
+    (slab,) = lenders.slabs.values()
+    number = slab.descriptor
 
     def refused(*_: object) -> None:
         raise OSError(errno.EMFILE, "none left")
@@ -319,8 +321,7 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(os, "pipe", refused)
             monkeypatch.setattr(os, "memfd_create", refused, raising=False)
         else:  # somebody has closed it, and its number is another file's
-            (slab,) = lenders.slabs.values()
-            os.dup2(1, slab.descriptor)
+            os.dup2(1, number)
         with monkeypatch.context():
             return os.fork()
 
@@ -333,6 +334,8 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
         write(slots, 60)
     assert child.ask() == [0, 1, 2]
     lenders.close()  # nothing is kept any longer
+    if lacking == "the slab's descriptor":
+        os.close(number)  # which is ours now
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied"])
