@@ -241,7 +241,7 @@ def test_a_signal_while_a_frame_is_being_sent(handler: str, nursery: mpgrad.Pool
     numbers = [int(found) for found in re.findall(r"line (\d+) x{200000}", text)]
     assert rung > 0 and numbers == sorted(set(numbers))
     if handler == "raises":
-        assert re.fullmatch(r"(line \d+ x{200000}\n?)*", text)
+        assert re.fullmatch(r"(line \d+ x{200000}|\n)*", text)  # what was interrupted may be missing, but nothing is torn
     else:
         assert numbers == list(range(60))
         assert sorted(map(int, re.findall(r"rung (\d+) r{50000}", text))) == list(range(1, rung + 1))
