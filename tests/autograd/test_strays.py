@@ -15,6 +15,7 @@ import cloudpickle
 import psutil
 import pytest
 import torch
+from conftest import first_are_quick
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
@@ -294,7 +295,9 @@ def check_goes_on(pool: mpgrad.Pool, fn: Callable[[torch.Tensor], Any], same: bo
     assert [x.grad for x in there] == [x.grad for x in here] or not same
 
 
-def test_leaves_that_a_call_made(pool: mpgrad.Pool) -> None:
+@pytest.mark.parametrize("engine", first_are_quick(1, [("process", 2), ("thread", 2), ("inline", 1)]), ids=str)
+def test_leaves_that_a_call_made(engine: tuple[str, int], shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+    pool = shared_pools(*engine)
     known: dict[str, Any] = {}
     weight = torch.tensor(3.0, requires_grad=True)
 

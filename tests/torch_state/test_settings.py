@@ -116,6 +116,7 @@ def test_each_has_another_value() -> None:
     assert all(other_than(name) != SETTINGS[name].default for name in SETTINGS)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_has_the_defaults() -> None:
     """Else what nobody has changed would travel with every chunk."""
     code = "from mpgrad.torch_state.modes import changed_settings as found; print(found())"
