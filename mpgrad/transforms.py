@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mpgrad.autograd.call_node import strays_behind
+from mpgrad.autograd.input_gates import ROOT, ROOT_EDGE
+from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.pickling.state import dumps_whole
@@ -28,6 +31,7 @@ from mpgrad.torch_state.private import (
     has_tangent,
     is_functorch_wrapped,
     is_refusing_no_grad,
+    leaf_will_run,
     level_count,
     older_levels,
     plus,
@@ -100,7 +104,7 @@ def run_followed(
         )
     counts = [len(tensors) for tensors in own]
     common = drawn(common)
-    origin = Origin(run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad())
+    origin = Origin(run, pickled, draw_seed(), current_modes(), vmap_levels(), is_refusing_no_grad(), [])
     plan = Plan(origin, programs, len(common), counts)
     outputs = plan.apply(common, own)
     return [structure.loads(shape, tensors) for shape, tensors in zip(plan.structures, outputs, strict=True)]
@@ -115,6 +119,7 @@ class Origin(NamedTuple):
     modes: Modes
     vmaps: frozenset[int]  # that were running around the map
     refusal: bool  # of `torch.no_grad`, by a derivative of ours that was being taken around the map
+    strays: list[str]  # leaves of workers' own that results depend on, in words
 
 
 class Plan:
@@ -135,6 +140,8 @@ class Plan:
     def apply(self, common: Sequence[torch.Tensor], own: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """The outputs of each call, followed."""
         outputs = Mapped.apply(self, *common, *itertools.chain(*own))  # type: ignore[no-untyped-call]
+        if self.origin.strays:
+            outputs = Led.apply(self.origin.strays[0], ROOT, *outputs)  # type: ignore[no-untyped-call]
         return list(per_call(outputs, self.counts))
 
     def evaluate(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -143,7 +150,9 @@ class Plan:
         calls: list[Arguments] = [((program, *mine), {}) for program, mine in zip(self.programs, own, strict=True)]
         with without_refusal():
             results = run(Runner(pickled, common, seed), calls, modes=modes)
-        return self.made([shape for shape, _ in results], [list(map(writable, outputs)) for _, outputs in results])
+        for each in itertools.chain.from_iterable(outputs for _, outputs in results):
+            self.origin.strays.extend(strays_behind(each))
+        return self.made([shape for shape, _ in results], [[writable(each.detach()) for each in outputs] for _, outputs in results])
 
     def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)
@@ -249,6 +258,32 @@ class Mapped(torch.autograd.Function):
         outputs, structures = plan.derived(dict(enumerate(zip(programs, own, strict=True))), common)
         made = plan.made(structures, list(outputs.values()))
         return made, tuple(0 if outputs and any(outputs.values()) else None for _ in made)
+
+
+class Led(torch.autograd.Function):
+    """Outputs as they are, which lead to a leaf that only workers have: `root` stands for it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(words: str, root: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(each.view_as(each) for each in outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.words = inputs[0]
+        ctx.mark_non_differentiable(*[each for each in output if not can_be_followed(each)])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.needs_input_grad[1] and leaf_will_run(ROOT_EDGE.node):
+            raise LostGradientError(f"a gradient would be lost: a result depends on {ctx.words}")
+        return None, None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, words: None, root: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(each if each is None else each.view_as(each) for each in tangents)
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:

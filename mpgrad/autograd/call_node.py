@@ -121,6 +121,12 @@ def check_strays(graph: RemoteGraph, grads: Sequence[torch.Tensor | None], promi
         raise error
 
 
+def strays_behind(output: torch.Tensor) -> list[str]:
+    """Leaves that only a worker has, and that what it sent depends on, in words."""
+    graph = getattr(output.grad_fn, "graph", None)
+    return [] if graph is None else list((graph.strays or {}).values())
+
+
 def are_all_given(grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]) -> bool:
     promised = {output for output, _ in promises}
     return all(grad is not None or output in promised for output, grad in enumerate(grads))

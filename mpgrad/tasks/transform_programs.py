@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
+from mpgrad.torch_state.leaves import held_leaves
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
 from mpgrad.torch_state.private import dual_level_kept, refusing_no_grad, transforms_are_active, within_dual_level
 
@@ -44,7 +45,8 @@ class Runner:
         if self.seed is not None:  # a derivative of some items only meets their random numbers again
             seed_item(self.seed, program.direct.item)
         tensors = program(functools.partial(begun, self.pickled, program.direct.item), self.common, own)
-        return program.direct.result, [tensor.detach() for tensor in tensors]
+        # those of a leaf that somebody else has keep their graph: it is how the caller is told of that
+        return program.direct.result, [each if held_leaves(each, ()) else each.detach() for each in tensors]
 
 
 def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
