@@ -216,7 +216,8 @@ def parallel_apply(
         The outputs, in order.
 
     Raises:
-        ValueError: numbers of modules, inputs, kwargs and devices are not the same.
+        ValueError: numbers of modules, inputs, kwargs and devices are not the same; `devices` is None, and a module has no
+            parameters.
         Exception: what the first replica raised, with a note that names it.
 
     Source: `torch.nn.parallel.parallel_apply`.
@@ -229,7 +230,10 @@ def parallel_apply(
         [tensor([0.5000, 0.5000]), tensor([0., 1.])]
     """
     if devices is None:
-        devices = [next(module.parameters()).device for module in modules]
+        found = [next(module.parameters(), None) for module in modules]
+        if any(parameter is None for parameter in found):
+            raise ValueError("a module without parameters is on no device; pass devices=")
+        devices = [parameter.device for parameter in found if parameter is not None]
     pool = pool_of(devices)
     same_number("modules", modules, "inputs", inputs)
     same_number("modules", modules, "devices", devices)

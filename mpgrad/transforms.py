@@ -152,7 +152,8 @@ class Plan:
             results = run(Runner(pickled, common, seed), calls, modes=modes)
         for each in itertools.chain.from_iterable(outputs for _, outputs in results):
             self.origin.strays.extend(strays_behind(each))
-        return self.made([shape for shape, _ in results], [[writable(each.detach()) for each in outputs] for _, outputs in results])
+        values = [[writable(each.detach()) for each in outputs] for _, outputs in results]
+        return self.made([shape for shape, _ in results], values)
 
     def made(self, structures: Sequence[bytes], outputs: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         self.structures = list(structures)

@@ -142,6 +142,33 @@ def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
             last.backward()
 
 
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_transforms_around_a_stray(engine: str, installed: Any) -> None:
+    """Symptom: the gradient was lost without a word. Cause: results of workers came without their graph."""
+    x = torch.tensor([1.0, 2.0])
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (installed.weighted(x) ** 3).sum()
+
+    with mpgrad.Pool(1, engine=engine, send="always") as pool:
+        pool.apply(fn, (x,))  # it is imported outside of any transform, as here
+
+        def there(x: torch.Tensor) -> torch.Tensor:
+            return pool.apply(fn, (x,))
+
+        for transform in (torch.func.vmap, torch.func.grad, torch.func.jacfwd, torch.func.hessian):
+            found, expected = transform(there)(x), transform(fn)(x)
+            torch.testing.assert_close(found, expected)
+            assert found.requires_grad == expected.requires_grad
+            with pytest.raises(LostGradientError, match="WEIGHT"):
+                found.sum().backward()
+        y = x.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(torch.func.vmap(there)(y).sum(), y)
+        assert torch.equal(wanted, torch.autograd.grad(torch.func.vmap(fn)(y).sum(), y)[0])
+        torch.func.vmap(lambda x: pool.apply(installed.bare, (x,)))(y).sum().backward()
+        assert torch.equal(y.grad, torch.full((2,), 3.0))
+
+
 def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
     assert_same_as_serial(lambda pair: pair[0] * pair[1], [(x, installed.WEIGHT) for x in items()], any_pool)
     cloudpickle.register_pickle_by_value(installed)

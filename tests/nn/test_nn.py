@@ -293,6 +293,7 @@ def test_mistakes(pool2: mpgrad.Pool, fresh_pool: mpgrad.Pool) -> None:
         (lambda: mnn.replicate(net, [two[0], fresh_pool.workers[0]]), "must all be workers of one pool"),
         (lambda: mnn.parallel_apply([net], [x, x], two), "number of modules 1 is not equal to the number of inputs 2"),
         (lambda: mnn.parallel_apply([net] * 3, [x] * 3, two), "number of modules 3 is not equal to the number of devices 2"),
+        (lambda: mnn.parallel_apply([nn.ReLU()], [x]), "a module without parameters is on no device; pass devices="),
         (lambda: mnn.parallel_apply([net] * 2, [x] * 2, two, [{}]), "modules 2 is not equal to the number of kwargs 1"),
     ]
     for call, message in calls:
