@@ -177,18 +177,21 @@ def leads_to_libraries(pickled: bytes) -> bool:
     return len(pickled) > MOST_READ or names_library(pickled, loaded())
 
 
-def loaded() -> tuple[int, str]:
-    """Another one when something has been imported."""
-    return len(sys.modules), next(reversed(sys.modules))
+Loaded = tuple[int, str, frozenset[str]]
+
+
+def loaded() -> Loaded:
+    """Another one when something has been imported, or packages that travel by value are others."""
+    return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
 
 
 @functools.lru_cache(maxsize=64)  # a function is mapped again and again
-def names_library(pickled: bytes, modules: tuple[int, str]) -> bool:
+def names_library(pickled: bytes, modules: Loaded) -> bool:
     return not libraries(modules).isdisjoint(NAMES.findall(pickled))
 
 
 @functools.lru_cache(maxsize=1)
-def libraries(modules: tuple[int, str]) -> frozenset[bytes]:
+def libraries(modules: Loaded) -> frozenset[bytes]:
     """Of those `loaded`."""
     roots = {name.partition(".")[0] for name in list(sys.modules)} - LIBRARIES - sys.stdlib_module_names - {"__main__"}
     return frozenset(root.encode() for root in roots if not is_own(root))

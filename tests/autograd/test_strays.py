@@ -179,6 +179,7 @@ def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
         assert_same_as_serial(installed.scaled, items(), any_pool)
     finally:
         cloudpickle.unregister_pickle_by_value(installed)
+    check_raises(any_pool, installed.weighted, "WEIGHT")  # what was found out about it is not true any more
 
 
 def test_values_are_those_of_the_worker(installed: Any) -> None:
