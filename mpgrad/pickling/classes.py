@@ -12,6 +12,7 @@ import contextlib
 import enum
 import functools
 import io
+import operator
 import pickle
 import queue
 import subprocess
@@ -47,10 +48,12 @@ __all__ = [
     "follow_the_caller",
     "loads",
     "made_like_own",
+    "member_here",
 ]
 
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
+AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()  # what a worker's import gave
 # all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
@@ -139,9 +142,29 @@ def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., t
         found = getattr(found, part, None)
     is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
     if isinstance(found, type) and is_free and is_alike(found, make, arguments):
+        AS_IMPORTED[found] = dict(vars(found))
         track(tracker_id, found)
         return found
     return make(*arguments)
+
+
+def member_here(module: str, path: str, name: str) -> Any:
+    """What a class has under that name as the worker imported it: such as an open file, which cannot be carried."""
+    try:
+        kind = operator.attrgetter(path)(own_import(module))
+        return AS_IMPORTED.get(kind, vars(kind))[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        return NotHere(f"{module}.{path}.{name}", f"{type(error).__name__}: {error}")
+
+
+class NotHere:
+    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it is told."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self._words = f"{path} cannot be carried to or from a worker, and the worker's own import has none ({reason})"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise TypeError(f"{self._words}; make it where its module defines the class")
 
 
 def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:

@@ -19,14 +19,14 @@ import sys
 import types
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.pickling import caches
 from mpgrad.pickling.c_types import reduce_c_type
-from mpgrad.pickling.classes import dynamic, made_like_own
+from mpgrad.pickling.classes import dynamic, made_like_own, member_here
 from mpgrad.pickling.modules import LeftOf, make_function
 from mpgrad.pickling.placed import ABOUT_ITSELF
 from mpgrad.pickling.reducers import INHERITED
@@ -112,7 +112,8 @@ class StatePickler(CallerPickler):
             if found := set(self._attributes_that_fail()) - self._bare:
                 self._bare |= found
                 raise BareClassError from error
-            if wanted in self._left or (by_itself and isinstance(value, types.FunctionType | type)):
+            is_code = isinstance(value, types.FunctionType | type) and is_own(value.__module__)
+            if wanted in self._left or (by_itself and is_code):
                 error.args = (f"{wanted.module}.{wanted.name}: {error}",)
                 raise
             return False
@@ -147,9 +148,8 @@ class StatePickler(CallerPickler):
             return reduced
         if isinstance(value, types.CellType):
             self.watch.content(contents_of_cell, value)
-        elif isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
-            raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
         elif not isinstance(value, STEADY):
+            refuse_files(value)
             self._note(value)
         return super(CallerPickler, self).reducer_override(value)
 
@@ -175,8 +175,9 @@ class StatePickler(CallerPickler):
         reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
         if self._bare and reduced is not NotImplemented and len(reduced) > 2:
             make, arguments, (members, more), *rest = reduced
-            members = {name: each for name, each in members.items() if (value, name) not in self._bare}
-            reduced = make, arguments, (members, more), *rest
+            bare = {name for kind, name in self._bare if kind is value} & members.keys()
+            own_members = {name: OfOwnClass(value.__module__, value.__qualname__, name) for name in bare}
+            reduced = make, arguments, ({**members, **own_members}, more), *rest
         if reduced is not NotImplemented:
             self.watch.content(contents_of_class, value)
             self._note_made(reduced)
@@ -208,7 +209,7 @@ class StatePickler(CallerPickler):
                 self._hasten(member)
 
     def _attributes_that_fail(self) -> Iterator[tuple[type, str]]:
-        for kind in self._classes:
+        for kind in filter(name_of, self._classes):
             for name, member in list(vars(kind).items()):
                 if not isinstance(member, CODE) and not isinstance(member, STEADY) and cannot_be_carried(member):
                     yield kind, name
@@ -264,12 +265,34 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
 
 
 class BareClassError(Exception):
-    """A class has an attribute that cannot be carried, such as a pool; once more, without."""
+    """A class has an attribute that cannot be carried, such as a pool; once more, with the worker's own."""
+
+
+class OfOwnClass(NamedTuple):
+    """Stands in a pickle for the attribute of a class that the worker has imported, too."""
+
+    module: str
+    path: str
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return member_here, tuple(self)
+
+
+def refuse_files(value: object) -> None:
+    if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
+        raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
+
+
+class WithoutFiles(CallerPickler):
+    def reducer_override(self, value: object) -> Any:
+        refuse_files(value)
+        return super().reducer_override(value)
 
 
 def cannot_be_carried(value: Any) -> bool:
     try:
-        pickled_alone(value)
+        WithoutFiles(io.BytesIO()).dump(value)
     except Exception:
         return True
     return False

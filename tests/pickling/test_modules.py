@@ -490,6 +490,36 @@ def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Po
         del sys.modules["trainer"]
 
 
+OPEN = """
+    class Reader:
+        file = open(__file__)
+        files = [file]
+        def name(self): return self.file.name, getattr(self, "files", None)[0].name
+    reader = Reader()
+    def by_class(x): return Reader().name()
+    def by_object(x): return reader.name()
+    def added_later(x): return getattr(reader, "later", None)
+"""
+
+
+@pytest.mark.quick
+def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
+    """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause: they were left out."""
+    user.write("readers", OPEN)
+    readers = importlib.import_module("readers")
+    try:
+        with mpgrad.Pool(1, send="always") as pool:
+            for function in (readers.by_class, readers.by_object, readers.by_class):
+                assert pool.map(function, [0]) == [function(0)]
+            readers.Reader.later = readers.Reader.file
+            assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
+            with pytest.raises(TypeError, match=r"readers\.Reader\.later cannot be carried.*the worker's own import has none"):
+                pool.map(readers.added_later, [0])
+    finally:
+        readers.Reader.file.close()
+        del sys.modules["readers"]
+
+
 def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
     names = "\n".join(f"N{number} = {number}" for number in range(300))
     added = " + ".join(f"N{number}" for number in range(300))
