@@ -1,7 +1,7 @@
 """Types of ctypes. Their metaclasses have no names in `ctypes`, so cloudpickle can carry none of them.
 
 Pointers, arrays and prototypes are made again from what they were made of. Structures of the user's modules are those that the
-worker imports, as open libraries and files are. A script's are refused.
+worker imports, as open libraries and files are. A script's are refused, as is the type that a library has for its functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
+
 from mpgrad.pickling.modules import own_import
 from mpgrad.pickling.uses import name_of
 
@@ -19,8 +21,14 @@ __all__ = ["reduce_c_type"]
 
 
 def reduce_c_type(value: type) -> tuple[Any, ...] | None:
-    """None for other types."""
-    if type(value) is type or type(value).__module__ != "_ctypes":
+    """None for other types, and for those of libraries.
+
+    Raises:
+        ValueError: functions of an open library are of this type, as ctypes says of them.
+        TypeError: it was derived by a script.
+    """
+    kind: Any = type(value)
+    if kind is type or all(each.__module__ != "_ctypes" for each in kind.__mro__):
         return None
     if name_of(value) is not None:
         return c_type_here, (value.__module__, value.__qualname__)
@@ -30,7 +38,11 @@ def reduce_c_type(value: type) -> tuple[Any, ...] | None:
         with contextlib.suppress(TypeError):
             if make(*arguments) is value:  # ctypes makes each once
                 return make, arguments
-    return None
+    if importable_as(value) is not None:
+        return None
+    if issubclass(value, sys.modules["ctypes"]._CFuncPtr):
+        raise ValueError("ctypes objects containing pointers cannot be pickled")
+    raise TypeError(f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from one")
 
 
 def c_type_here(module: str, path: str) -> Any:
@@ -40,6 +52,9 @@ def c_type_here(module: str, path: str) -> Any:
 def origins(value: Any) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """By what it may have been made."""
     ctypes = sys.modules["ctypes"]
+    native, swapped = ("__ctype_le__", "__ctype_be__")[:: 1 if sys.byteorder == "little" else -1]
+    if hasattr(value, native):
+        yield getattr, (getattr(value, native), swapped)
     of, length = getattr(value, "_type_", None), getattr(value, "_length_", None)
     if length is not None:
         yield operator.mul, (of, length)
@@ -47,6 +62,8 @@ def origins(value: Any) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
         yield ctypes.POINTER, (of,)
     if hasattr(value, "_flags_") and hasattr(value, "_argtypes_"):
         yield prototype, (value._flags_, value._restype_, *value._argtypes_)
+    if hasattr(value, "_ndim_"):
+        yield sys.modules["numpy"].ctypeslib.ndpointer, (value._dtype_, value._ndim_, value._shape_, value._flags_)
 
 
 def prototype(flags: int, result: Any, *arguments: Any) -> Any:

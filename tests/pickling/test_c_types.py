@@ -109,3 +109,62 @@ def test_types_are_the_same_object_again(pool2: mpgrad.Pool) -> None:
     ]
     found = pool2.map(lambda kind: kind, made)
     assert all(here is there for here, there in zip(made, found, strict=True))
+
+
+OTHERS = """
+    import ctypes
+    import numpy
+
+    class Error(ctypes.c_int): pass
+    class Own(ctypes.CDLL): pass
+    class Big(ctypes.BigEndianStructure): _fields_ = [("a", ctypes.c_int)]
+    class Of:
+        lib, function = ctypes.CDLL(None), ctypes.CDLL(None).abs
+        def both(self): return getattr(self, "lib").abs(-2), type(self).function(-3)
+
+    untouched, with_errno, python = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
+    several, own, big = [ctypes.cdll.LoadLibrary(None), ctypes.CDLL(None)], Own(None), Big(5)
+    of_python, Swapped, Array = ctypes.pythonapi, ctypes.c_int.__ctype_be__, numpy.ctypeslib.ndpointer(dtype=numpy.float64)
+
+    def swapped(x): return Swapped(x).value, Array.from_param(numpy.ones(2)) is not None
+    def not_touched(x): return untouched.abs(-x)
+    def of_errno(x): return with_errno.abs(-x)
+    def of_pydll(x): return python.Py_IsInitialized()
+    def of_pythonapi(x): return of_python.Py_IsInitialized()
+    def of_several(x): return several[1].abs(-x)
+    def of_own(x): return own.abs(-x)
+    def of_class(x): return Of().both()
+    def big_endian(x): return Big(x).a, big.a
+    def derived(x): return Error(x).value
+"""
+POINTERS = ["not_touched", "of_errno", "of_pydll", "of_pythonapi", "of_several", "of_own", "of_class"]
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "others_of_ctypes.py").write_text(textwrap.dedent(OTHERS))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield importlib.import_module("others_of_ctypes")
+    del sys.modules["others_of_ctypes"]
+
+
+@pytest.mark.parametrize("engine", ["process", "inline"])
+def test_libraries_that_nothing_has_called_yet(others: Any, nursery: mpgrad.Pool, engine: str) -> None:
+    """Symptom: 'PyCFuncPtrType' has no attribute '__mul__'. Cause: cloudpickle carried the type of the library's functions."""
+    with mpgrad.Pool(1, engine=engine) as pool:
+        found = {name: pool.map(getattr(others, name), [3]) for name in (*POINTERS, "swapped", "big_endian", "derived")}
+    assert found == {name: [getattr(others, name)(3)] for name in found}
+
+
+def test_such_libraries_of_scripts(pool: mpgrad.Pool) -> None:
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(textwrap.dedent(OTHERS), script)
+    assert pool.map(script["swapped"], [3]) == [script["swapped"](3)]
+    for name in POINTERS:
+        with pytest.raises(ValueError, match="pointers cannot be pickled") as caught:
+            pool.map(script[name], [3])
+        assert f"({name}'s global: " in caught.value.__notes__[0]
+    for name, kind in (("big_endian", "Big"), ("derived", "Error")):
+        with pytest.raises(TypeError, match=rf"the class '{kind}', which is one of ctypes.*{name}'s global: {kind}"):
+            pool.map(script[name], [3])
