@@ -14,7 +14,7 @@ from typing import Any
 
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 
-from mpgrad.pickling.modules import own_import
+from mpgrad.pickling.modules import attribute_here
 from mpgrad.pickling.uses import name_of
 
 __all__ = ["reduce_c_type"]
@@ -31,7 +31,7 @@ def reduce_c_type(value: type) -> tuple[Any, ...] | None:
     if kind is type or all(each.__module__ != "_ctypes" for each in kind.__mro__):
         return None
     if name_of(value) is not None:
-        return c_type_here, (value.__module__, value.__qualname__)
+        return attribute_here, (value.__module__, value.__qualname__)
     if value.__qualname__ == OF_PYTHON:  # each time another one
         return python_prototype, (value._restype_, *value._argtypes_)  # type: ignore[attr-defined]
     for make, arguments in origins(value):
@@ -43,10 +43,6 @@ def reduce_c_type(value: type) -> tuple[Any, ...] | None:
     if issubclass(value, sys.modules["ctypes"]._CFuncPtr):
         raise ValueError("ctypes objects containing pointers cannot be pickled")
     raise TypeError(f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from one")
-
-
-def c_type_here(module: str, path: str) -> Any:
-    return operator.attrgetter(path)(own_import(module))
 
 
 def origins(value: Any) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:

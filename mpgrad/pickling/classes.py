@@ -12,7 +12,6 @@ import contextlib
 import enum
 import functools
 import io
-import operator
 import pickle
 import queue
 import subprocess
@@ -35,7 +34,7 @@ from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
 from mpgrad.pickling.c_types import reduce_c_type
-from mpgrad.pickling.modules import attribute_here, own_import
+from mpgrad.pickling.modules import attribute_here, own_import, pickle_finds
 from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.uses import is_own
 
@@ -86,8 +85,10 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         reduced = super().reducer_override(value)
         if reduced is NotImplemented and isinstance(value, CALLERS_OWN):
             raise TypeError(f"cannot pickle {type(value).__qualname__!r} object")
-        if reduced is NotImplemented or not isinstance(value, type):
+        if not isinstance(value, type) or (reduced is NotImplemented and pickle_finds(value.__module__)):
             return reduced
+        if reduced is NotImplemented:
+            return attribute_here, (value.__module__, value.__qualname__)
         if (name := other_name(value)) is not None:
             return attribute_here, (value.__module__, name)
         OURS.add(value)
@@ -109,7 +110,10 @@ def dynamic(value: type) -> Any:
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The slots belong to the arguments with which the class is made: later it is too late."""
+    """The slots belong to the arguments with which the class is made: later it is too late. The name, too."""
+    if reduced[0] is make_class:
+        make, (*first, given, tracker_id, extra), *rest = reduced
+        reduced = make, (*first, {**given, "__qualname__": value.__qualname__}, tracker_id, extra), *rest
     slots = slots_in(value)
     if reduced[0] is not make_class or slots is None:
         return reduced
@@ -151,7 +155,7 @@ def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., t
 def member_here(module: str, path: str, name: str) -> Any:
     """What a class has under that name as the worker imported it: such as an open file, which cannot be carried."""
     try:
-        kind = operator.attrgetter(path)(own_import(module))
+        kind = attribute_here(module, path)
         return AS_IMPORTED.get(kind, vars(kind))[name]
     except (ImportError, AttributeError, KeyError) as error:
         return NotHere(f"{module}.{path}.{name}", f"{type(error).__name__}: {error}")

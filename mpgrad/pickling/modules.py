@@ -339,8 +339,8 @@ def own_import(name: str) -> types.ModuleType:
         raise failed from error
 
 
-def attribute_here(module: str, name: str) -> Any:
-    return getattr(own_import(module), name)
+def attribute_here(module: str, path: str) -> Any:
+    return operator.attrgetter(path)(own_import(module))
 
 
 def own_imports(names: Iterable[str]) -> None:

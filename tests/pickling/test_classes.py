@@ -258,3 +258,19 @@ def test_classes_of_an_initializer_stay_as_they_are(engine: str, nursery: mpgrad
     with mpgrad.Pool(1, initializer=lambda: Settings.NOTHING, engine=engine) as pool:
         assert pool.map(lambda x: x, [1]) == [1]
     assert dict(vars(Settings)) == before
+
+
+def test_names_of_classes_in_classes(any_pool: mpgrad.Pool) -> None:
+    """Symptom: "Inner" for "Outer.Inner". Cause: cloudpickle makes a class again without it."""
+
+    class Outer:
+        class Inner:
+            __slots__ = ("x",)
+
+        class Pair(NamedTuple):
+            x: int = 0
+
+    def names(_: int) -> list[str]:
+        return [each.__qualname__ for each in (Outer, Outer.Inner, Outer.Pair)]
+
+    assert any_pool.map(names, [0]) == [names(0)]

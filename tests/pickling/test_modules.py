@@ -549,6 +549,8 @@ PLUGIN = """
             def __init__(self, x): self.x = x
         def __init__(self, x): self.inner = self.Inner(x)
         def scaled(self): return helper(self.inner.x) + cached(1)
+    class OwnError(ValueError): pass
+    def fails(x): raise OwnError("said")
     def of_item(item): return item.scaled()
     def returns(x): return Item(x)
     def again(x, n=2): return again(helper(x), n - 1) if n else x
@@ -578,6 +580,8 @@ def test_modules_that_nobody_can_import(name: str, engine: str, nursery: mpgrad.
                 check(pool, plugin.of_item, [plugin.Item(x) for x in xs(2)])
                 assert type(pool.map(plugin.returns, xs(1))[0]) is plugin.Item
                 assert pool.map(lambda _: plugin.helper, [0]) == [plugin.helper]
+                with pytest.raises(plugin.OwnError, match="said"):
+                    pool.map(plugin.fails, [0])
                 found = pool.map(plugin.uses, xs(2))
                 (gradient,) = torch.autograd.grad(sum(each.sum() for each in found), plugin.WEIGHT)
                 assert torch.equal(gradient, sum(map(plugin.helper, xs(2))))
