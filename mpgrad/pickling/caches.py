@@ -1,9 +1,9 @@
 """Functions with a cache, in another process: what they keep is there too, where it holds tensors.
 
 A cached function is how scripts make a model once (`@functools.cache def model(): ...`). With an empty cache each worker would
-make another one, with values of its own and gradients for nobody. So what a cache has of tensors and modules travels with the
-function, and its tensors are captures. The rest does not: it may be long, and each process can compute it. And a helper that
-prepares the process, once, has to run in a worker too.
+make another one, with values of its own and gradients for nobody. So what a cache has of tensors, modules and generators of
+random numbers travels with the function, and its tensors are captures. The rest does not: it may be long, and each process can
+compute it. And a helper that prepares the process, once, has to run in a worker too.
 
 `functools` shows what is in a cache to nobody but the collector of cycles; and there is no way in but to call the function.
 
@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from mpgrad.torch_state.generators import is_generator, learn
 
 __all__ = ["entries_with_tensors", "identities", "reduce_by_value"]
 
@@ -72,18 +74,19 @@ def arguments(key: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def entries_with_tensors(cached: Any) -> list[Entry]:
+    learn()
     looked_at = iter(range(MOST_LOOKED_AT))
     return [each for each in entries(cached) if type(each.result) not in NO_TENSORS and holds_tensors(each.result, looked_at)]
 
 
 def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
-    """Whether there is a tensor or a module in `value`, as far as it is looked at; what is near comes first."""
+    """Whether a tensor, module or generator of random numbers is in `value`, as far as it is looked at; near ones first."""
     waiting, seen = [value], {id(value)}
     for each in waiting:
         if next(looked_at, None) is None:
             return False
         kind = type(each)  # no isinstance: a weak proxy would answer for what it stands for
-        if issubclass(kind, torch.Tensor | torch.nn.Module):
+        if issubclass(kind, torch.Tensor | torch.nn.Module) or is_generator(each):
             return True
         if kind is types.FunctionType:
             inside: list[Any] = [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]

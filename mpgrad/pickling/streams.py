@@ -75,7 +75,7 @@ def reduce_generator(value: Any, travel: Travel) -> Any:
         return type(value), ()  # it has no state
     if (bits := bits_of(value)) is None:
         return None
-    return generator_again, (type(value), bits), getattr(value, "__dict__", None)
+    return generator_again, (type(value), bits), getattr(value, "__dict__", None), None, None, set_attributes
 
 
 def generator_again(kind: Any, bits: Any) -> Any:
@@ -83,6 +83,10 @@ def generator_again(kind: Any, bits: Any) -> Any:
     made = kind.__new__(kind)
     sys.modules["numpy.random"].Generator.__init__(made, bits)
     return made
+
+
+def set_attributes(made: Any, attributes: Any) -> None:
+    vars(made).update(attributes)  # numpy's `__setstate__` takes a dictionary for the state of the bits
 
 
 def as_it_is(kind: Kind, generator: Any) -> Any:

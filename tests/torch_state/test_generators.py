@@ -33,6 +33,20 @@ class Dice(random.Random):
         return self.random() * self.sides
 
 
+class Noise(numpy.random.Generator):
+    def __init__(self, seed: int, scale: float) -> None:
+        super().__init__(numpy.random.PCG64(seed))
+        self.scale = scale
+
+    def draw(self) -> float:
+        return self.normal() * self.scale
+
+
+@functools.cache
+def cached(seed: int) -> tuple[Any, ...]:
+    return (numpy.random.default_rng(seed),)
+
+
 class Simulation:
     shared = numpy.random.default_rng(1)
 
@@ -51,6 +65,8 @@ def scipy_engine(name: str) -> Any:
 
 GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "Generator": (lambda: numpy.random.default_rng(0), lambda g: g.normal()),
+    # symptom: state must be for a PCG64 RNG
+    "with attributes": (lambda: Noise(0, 2.0), lambda g: g.draw()),
     "method": (lambda: numpy.random.default_rng(0).normal, lambda g: g()),
     "spawns": (lambda: numpy.random.default_rng(0), lambda g: g.spawn(1)[0].normal()),
     "BitGenerator": (lambda: numpy.random.Philox(0), lambda g: g.random_raw()),
@@ -152,6 +168,13 @@ def test_an_object_holds_it(pool: mpgrad.Pool) -> None:
     (first,) = torch.autograd.grad(sum(results), simulation.scale, retain_graph=True)
     (second,) = torch.autograd.grad(sum(results), simulation.scale)
     assert first == second != 0
+
+
+def test_in_a_cache(pool: mpgrad.Pool) -> None:
+    # symptom: each worker made its own again, and items drew the same numbers
+    cached(3)
+    drawn = [number for _ in range(2) for number in pool.map(lambda _: cached(3)[0].normal(), range(6), 1)]
+    assert len(set(drawn)) == 12
 
 
 def test_submitted_calls(pool: mpgrad.Pool) -> None:
