@@ -10,14 +10,18 @@ Assumes: a module of the user's own has all its names (`mpgrad.pickling.state`);
 
 from __future__ import annotations
 
+import builtins
 import collections.abc
 import dis
 import functools
+import importlib
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
+
+from mpgrad.pickling.uses import contents_of, is_own, uses_in
 
 __all__ = [
     "UNASKED_BYTES",
@@ -33,7 +37,9 @@ __all__ = [
 
 UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
 BUILTINS = {"eval", "exec", "globals", "__import__"}
-ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints"}
+ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints", "import_module", "getmodule", "resolve_name"}
+FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
+LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}  # of whose attributes only these lead to names
 WORDS = re.compile(r"[^\W\d]\w*")
 
 
@@ -43,21 +49,46 @@ WORDS = re.compile(r"[^\W\d]\w*")
 @functools.lru_cache(maxsize=4096)
 def ways_in(code: types.CodeType) -> frozenset[str]:
     """By which the code, or that of functions defined in it, may look up any name."""
-    found = set(ATTRIBUTES.intersection(code.co_names))
+    found = ATTRIBUTES & spelled_in(code)
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found |= {step.argval} & {*BUILTINS, "__main__", "sys"}
         elif step.opname == "IMPORT_NAME":
-            found |= {step.argval} & {"__main__", "sys"}
-    if "modules" not in code.co_names:
-        found.discard("sys")  # of whose attributes only that one leads to `__main__`
+            found |= {step.argval} & {"__main__", "sys", "builtins", "pydoc"}
+    for module, names in LEADING.items():
+        if names.isdisjoint(spelled_in(code)):
+            found.discard(module)
     return frozenset(found.union(*(ways_in(each) for each in code.co_consts if isinstance(each, types.CodeType))))
+
+
+@functools.lru_cache(maxsize=4096)
+def spelled_in(code: types.CodeType) -> set[str]:
+    """Names of attributes, also as strings for `getattr`."""
+    return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
 
 
 def looks_up(function: types.FunctionType) -> bool:
     """Whether it finds names at run time: by a builtin, and not by a method or a function of the script that is called so."""
     ways = ways_in(function.__code__)
-    return bool(ways) and any(way not in BUILTINS or way not in function.__globals__ for way in ways)
+    if ways and any(way not in BUILTINS or way not in function.__globals__ for way in ways):
+        return True
+    return any(leads_to_names(value, function.__code__) for value in values_near(function))
+
+
+def values_near(function: types.FunctionType) -> Iterator[Any]:
+    """What it has by a name of its own."""
+    names = function.__globals__
+    yield from [names[each] for each in uses_in(function.__code__).names if each in names]
+    yield from [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        yield from contents_of(cell)
+
+
+def leads_to_names(value: Any, code: types.CodeType) -> bool:
+    kind = type(value)
+    if kind is types.ModuleType:
+        return not LEADING.get(value.__name__, set()).isdisjoint(spelled_in(code))
+    return (kind is types.BuiltinFunctionType or kind is types.FunctionType) and value in FINDERS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,8 +152,6 @@ class Lookups:
 
 
 def is_library(module: types.ModuleType) -> bool:
-    from mpgrad.pickling.uses import is_own
-
     return not is_own(module.__name__)
 
 

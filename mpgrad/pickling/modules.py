@@ -108,6 +108,7 @@ class Namespaces(Live):
     def __init__(self, placement: Placement | None = None) -> None:
         super().__init__(None if PLACE.in_worker else {}, placement)
         self.modules: dict[str, CarriedModule] = {}
+        self.main: CarriedGlobals | None = None  # of the main script, if its functions look names up
         self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
 
     @functools.cached_property
@@ -186,6 +187,8 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None
     *own_state, names = state
     if state[1]["__module__"] == "__main__" and isinstance(names, Namespaces):
         names.script[state[1]["__qualname__"]] = made
+        if isinstance(made.__globals__, CarriedGlobals):
+            names.main = made.__globals__
         names.script.update({name: each for name, each in state[1]["__globals__"].items() if isinstance(each, BY_NAME)})
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)

@@ -93,6 +93,8 @@ class Placed:
         current = self._current
         if current is not None and name in current.script:
             return current.script[name]
+        if current is not None and current.main is not None and name in current.main:
+            return current.main[name]
         for kind in reversed(list(CLASS_OF.values())):
             if (kind.__module__, kind.__qualname__) == ("__main__", name):
                 return kind

@@ -19,7 +19,8 @@ from mpgrad.pickling.lookups import UNASKED_BYTES, looks_up
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
 
 SCRIPT = """
-import inspect, sys, typing
+import builtins, importlib, inspect, sys, typing
+import sys as system
 import __main__
 import torch
 
@@ -44,6 +45,40 @@ def of_globals(x):
 
 def of_get(x):
     return x * globals().get("w", zero)
+
+G, E = globals, eval
+
+def of_another_name(x):
+    return x * (lambda: G().get("w", zero))()
+
+def of_eval_by_another_name(x):
+    return x * E("w")
+
+def of_builtins(x):
+    return x * builtins.globals().get("w", zero)
+
+def of_builtins_by_name(x):
+    return x * getattr(builtins, "globals")().get("w", zero)
+
+def of_default(x, found=globals):
+    return x * found().get("w", zero)
+
+def closing_over(found):
+    return lambda x: x * found().get("w", zero)
+
+of_closure = closing_over(globals)
+
+def of_renamed_sys(x):
+    return x * getattr(getattr(system, "modules")["__main__"], "w", zero)
+
+def of_named_globals(x):
+    return x * getattr(helper, "__globals__").get("w", zero)
+
+def of_imported_main(x):
+    return x * getattr(importlib.import_module("__main__"), "w", zero)
+
+def of_module_of_helper(x):
+    return x * getattr(inspect.getmodule(helper), "w", zero)
 
 def of_main(x):
     return x * __main__.w
@@ -108,7 +143,9 @@ REFUSED = {
     "cannot": lambda _: globals().get("counting", 0),
 }
 """
-FOUND = [line.split("(")[0][4:] for line in SCRIPT.splitlines() if line.startswith("def ") and "helper(" not in line]
+OTHERS = "helper", "closing_over", *(IN_WORKERS := ("of_imported_main", "of_module_of_helper"))
+FOUND = ["of_closure"]
+FOUND += [name for line in SCRIPT.splitlines() if line.startswith("def ") and (name := line.split("(")[0][4:]) not in OTHERS]
 
 
 @pytest.fixture
@@ -128,6 +165,12 @@ def test_found(pool: mpgrad.Pool, main: Any, name: str) -> None:
     (result,) = pool.map(getattr(main, name), [x])
     assert result.item() == 6
     assert [grad.item() for grad in torch.autograd.grad(result, [x, main.w])] == [2, 3]
+
+
+@pytest.mark.parametrize("name", IN_WORKERS)
+def test_found_in_workers(pool2: mpgrad.Pool, main: Any, name: str) -> None:
+    # in the caller's process, these find the caller's own
+    test_found(pool2, main, name)
 
 
 @pytest.mark.parametrize("name", ["get", "item", "eval", "main", "modules", "all", "cannot"])
@@ -163,6 +206,7 @@ def test_code_made_by_exec(pool: mpgrad.Pool) -> None:
         ("lambda args: vars(args)", False),
         ("lambda m: list(m.modules())", False),
         ("lambda m: m.globals", False),
+        ("lambda m: m.builtins", False),
         ("lambda x: [eval(y) for y in x]", True),
         ("lambda x: (lambda: globals())", True),
         ("lambda x: sys.modules[x]", True),
