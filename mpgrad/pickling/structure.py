@@ -212,7 +212,15 @@ def has_own_way(kind: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def has_methods_for_pickle(kind: Any) -> bool:
-    return not is_known(kind) and not all(is_known(getattr(kind, name, None)) for name in OF_PICKLE)
+    if is_known(kind):
+        return False
+    names = OF_PICKLE + (OF_ITEMS if issubclass(kind, list | dict) else ())
+    return not all(is_known(getattr(kind, name, None)) for name in names) or makes_own(kind.__new__)
+
+
+def makes_own(new: Any) -> bool:
+    """A named tuple's was made by Python."""
+    return isinstance(new, types.FunctionType) and not is_known(new) and not new.__module__.startswith("namedtuple_")
 
 
 def is_known(value: Any) -> bool:
@@ -223,6 +231,7 @@ def is_known(value: Any) -> bool:
 RUNS_CODE = b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
 KNOWN = LIBRARIES | sys.stdlib_module_names
 OF_PICKLE = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"
+OF_ITEMS = "__setitem__", "append", "extend"
 
 
 class CallerPickler(TensorPickler):
@@ -340,9 +349,32 @@ class CallerPickler(TensorPickler):
 
 
 class Alone(CallerPickler):
-    """To see what a value takes; raises OverflowError above the limit."""
+    """To see what a value takes; raises OverflowError above the limit, and TypeError for what nobody carries unasked."""
 
     follows_lookups = False
+    is_asked = False
+
+    def persistent_id(self, value: Any) -> Any:
+        if value is sys.modules:
+            raise TypeError("it has sys.modules")
+        return super().persistent_id(value)
+
+    def reducer_override(self, value: object) -> Any:
+        kind = value if isinstance(value, type) else type(value)
+        if not self.is_asked and (is_made_by_own_code(kind) if kind is value else has_own_way(kind)) and is_users(kind):
+            raise TypeError(f"{kind.__qualname__} has code of its own that would run in the worker")
+        return super().reducer_override(value)
+
+
+def is_made_by_own_code(kind: type) -> bool:
+    begins = kind.__init_subclass__
+    return not is_known(type(kind)) or (isinstance(begins, types.MethodType) and not is_known(begins))
+
+
+def is_users(kind: type) -> bool:
+    """Or derived from a class of theirs."""
+    modules = {each.__module__ for each in kind.__mro__}
+    return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
 
 
 class Limited(io.BytesIO):
@@ -359,6 +391,7 @@ class Limited(io.BytesIO):
 def size_alone(value: Any, limit: int | None) -> int:
     """Bytes that it takes in a pickle, and of its tensors."""
     pickler = Alone(buffer := Limited(limit))
+    pickler.is_asked = limit is None
     pickler.dump(value)
     for each in pickler.tensors:
         if type(each) is not Root:

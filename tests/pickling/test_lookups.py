@@ -183,6 +183,36 @@ def test_not_carried(pool: mpgrad.Pool, main: Any, name: str) -> None:
         pool.map(function, [0])
 
 
+UNASKED = """
+class Sets:
+    def __setstate__(self, state): raise RuntimeError("loaded")
+class New:
+    def __new__(cls): LOADED.append(cls.__name__); return object.__new__(cls)
+class Items(dict):
+    def __setitem__(self, key, value): raise RuntimeError("loaded")
+class Registers:
+    def __init_subclass__(cls): LOADED.append(cls.__name__)
+sets, new, items, modules = [Sets()], New(), Items(), {"all": sys.modules}
+sets[0].a = 1
+dict.__setitem__(items, 1, 2)
+class Registered(Registers): pass
+def look(name): return eval(name[::-1]) and len(LOADED)
+def helper(x): return x * eval("w")
+"""
+
+
+def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any) -> None:
+    # symptom: an object of the script's that no function uses made each function with eval fail, or acted in workers
+    main.LOADED = []
+    exec(UNASKED, vars(main))
+    assert pool.map(main.helper, [torch.tensor(3.0)]) == [6]
+    assert pool.map(main.look, ["w"]) == [len(main.LOADED)]
+    for name in ("sets", "new", "items", "Registered", "modules"):
+        why = "it has sys.modules" if name == "modules" else r"\w+ has code of its own"
+        with pytest.raises(TypeError, match=rf"__main__\.{name} was not carried to this worker \(TypeError: {why}"):
+            pool.map(main.look, [name[::-1]])
+
+
 def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
     exec("def get(_): return globals().get('absent', 7), 'absent' in globals(), 'w' in globals()", vars(main))
     exec("def evaluate(_): return eval('absent')", vars(main))
