@@ -9,6 +9,7 @@ which is how those branches are tested.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 __all__ = [
     "CGROUPS",
+    "CLOSE_ON_EXEC",
     "NO_SIGNAL",
     "PORTABLE",
     "PROC",
@@ -25,6 +27,7 @@ __all__ = [
     "anonymous_memory",
     "free_on_machine",
     "has_calls_of_linux",
+    "receive_descriptors",
     "remove_name",
     "reserve_memory",
     "resident_bytes",
@@ -59,6 +62,7 @@ def has_calls_of_linux() -> bool:
 
 
 PORTABLE: bool = wants_portable(os.environ.get("MPGRAD_PORTABLE", "")) or sys.platform != "linux" or not has_calls_of_linux()
+CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of descriptors that are received
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux tells of itself
 if PORTABLE:
     import _posixshmem  # as multiprocessing.shared_memory does
@@ -97,6 +101,17 @@ def remove_name(pid: int) -> None:
     if PORTABLE:
         with contextlib.suppress(FileNotFoundError):
             _posixshmem.shm_unlink(name_of(pid))
+
+
+def receive_descriptors(end: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
+    """A message and what came with it, which programs do not inherit. (`socket.recv_fds` leaves its flags out.)"""
+    found = array.array("i")
+    data, ancillary, _, _ = end.recvmsg(nbytes, socket.CMSG_SPACE(most * found.itemsize), CLOSE_ON_EXEC)
+    for _, _, content in ancillary:
+        found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    for each in found if CLOSE_ON_EXEC == 0 else ():
+        os.set_inheritable(each, False)
+    return data, list(found)
 
 
 def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:

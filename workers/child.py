@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
+from mpgrad.system import receive_descriptors
+
 __all__ = ["become_child", "forget_exit_handlers", "leave_children", "run_exit_handlers", "share_tracker"]
 
 
@@ -50,7 +52,7 @@ def asked(where: socket.socket) -> int | None:
         try:
             with theirs:
                 socket.send_fds(where, [b"?"], [theirs.fileno()])
-            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+            _, descriptors = receive_descriptors(ours, 1, 1)
         except OSError:
             return None
     return descriptors[0] if descriptors else None

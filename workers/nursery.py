@@ -23,7 +23,7 @@ import sys
 from typing import Any, NoReturn
 
 from mpgrad.inherited import take_over
-from mpgrad.system import NO_SIGNAL
+from mpgrad.system import NO_SIGNAL, receive_descriptors
 
 __all__ = ["main"]
 
@@ -79,7 +79,7 @@ class Nursery:
         """One order of the parent; False at the end of the pipe."""
         try:
             # a program that a call starts with os.system must not keep the worker's end open, when that has ended
-            data, ends, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+            data, ends = receive_descriptors(self._control, MESSAGE_BYTES, 2)
         except ConnectionError:
             return False
         if not data:

@@ -232,8 +232,10 @@ class NurseryLauncher:
             changes = self._nursery.begun_as.changes(now)
             ends = end, self.tracker.theirs
             if changes is None or not (self._nursery.alive and self._nursery.fork(name, number, changes, *ends)):
-                # its forks cannot become what we are; or it was killed from outside, and its workers with it
-                before, self._nursery = self._nursery, self._join(now, self._variables)
+                before = self._nursery
+                if changes is not None:  # else its forks cannot become what we are, but others may still want it
+                    before.close()  # it was killed from outside, and its workers with it
+                self._nursery = self._join(now, self._variables)
                 self._leave(before)
                 # should this one be gone too, so is the other end of the worker's pipe
                 changes = self._nursery.begun_as.changes(now)

@@ -7,7 +7,7 @@ import socket
 from multiprocessing import resource_tracker
 
 from mpgrad.descriptors import Kept
-from mpgrad.system import NO_SIGNAL
+from mpgrad.system import NO_SIGNAL, receive_descriptors
 from mpgrad.wire.pipe import OPEN
 
 __all__ = ["SharedTracker"]
@@ -31,7 +31,7 @@ class SharedTracker:
     def answer(self) -> None:
         """Hand it to who has asked; who gets none, for want of descriptors or processes, starts one."""
         with contextlib.suppress(OSError):
-            _, asking, _, _ = socket.recv_fds(self._socket, 1, 1)
+            _, asking = receive_descriptors(self._socket, 1, 1)
             for each in asking:
                 with socket.socket(fileno=each) as reply:
                     descriptor = resource_tracker.getfd()

@@ -292,6 +292,7 @@ class DeviceSlab:
     """As `arena.Slab`, on a device: one allocation of this process, or of another."""
 
     elsewhere = True
+    can_grow = True
 
     def __init__(self, number: int, lane: Lane, memory: torch.Tensor) -> None:
         self.number = number

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpgrad.descriptors import Kept
-from mpgrad.system import NO_SIGNAL, PORTABLE
+from mpgrad.system import CLOSE_ON_EXEC, NO_SIGNAL, PORTABLE
 
 __all__ = ["MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "UnreadableFrame", "framed", "last_words_in", "parts_of"]
 
@@ -38,7 +38,6 @@ HEADER = struct.Struct("<4sQQI")
 MARK = b"mpg\xb1"  # what does not begin with it is no frame
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
-CLOSE_ON_EXEC = 0 if PORTABLE else int(socket.MSG_CMSG_CLOEXEC)  # of what is received
 TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code to look at a bit
 # macOS has no room for descriptors while the pipe is nearly full, and calls that EMSGSIZE
 NO_ROOM = (errno.EAGAIN, errno.EMSGSIZE)
