@@ -150,3 +150,5 @@ def hooks_of_all_modules() -> None:
     with private.registered([private.GlobalHook(register, hook, {"with_kwargs": True})]):
         expect([(register, {"with_kwargs": True})], [(each.register, each.options) for each in ours()])
     expect([], ours())
+    # to register one would forbid the user the other kind
+    expect(True, torch.nn.modules.module._global_is_full_backward_hook in (None, True, False))
