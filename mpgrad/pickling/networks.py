@@ -6,6 +6,7 @@ Runs on both sides of the process border.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -36,11 +37,26 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         create, arguments, state, *rest = tuple(value.__reduce_ex__(5))
         is_of_all = isinstance(state, dict) and "_modules" in state  # that of a quantized one has nothing of what all have
         reduced = create if is_of_all else bare_module, arguments, state, *rest
+    elif isinstance(value, torch.fx.GraphModule) and is_exported(value):
+        raise TypeError(f"a graph of torch.export cannot be made again elsewhere ({type(value).__name__}); {UNEXPORTED}")
     compiled = compiled_in_place(value)
     if compiled is None:
         return reduced
     own: Any = reduced or value.__reduce_ex__(5)
     return with_compiled_call(own, compiled)
+
+
+UNEXPORTED = "carry the module that was exported, or load the program in the function (torch.export.load)"
+
+
+def is_exported(graph: torch.fx.GraphModule) -> bool:
+    """Whether its tracer wants to be told of a module: PyTorch, which makes one as it loads a graph, does not know which."""
+    tracer = vars(graph).get("_tracer_cls")
+    try:
+        inspect.signature(tracer or object).bind()
+    except TypeError:
+        return True
+    return False
 
 
 HOOKS = frozenset(name for name, each in vars(Module()).items() if type(each) is OrderedDict)

@@ -33,6 +33,7 @@ import torch
 from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import dynamic_subimport
+from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 from torch.distributions.transforms import Transform
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -454,12 +455,13 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     RemovableHandle: reduce_handle,
     Optimizer: whole(Optimizer),  # of hooks, and what single optimizers and schedulers keep in them
     Transform: whole(Transform),  # of inverses
+    BaseSparsifier: whole(BaseSparsifier),  # of the module, and all that single sparsifiers have
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
     weakref.finalize: reduce_finalizer,
     FinalizerElsewhere: reduce_finalizer,
 }
-INHERITED = {*REFERENCES, *WEAK, threading.local, types.ModuleType, Optimizer, Transform}
+INHERITED = {*REFERENCES, *WEAK, threading.local, types.ModuleType, Optimizer, Transform, BaseSparsifier}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here
