@@ -40,8 +40,9 @@ class Outlet:
         self._is_sending = False
         self._streams = Stream(self, "stdout", sys.stdout), Stream(self, "stderr", sys.stderr)
         sys.stdout, sys.stderr = self._streams
-        logging.root.addHandler(LogHandler(self))
-        take_levels(log_levels)
+        handler = LogHandler(self)
+        logging.root.addHandler(handler)
+        take_levels(log_levels, handler)
 
     def close(self) -> None:
         """Nothing can be sent any more; what is still printed goes where it would have gone."""
@@ -131,12 +132,16 @@ class LogHandler(logging.Handler):
             self.handleError(record)
 
 
-def take_levels(given: LogLevels) -> None:
-    """Tasks see the caller's levels, and nothing that it does not want is sent."""
+def take_levels(given: LogLevels, handler: logging.Handler) -> None:
+    """Tasks see the caller's levels, and nothing that it does not want is sent; records that do not reach the root are."""
     for level, name in given.names.items():
         logging.addLevelName(level, name)
-    for name, level in given.levels.items():
-        logging.getLogger(None if name == "root" else name).setLevel(level)
+    for name, each in given.loggers.items():
+        logger = logging.getLogger(None if name == "root" else name)
+        logger.setLevel(each.level)
+        logger.disabled, logger.propagate = each.disabled, each.propagate
+        if not each.propagate:
+            logger.addHandler(handler)
     logging.disable(given.disabled)
 
 

@@ -16,7 +16,7 @@ from mpgrad.errors import RemoteError, RemoteTraceback, write
 from mpgrad.pickling import classes
 from mpgrad.pickling.classes import ClassUnpickler
 from mpgrad.tracebacks import is_own, outside, shown
-from mpgrad.wire.messages import Logged, LogLevels, Printed, Warned
+from mpgrad.wire.messages import Logged, Logger, LogLevels, Printed, Warned
 
 __all__ = ["Warnings", "given_again", "log_levels", "report", "taken", "warned_again"]
 
@@ -97,10 +97,15 @@ class NoImports(ClassUnpickler):
 
 def log_levels() -> LogLevels:
     """What a task sees of them."""
-    loggers = list(logging.root.manager.loggerDict.items())
-    levels = {name: each.level for name, each in loggers if isinstance(each, logging.Logger) and each.level}
+    loggers = [*logging.root.manager.loggerDict.items(), ("root", logging.root)]
+    seen = {
+        name: Logger(each.level, bool(each.disabled), bool(each.propagate))
+        for name, each in loggers
+        if isinstance(each, logging.Logger)
+    }
+    changed = {name: each for name, each in seen.items() if each != Logger() or name == "root"}
     names = {level: logging.getLevelName(level) for level in set(getattr(logging, "_levelToName", ()))}
-    return LogLevels({"root": logging.root.level, **levels}, names, logging.root.manager.disable)
+    return LogLevels(changed, names, logging.root.manager.disable)
 
 
 ALREADY_WARNED: dict[Any, Any] = {}  # what Python keeps for each module, so that a filter can say "once"

@@ -42,6 +42,7 @@ __all__ = [
     "Gradients",
     "LogLevels",
     "Logged",
+    "Logger",
     "Message",
     "Missing",
     "ModulesState",
@@ -141,10 +142,18 @@ class Direct(NamedTuple):
 # --- parent to worker
 
 
+class Logger(NamedTuple):
+    """What a task sees of one of the caller's."""
+
+    level: int = 0
+    disabled: bool = False
+    propagate: bool = True
+
+
 class LogLevels(NamedTuple):
     """The caller's, of `logging`."""
 
-    levels: dict[str, int]  # of loggers that have one
+    loggers: dict[str, Logger]  # those that are not as they were made
     names: dict[int, str]
     disabled: int  # all up to this one, by `logging.disable`
 

@@ -115,3 +115,27 @@ def test_levels_that_are_disabled(kept: Kept) -> None:
             assert pool.map(lambda _: logging.getLogger("of_a_task").isEnabledFor(logging.ERROR), [0]) == [False]
     finally:
         logging.disable(logging.NOTSET)
+
+
+def test_loggers_that_are_disabled_or_do_not_propagate(kept: Kept) -> None:
+    """Symptom: a task saw neither. Cause: only levels were sent."""
+    loggers = disabled, apart = logging.getLogger("of_a_task.disabled"), logging.getLogger("of_a_task.apart")
+    own = Kept()
+    apart.addHandler(own)
+
+    def logs(_: int) -> list[tuple[bool, bool, bool]]:
+        found = [logging.getLogger(f"of_a_task.{name}") for name in ("disabled", "apart")]
+        for each in found:
+            each.error("%s", each.name)
+        return [(each.disabled, each.propagate, each.isEnabledFor(logging.ERROR)) for each in found]
+
+    try:
+        disabled.disabled, apart.propagate = True, False
+        with mpgrad.Pool(1) as pool:
+            assert pool.map(logs, [0]) == [logs(0)] == [[(True, True, False), (False, False, True)]]
+        assert [each.getMessage() for each in own.records] == ["of_a_task.apart"] * 2
+        assert kept.records == []
+    finally:
+        apart.removeHandler(own)
+        for each in loggers:
+            each.disabled, each.propagate = False, True
