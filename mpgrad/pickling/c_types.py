@@ -49,8 +49,8 @@ def origins(value: Any) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """By what it may have been made."""
     ctypes = sys.modules["ctypes"]
     native, swapped = ("__ctype_le__", "__ctype_be__")[:: 1 if sys.byteorder == "little" else -1]
-    if hasattr(value, native):
-        yield getattr, (getattr(value, native), swapped)
+    if (other := getattr(value, native, value)) is not value:
+        yield getattr, (other, swapped)
     of, length = getattr(value, "_type_", None), getattr(value, "_length_", None)
     if length is not None:
         yield operator.mul, (of, length)

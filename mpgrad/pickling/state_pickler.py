@@ -175,8 +175,11 @@ class StatePickler(CallerPickler):
         reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
         if self._bare and reduced is not NotImplemented and len(reduced) > 2:
             make, arguments, (members, more), *rest = reduced
-            bare = {name for kind, name in self._bare if kind is value} & members.keys()
-            own_members = {name: OfOwnClass(value.__module__, value.__qualname__, name) for name in bare}
+            own_members = {
+                name: OfOwnClass(value.__module__, value.__qualname__, name)
+                for name, each in members.items()
+                if (value, name) in self._bare and each is vars(value)[name]  # cloudpickle has its own way with `_abc_impl`
+            }
             reduced = make, arguments, ({**members, **own_members}, more), *rest
         if reduced is not NotImplemented:
             self.watch.content(contents_of_class, value)

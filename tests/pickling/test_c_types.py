@@ -104,6 +104,7 @@ def test_types_are_the_same_object_again(pool2: mpgrad.Pool) -> None:
     made = [
         ctypes.c_int * 2,
         ctypes.POINTER(ctypes.c_double),
+        ctypes.c_char * 3,
         ctypes.CFUNCTYPE(None, ctypes.c_int, use_errno=True),
         ctypes.c_int,
     ]

@@ -491,10 +491,15 @@ def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Po
 
 
 OPEN = """
-    class Reader:
+    import abc
+    class Base(abc.ABC):
+        log = open(__file__)
+        @abc.abstractmethod
+        def name(self): ...
+    class Reader(Base):
         file = open(__file__)
         files = [file]
-        def name(self): return self.file.name, getattr(self, "files", None)[0].name
+        def name(self): return self.file.name, self.log.name, getattr(self, "files", None)[0].name
     reader = Reader()
     def by_class(x): return Reader().name()
     def by_object(x): return reader.name()
@@ -517,6 +522,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad
                 pool.map(readers.added_later, [0])
     finally:
         readers.Reader.file.close()
+        readers.Reader.log.close()
         del sys.modules["readers"]
 
 
