@@ -37,7 +37,8 @@ SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, 
 SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
 SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
 FOREIGN = LIBRARIES | sys.stdlib_module_names  # packages in which nobody keeps leaves
-IMPORTS = b"import_module", b"__import__"
+# by which code comes to a module that it does not name
+WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"
 
 
 class Strays:
@@ -54,7 +55,7 @@ class Strays:
         """Also by a call that is given nothing but tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
-            self._leads_out = any(leads_to_libraries(each) or any(name in each for name in IMPORTS) for each in self._pickles)
+            self._leads_out = any(leads_to_libraries(each) or leads_to_modules(each) for each in self._pickles)
         return self._leads_out or bool(self._copied)
 
     def behind(self, output: torch.Tensor, known: Collection[int], copied: dict[int, str]) -> str:
@@ -73,6 +74,10 @@ class Strays:
                     "travels with the function"
                 )
         return ""
+
+
+def leads_to_modules(pickled: bytes) -> bool:
+    return any(each in pickled for each in WAYS_TO_MODULES)
 
 
 def described(leaf: torch.Tensor) -> str:

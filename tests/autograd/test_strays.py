@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,31 @@ def test_what_does_not_come_to_a_stray(any_pool: mpgrad.Pool, installed: Any) ->
     with pytest.raises(LostGradientError, match="item"):
         results[2].backward()
     assert_same_as_serial(lambda x: installed.bare(x) * installed.WEIGHT.detach(), items(), any_pool)
+
+
+WAYS = {
+    "inspect": "inspect.getmodule(helper).w",
+    "pkgutil": "pkgutil.resolve_name('own_pkgutil:w')",
+    "pydoc": "pydoc.locate('own_pydoc.w')",
+    "sys": "getattr(sys, 'modules')['own_sys'].w",
+}
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_what_looks_into_modules(engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> None:
+    # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these find, was lost silently
+    with mpgrad.Pool(1, engine=engine, send="always") as pool:
+        for name, way in WAYS.items():
+            lines = f"import {name}, torch", "w = torch.tensor(2.0, requires_grad=True)", "def helper(x): return x"
+            own: Any = types.ModuleType(f"own_{name}")
+            monkeypatch.setitem(sys.modules, own.__name__, own)
+            exec("\n".join([*lines, f"def function(x): return {way} * x"]), vars(own))
+            (result,) = pool.map(own.function, items(1))
+            try:
+                result.backward()
+                assert own.w.grad == 1
+            except LostGradientError as error:
+                assert f"{own.__name__}.w" in str(error) and engine != "process"
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
