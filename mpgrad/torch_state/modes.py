@@ -158,6 +158,7 @@ class Enclosing(threading.local):
     """What settings were before `under` changed them in this thread; an `under` within it changes the others back."""
 
     before: Mapping[str, Any] = {}
+    depth = 0  # of `under`
 
 
 ENCLOSING = Enclosing()
@@ -173,14 +174,68 @@ def under_settings(changed: Changed) -> Iterator[None]:
     wanted = {**outer, **dict(changed)}
     every = table().settings
     settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
-    before = {setting.name: setting.get() for setting in settings}
-    try:
-        set_where_different(settings, wanted)
-        ENCLOSING.before = {**before, **outer}
-        yield
-    finally:
-        ENCLOSING.before = outer
-        set_where_different(settings, before)
+    with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:
+        ENCLOSING.before = {**outside, **outer}
+        try:
+            yield
+        finally:
+            ENCLOSING.before = outer
+
+
+class Held:
+    """A setting of the process while calls run that have set it."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.calls = 0
+        self.given: list[Any] = []  # the values that these have set
+
+
+class Shared:
+    """What calls set in the whole process, several at once where they run in threads: the last to end puts back what the
+    first one found, but for what the caller has changed meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.held: dict[str, Held] = {}
+        self.with_caller = True  # not in a process of a pool's own, where calls run one by one
+
+    @contextmanager
+    def set_to(self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool) -> Iterator[dict[str, Any]]:
+        """Gives what they were outside of all calls. `nested`: in a body of this thread's own, to whose values it goes back."""
+        shared = [] if nested or not self.with_caller else [setting for setting in settings if not setting.of_thread]
+        with self._lock:
+            before = {setting.name: setting.get() for setting in settings}
+            outside = dict(before)
+            for name in [setting.name for setting in shared]:
+                held = self.held.setdefault(name, Held(before[name]))
+                if before[name] not in held.given:  # the caller has changed it meanwhile
+                    held.before = before[name]
+                held.calls += 1
+                if wanted[name] not in held.given:
+                    held.given.append(wanted[name])
+                outside[name] = held.before
+        try:
+            with self._lock:
+                set_where_different(settings, wanted)
+            yield outside
+        finally:
+            with self._lock:
+                after = {**before, **{setting.name: self._after(setting) for setting in shared}}
+                set_where_different(settings, after)
+
+    def _after(self, setting: Setting) -> Any:
+        """What it is to be when one of the calls that set it has ended."""
+        held, now = self.held[setting.name], setting.get()
+        held.calls -= 1
+        if held.calls:
+            return now
+        del self.held[setting.name]
+        return held.before if now in held.given else now
+
+
+SHARED = Shared()
+os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 
 def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) -> None:
@@ -204,6 +259,7 @@ def begin_as_new(is_process: bool) -> None:
     """For a worker that begins: what it has of whoever made it is forgotten."""
     leave_all_modes()
     ENCLOSING.before = {}
+    SHARED.with_caller = not is_process
     if is_process:
         remove_global_hooks()
     own = [setting for setting in table().settings.values() if is_process or setting.of_thread]
@@ -250,10 +306,15 @@ def remedy(mode: object) -> str:
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """Run the body as the caller would run it, then go back to what was."""
+    held = bool(SHARED.held)  # asked first: one that ends meanwhile has put them back when they are read
     before = modes_but_settings()
-    set_process_modes(modes, before)
+    wanted = process_modes(modes)
+    ENCLOSING.depth += 1
     try:
-        with under_settings(modes.settings + modes.thread_settings), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            if held or wanted != process_modes(before):
+                stack.enter_context(SHARED.set_to(PROCESS_MODES, wanted, ENCLOSING.depth > 1))
+            stack.enter_context(under_settings(modes.settings + modes.thread_settings))
             if modes.differentiating:
                 stack.enter_context(DIFFERENTIATING.entered())
             if modes.device != before.device:
@@ -274,17 +335,35 @@ def under(modes: Modes) -> Iterator[None]:
                 stack.enter_context(torch.autocast(kind, dtype_named(name), cache_enabled=modes.autocast_cache))
             yield
     finally:
-        set_process_modes(before, modes)
+        ENCLOSING.depth -= 1
 
 
-def set_process_modes(modes: Modes, now: Modes) -> None:
-    """The modes that belong to the process rather than to a thread; each is set only where it differs."""
-    if modes.default_dtype != now.default_dtype:
-        torch.set_default_dtype(dtype_named(modes.default_dtype))
-    if modes.determinism != now.determinism:
-        torch.use_deterministic_algorithms(modes.deterministic, warn_only=modes.deterministic_warn_only)
-    if modes.detection != now.detection:
-        torch.autograd.set_detect_anomaly(modes.anomaly, modes.anomaly_nan)
+# the modes that belong to the process rather than to a thread
+PROCESS_MODES = (
+    Setting(
+        "torch.set_default_dtype",
+        lambda: str(torch.get_default_dtype()),
+        lambda name: torch.set_default_dtype(dtype_named(name)),
+        "torch.float32",
+    ),
+    Setting(
+        "torch.use_deterministic_algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+        (False, False),
+    ),
+    Setting(
+        "torch.autograd.set_detect_anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda both: torch.autograd.set_detect_anomaly(*both),
+        (False, True),
+    ),
+)
+
+
+def process_modes(modes: Modes) -> dict[str, Any]:
+    values = modes.default_dtype, modes.determinism, modes.detection
+    return {setting.name: value for setting, value in zip(PROCESS_MODES, values, strict=True)}
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -177,6 +179,39 @@ def test_calls_under_different_settings_at_once(pool2: mpgrad.Pool) -> None:
         with torch.sparse.check_sparse_tensor_invariants(number % 3 == 0):
             asked.append(pool2.map_async(lambda _: is_on(), [0, 1]))
     assert [each.get() for each in asked] == [[number % 3 == 0] * 2 for number in range(20)]
+
+
+@contextlib.contextmanager
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("changed", [torch.sparse.check_sparse_tensor_invariants, double])
+@pytest.mark.parametrize("within", [False, True])
+def test_calls_in_threads_put_back_what_the_caller_has(changed: Any, within: bool) -> None:
+    """Symptom: with engine "thread", set in the caller for ever. Cause: each call put back what it found: another one's."""
+    with changed():
+        other_than_now = modes.current_modes()
+    before, now = modes.current_modes(), other_than_now
+    orders = itertools.product(
+        itertools.product([now] if within else [before, now], repeat=3), itertools.permutations(range(3))
+    )
+    with contextlib.ExitStack() as threads:
+        each_in_one = [threads.enter_context(ThreadPoolExecutor(1)) for _ in range(3)]
+        for under, order in orders:
+            stacks = [contextlib.ExitStack() for _ in under]
+            with changed() if within else contextlib.nullcontext():
+                for each, stack, thread in zip(under, stacks, each_in_one, strict=True):
+                    thread.submit(stack.enter_context, modes.under(each)).result()
+                    # what the thread has been asked for last is what is set
+                    assert each == before or modes.current_modes() == now
+            for number in order:
+                each_in_one[number].submit(stacks[number].close).result()
+            assert modes.current_modes() == before, (within, [each == now for each in under], order)
 
 
 def test_an_initializers_settings_stay_where_the_caller_has_the_default() -> None:
