@@ -37,7 +37,7 @@ from mpgrad.workers.graphs import GraphEdges
 from mpgrad.workers.loans import Loans
 from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
-from mpgrad.workers.strays import copied_in
+from mpgrad.workers.strays import Copies, copied_in
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.whereabouts import Tracker
 
@@ -77,6 +77,7 @@ class CallRun:
         self.strays: list[tuple[int, str]] = []  # see `Result`
         self._known: set[int] = set()  # ids of what it is given and captures, once that is asked
         self._station = station
+        self._kept_leaves: list[torch.Tensor] = []  # results that are strays themselves: nodes of the graph, as captures are
 
     def items(self) -> Iterator[list[torch.Tensor]]:
         """The tensors of the call, or of each item of a bundle."""
@@ -91,17 +92,18 @@ class CallRun:
         yield from zip(self._given, flags_in(self._refs), strict=False)  # when the function has ended they are forgotten
         yield from zip(self._function.captures, self._function.flags, strict=True)
 
-    def note_strays(self, found: Sequence[torch.Tensor], copied: dict[int, str]) -> None:
+    def note_strays(self, found: Sequence[torch.Tensor], copied: Copies) -> None:
         """Of what an item gave, which was given what was `copied`."""
         if not self._known:
             self._known = set(map(id, itertools.chain(self._given, self._function.captures)))
-        for number, tensor in enumerate(found, len(self.tensors)):
-            if tensor.grad_fn is not None and (words := self._function.strays.behind(tensor, self._known, copied)):
-                self.strays.append((number, words))
+        for number, words in self._function.strays.behind(found, self._known, copied).items():
+            self.strays.append((len(self.tensors) + number, words))
+            if found[number].is_leaf:
+                self._kept_leaves.append(found[number])
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
-        flags = [flags_in_graph(tensor, self._given, self._function.captures) for tensor in found]
+        flags = [flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves) for tensor in found]
         self.flags += flags
         outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
         if outputs:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import gc
 import sys
+import time
 import types
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -27,16 +28,17 @@ import torch
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way
 from mpgrad.pickling.uncarried import find
 from mpgrad.pickling.uses import LIBRARIES, leads_to_libraries
-from mpgrad.torch_state.leaves import held_leaves
+from mpgrad.torch_state.leaves import graph_behind, held_leaves, leading_to
 from mpgrad.torch_state.private import is_held
 from mpgrad.workers.graph_edges import ENTRY_NODE
 
-__all__ = ["Strays", "copied_in", "noting_those_of_initializer"]
+__all__ = ["Copies", "Strays", "copied_in", "noting_those_of_initializer"]
 
 SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
 SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
 SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
 FOREIGN = LIBRARIES | sys.stdlib_module_names  # packages in which nobody keeps leaves
+Copies = dict[int, tuple[weakref.ref[torch.Tensor], str]]  # by id, and whose that was
 # by which code comes to a module that it does not name
 WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"
 
@@ -44,7 +46,7 @@ WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"r
 class Strays:
     """Those of one function. `copied`: leaves in it that came of its own pickling, by id, and whose that was."""
 
-    def __init__(self, pickles: Sequence[bytes], copied: dict[int, str]) -> None:
+    def __init__(self, pickles: Sequence[bytes], copied: Copies) -> None:
         """`pickles`: of all that the function consists of."""
         self._pickles = pickles
         self._copied = copied
@@ -58,21 +60,45 @@ class Strays:
             self._leads_out = any(leads_to_libraries(each) or leads_to_modules(each) for each in self._pickles)
         return self._leads_out or bool(self._copied)
 
-    def behind(self, output: torch.Tensor, known: Collection[int], copied: dict[int, str]) -> str:
-        """In words, what an output depends on besides the `known` leaves; "" for nothing."""
-        for node in held_leaves(output, known, (ENTRY_NODE,)):
-            if owner := copied.get(id(node.variable)) or self._copied.get(id(node.variable)):
-                return (
-                    f"{described(node.variable)} that {owner} made as it was loaded in a worker, because its own pickling does "
-                    "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
-                    "as an argument"
-                )
-            if place := place_of(node):
-                return (
-                    f"{place.in_full(node.variable)} ({described(node.variable)}), which is the worker's own; pass it to the "
-                    f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
-                    "travels with the function"
-                )
+    def behind(self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies) -> dict[int, str]:
+        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or is itself."""
+        nodes = held_leaves(outputs, known, (ENTRY_NODE,))
+        given = {
+            number: each for number, each in enumerate(outputs) if each.requires_grad and each.is_leaf and id(each) not in known
+        }
+        if not (nodes or given):
+            return {}
+        note_places(
+            [each for each in given.values() if not self._owner_of(each, copied)],
+            [node for node in nodes if not self._owner_of(node.variable, copied)],
+        )
+        strays = {number: words for number, each in given.items() if (words := self._words_of(each, copied))}
+        if found := [(node, words) for node in nodes if (words := self._words_of(node.variable, copied))]:
+            users, seen = graph_behind(outputs, (ENTRY_NODE,)), set[Any]()
+            leading = {each: words for node, words in found for each in leading_to(node, users, seen)}
+            strays |= {number: leading[each.grad_fn] for number, each in enumerate(outputs) if each.grad_fn in leading}
+        return strays
+
+    def _owner_of(self, leaf: torch.Tensor, copied: Copies) -> str:
+        for copies in (copied, self._copied):
+            ref, owner = copies.get(id(leaf), (None, ""))
+            if ref is not None and ref() is leaf:
+                return owner
+        return ""
+
+    def _words_of(self, leaf: torch.Tensor, copied: Copies) -> str:
+        if owner := self._owner_of(leaf, copied):
+            return (
+                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its own pickling does "
+                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
+                "as an argument"
+            )
+        if has_place(leaf) and (place := PLACES[id(leaf)]):
+            return (
+                f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to the "
+                f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
+                "travels with the function"
+            )
         return ""
 
 
@@ -87,7 +113,7 @@ def described(leaf: torch.Tensor) -> str:
 # --- where leaves are
 
 
-def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> dict[int, str]:
+def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
     """The leaves in what was loaded that are none of the `known` ones, by id; and the class whose pickling they came of."""
     if not pickled.endswith(RUNS_CODE):
         return {}
@@ -99,7 +125,7 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> dict
     users = [each for each in objects if not is_foreign(type(each).__module__)]  # from the outer ones to the inner ones
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
         owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
-    return owners
+    return {key: (weakref.ref(found[key]), owner) for key, owner in owners.items()}
 
 
 def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
@@ -129,9 +155,14 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
     return found, passed
 
 
+# what has functions of the user's, and their modules, in it
+CARRY = "mpgrad.tasks.", "mpgrad.torch_state.modes.", "mpgrad.joblib.", "mpgrad.pickling.modules.CarriedModule"
+
+
 def is_ours(kind: type) -> bool:
     """A pool's machinery: inline, or in a thread, it has functions and what they made."""
-    return str(kind.__module__).startswith("mpgrad.") and not issubclass(kind, torch.nn.Module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name.startswith("mpgrad.") and not name.startswith(CARRY) and not issubclass(kind, torch.nn.Module)
 
 
 def is_foreign(module: object) -> bool:
@@ -168,17 +199,52 @@ class Place:
 PLACES: dict[int, Place] = {}  # by id of the leaf
 
 
-def place_of(node: Any) -> Place:
-    """Where the leaf of this node is kept; in none, where the initializer made it."""
-    known = PLACES.get(id(node.variable))
-    if known is not None and known.ref() is node.variable:
-        return known
-    nowhere = PLACES[id(node.variable)] = Place(node.variable, "", "")
-    gc.collect(1)  # what the call left behind in cycles, for to look through modules takes longer
-    if not is_held(node):
-        return nowhere
+def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
+    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made one, or nobody keeps it."""
+    unknown = [each for each in given if not has_place(each)]
+    unplaced = [node for node in nodes if not has_place(node.variable)]
+    if not (unknown or unplaced) or not SEARCHES.may_begin():
+        return
+    if unplaced:
+        gc.collect(1)  # what the call left behind in cycles, for to look through modules takes longer
+    unknown += [node.variable for node in unplaced if is_held(node)]
+    if not unknown:
+        return
     look_through_modules()
-    return PLACES[id(node.variable)]
+    SEARCHES.end(found=any(map(has_place, unknown)))
+    for each in unknown:
+        if not has_place(each):
+            PLACES[id(each)] = Place(each, "", "")
+
+
+def has_place(leaf: torch.Tensor) -> bool:
+    """Or is known to have none."""
+    place = PLACES.get(id(leaf))
+    return place is not None and place.ref() is leaf
+
+
+class Searches:
+    """How long they take: a function that keeps a new leaf in each call does not pay for one each time. What was not
+    searched for is not noted, so it is met again."""
+
+    def __init__(self) -> None:
+        self._began = self._rest_until = 0.0
+        self._in_vain = 0  # in a row
+
+    def may_begin(self) -> bool:
+        self._began = time.perf_counter()
+        return self._began >= self._rest_until
+
+    def end(self, found: bool) -> None:
+        self._in_vain = 0 if found else self._in_vain + 1
+        now = time.perf_counter()
+        if self._in_vain > IN_VAIN:
+            self._rest_until = now + (now - self._began) * REST
+
+
+IN_VAIN = 8  # as many searches in a row need no rest
+REST = 20  # times as long as a search took
+SEARCHES = Searches()
 
 
 def look_through_modules() -> None:

@@ -365,7 +365,7 @@ class LocalFunction:
             raise UnusualError
         if self._memories and tensor.untyped_storage().data_ptr() in self._memories:
             raise UnusualError
-        if self._may_stray and held_leaves(tensor, (), self._entries):
+        if self._may_stray and ((tensor.is_leaf and tensor.requires_grad) or held_leaves([tensor], (), self._entries)):
             raise UnusualError
 
     def _check_captures(self) -> None:

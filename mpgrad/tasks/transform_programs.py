@@ -46,7 +46,7 @@ class Runner:
             seed_item(self.seed, program.direct.item)
         tensors = program(functools.partial(begun, self.pickled, program.direct.item), self.common, own)
         # those of a leaf that somebody else has keep their graph: it is how the caller is told of that
-        return program.direct.result, [each if held_leaves(each, ()) else each.detach() for each in tensors]
+        return program.direct.result, [each if held_leaves([each], ()) else each.detach() for each in tensors]
 
 
 def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:

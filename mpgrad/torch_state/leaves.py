@@ -6,7 +6,7 @@ A leaf that nothing holds but graphs was made by the call, whose gradient nobody
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,27 +14,45 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpgrad.torch_state.private import is_held
 
-__all__ = ["LEAF_NODE", "held_leaves"]
+__all__ = ["LEAF_NODE", "graph_behind", "held_leaves", "leading_to"]
 
 with torch.inference_mode(False):
     LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 
 
-def held_leaves(output: torch.Tensor, known: Collection[int], entries: Collection[Any] = ()) -> list[Any]:
+def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()) -> list[Any]:
     """Their nodes. `known`: ids of leaves. `entries`: nodes, or types of them, where the graph of what was given begins."""
-    nodes: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
-    seen = set(nodes)
-    found: list[Any] = []
+    return [
+        node
+        for node in graph_behind(outputs, entries)
+        if type(node) is LEAF_NODE and id(node.variable) not in known and is_held(node)
+    ]
+
+
+def graph_behind(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()) -> dict[Any, list[Any]]:
+    """The nodes, as far as `entries`; and which of them lead to each directly."""
+    users: dict[Any, list[Any]] = {output.grad_fn: [] for output in outputs if output.grad_fn is not None}
+    nodes = list(users)
     while nodes:
         node = nodes.pop()
         if node in entries or type(node) in entries:
             continue
         for behind, _ in node.next_functions:
-            if behind is None or behind in seen:
+            if behind is None:
                 continue
-            seen.add(behind)
-            if type(behind) is not LEAF_NODE:
+            if behind not in users:
+                users[behind] = []
                 nodes.append(behind)
-            elif id(behind.variable) not in known and is_held(behind):
-                found.append(behind)
+            users[behind].append(node)
+    return users
+
+
+def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) -> list[Any]:
+    """The nodes of a graph that lead to the one of a leaf, and that itself; but for what was `seen`, which they then are."""
+    found = [] if leaf in seen else [leaf]
+    seen.add(leaf)
+    for node in found:
+        further = [each for each in users[node] if each not in seen]
+        found += dict.fromkeys(further)
+        seen.update(further)
     return found

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import mpgrad
 from mpgrad.errors import LostGradientError
 from mpgrad.testing import assert_same_as_serial
+from mpgrad.workers import strays
 
 pytestmark = pytest.mark.quick
 
@@ -61,6 +62,28 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.P
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     yield importlib.import_module("installed_leaves")
     del sys.modules["installed_leaves"]
+
+
+OWN = """
+import torch
+class Listing:
+    def __init__(self): self.net = torch.nn.Linear(1, 1)
+    def __getstate__(self): return {key: each.tolist() for key, each in self.net.state_dict().items()}
+    def __setstate__(self, state):
+        Listing.__init__(self)
+        self.net.load_state_dict({key: torch.tensor(each) for key, each in state.items()})
+    def __call__(self, x): return self.net(x)
+NET = Listing()
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A user's own, which travels."""
+    (tmp_path / "own_leaves.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_leaves")
+    del sys.modules["own_leaves"]
 
 
 @pytest.fixture(params=KINDS)
@@ -307,6 +330,65 @@ def test_copies_in_a_module_and_what_is_no_copy(any_pool: mpgrad.Pool) -> None:
     assert_same_as_serial(lambda pair: pair[0](pair[1]), [(keeping, x) for x in items()], any_pool)
     copying = Saving()
     assert_same_as_serial(lambda x: copying(x).detach() * x, items(), any_pool)
+
+
+def test_copies_wherever_a_function_goes(any_pool: mpgrad.Pool, own_module: Any) -> None:
+    # symptom: as above. cause: what was loaded was not searched within mpgrad's own objects, such as a module that is carried,
+    # and the function of a reduction
+    saving, match = Saving(), "would be lost"
+    check_raises(any_pool, lambda x: own_module.NET(x), match)
+    x = torch.ones(1, requires_grad=True)
+    reaching: list[Callable[[], Any]] = [
+        lambda: any_pool.map_reduce(saving, items(), "sum"),
+        lambda: any_pool.reduce(lambda a, b: a + saving(b), items(), torch.zeros(1)),
+        lambda: mpgrad.jacobian(lambda x: saving(x) ** 2 * x, x, pool=any_pool, create_graph=True),
+    ]
+    for reach in reaching:
+        with pytest.raises(LostGradientError, match=match):
+            reach().sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+        check_raises(any_pool, saving, match)
+
+
+def test_a_leaf_that_is_returned(any_pool: mpgrad.Pool, installed: Any) -> None:
+    # symptom: no gradient came to it. cause: a leaf has no graph behind it that could be searched
+    saving = Saving()
+    check_raises(any_pool, lambda x: installed.WEIGHT, "WEIGHT")
+    check_raises(any_pool, lambda x: saving.net.weight, "that Saving made")
+    weight = torch.tensor(2.0, requires_grad=True)
+    total(any_pool.map(lambda x: weight * bool(psutil.__name__) if x > 1 else weight, items())).backward()
+    assert weight.grad == 4
+
+
+def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+    # symptom: a LostGradientError for a leaf that the call made. cause: it was known by the id of a copy that had gone
+    def renew(pair: Any) -> torch.Tensor:
+        pair[0].net = None
+        renew.kept = [torch.ones(1, requires_grad=True) for _ in range(300)]  # type: ignore[attr-defined]
+        return torch.stack(renew.kept).prod() * pair[1]  # type: ignore[attr-defined]
+
+    given = items()
+    total(shared_pools("inline", 1).map(renew, [(Saving(), x) for x in given])).backward()
+    assert [x.grad for x in given] == [1] * 4
+
+
+def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
+    # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all modules for each of them
+    looked: list[int] = []
+    search = strays.look_through_modules
+    monkeypatch.setattr(strays, "look_through_modules", lambda: (looked.append(1), search()))
+    monkeypatch.setattr(strays, "SEARCHES", strays.Searches())
+    known: list[Any] = []
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        known.append([torch.ones(1, requires_grad=True) for _ in range(50)])
+        return torch.stack(known[-1]).prod() * x * len(psutil.__name__)
+
+    with mpgrad.Pool(1, engine="inline") as pool:
+        pool.map(kept, items(1))
+        assert len(looked) == 1
+        pool.map(kept, items(60))
+        assert strays.IN_VAIN < len(looked) < 40
 
 
 # --- leaves of the call's own, or of the initializer
