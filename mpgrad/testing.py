@@ -25,6 +25,7 @@ from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pool import Pool
 from mpgrad.scheduling.run_in_caller import LocalFunction, UnusualError, may_run_here
+from mpgrad.torch_state.leaves import all_leaves, held_leaves
 from mpgrad.torch_state.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
 from mpgrad.torch_state.private import apply, has_plain_memory, tree_leaves, tree_map_only
 from mpgrad.wire.tensor_refs import have_attributes
@@ -111,6 +112,9 @@ class Loop:
         self._start = RandomState()
         reached = pickled_function(fn, kind).captures
         before = [tensor.detach().clone() for tensor in reached]
+        lived = all_leaves() if order else []
+        if order:
+            check_items_keep_leaves(fn, items)
         inputs = copies(items)
         self._results = [fn(item) for item in inputs]
         self.draws = self._start.has_moved()
@@ -121,6 +125,9 @@ class Loop:
                     "worker; return what is new instead"
                 )
         self._captures = [tensor for tensor in reached if tensor.requires_grad]
+        if order:
+            check_pickles_keep_graphs(self._results)
+            self._captures += others_reached(self._results, [*differentiable(inputs), *self._captures], lived)
         self._derivatives = list(derivatives(self._results, [*differentiable(inputs), *self._captures], order))
 
     def assert_repeatable(self) -> None:
@@ -151,13 +158,71 @@ class Loop:
             compare_values(f"item {index}", *pair, how)
         ours = differentiable(inputs)
         names = [f"input {number}" for number in range(len(ours))]
-        names += [f"capture {number}" for number in range(len(self._captures))]
+        names += [f"capture {number} of shape {tuple(each.shape)}" for number, each in enumerate(self._captures)]
         sides = derivatives(results, [*ours, *self._captures], len(self._derivatives)), self._derivatives
         for degree, both in itertools.islice(enumerate(zip(*sides, strict=False), start=1), order):
             label = "gradient of" if degree == 1 else f"derivative of order {degree} of"
             for number, (name, grad, expected) in enumerate(zip(names, *both, strict=True)):
                 in_order = degree == 1 and number < len(ours)
                 compare_tensors(f"{label} {name}", grad, expected, 0.0 if in_order else self._rtol, how)
+
+
+class OwnersPickler(structure.TensorPickler):
+    """Notes the objects that are pickled by code of their own."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.owners: list[Any] = []
+
+    def reducer_override(self, value: object) -> Any:
+        if structure.has_own_way(type(value)):
+            self.owners.append(value)
+        return super().reducer_override(value)
+
+
+def left_out(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that need gradients and that an object's own pickling leaves out, and its class."""
+    pickler = OwnersPickler(io.BytesIO())
+    pickler.dump(value)
+    sent = set(map(id, pickler.tensors))
+    for owner in pickler.owners:
+        for each in tree_leaves(dict(getattr(owner, "__dict__", {}))):
+            if isinstance(each, torch.Tensor) and each.requires_grad and id(each) not in sent:
+                yield type(owner).__qualname__, each
+
+
+def check_pickles_keep_graphs(results: Sequence[Any]) -> None:
+    for index, result in enumerate(results):
+        for owner, tensor in left_out(result):
+            if tensor.grad_fn is not None:
+                raise AssertionError(said_of_pickling(f"item {index}", owner, tensor))
+
+
+def said_of_pickling(name: str, owner: str, tensor: torch.Tensor) -> str:
+    return (
+        f"{name}: a gradient would be lost: the pickling of {owner} leaves out {describe(tensor)} that requires grad; "
+        "have __getstate__ or __reduce__ give the tensor"
+    )
+
+
+def check_items_keep_leaves(fn: Function, items: Sequence[Any]) -> None:
+    """Our copies of the items lack what their pickling leaves out, as do the pool's."""
+    for index, item in enumerate(items):
+        if not (lost := list(left_out(item))):
+            continue
+        with kept_random_state():
+            reached = others_reached([fn(item)], [], [tensor for _, tensor in lost])
+        for owner, tensor in lost:
+            if any(each is tensor for each in reached):
+                raise AssertionError(said_of_pickling(f"item {index}", owner, tensor))
+
+
+def others_reached(results: Sequence[Any], known: Sequence[torch.Tensor], lived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves, of those that lived before, to which gradients of the results come besides the `known` ones."""
+    outputs, given, old = differentiable(results), set(map(id, known)), set(map(id, lived))
+    reached = [node.variable for node in held_leaves(outputs, given)]
+    reached += [each for each in outputs if each.is_leaf and id(each) not in given]
+    return [each for each in {id(each): each for each in reached}.values() if id(each) in old]
 
 
 def said_of_random_numbers(

@@ -28,7 +28,7 @@ import torch
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way
 from mpgrad.pickling.uncarried import find
 from mpgrad.pickling.uses import LIBRARIES, leads_to_libraries
-from mpgrad.torch_state.leaves import graph_behind, held_leaves, leading_to
+from mpgrad.torch_state.leaves import all_leaves, graph_behind, held_leaves, leading_to
 from mpgrad.torch_state.private import is_held
 from mpgrad.workers.graph_edges import ENTRY_NODE
 
@@ -278,10 +278,3 @@ def noting_those_of_initializer() -> Iterator[None]:
     before = set(map(id, all_leaves()))
     yield
     OF_INITIALIZER.update({id(leaf): weakref.ref(leaf) for leaf in all_leaves() if id(leaf) not in before})
-
-
-def all_leaves() -> list[torch.Tensor]:
-    """Of this process, but for those that it was forked with when it was frozen."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-    return [each for each in objects if type(each) in kinds and each.requires_grad and each.is_leaf]

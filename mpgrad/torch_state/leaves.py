@@ -6,6 +6,7 @@ A leaf that nothing holds but graphs was made by the call, whose gradient nobody
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpgrad.torch_state.private import is_held
 
-__all__ = ["LEAF_NODE", "graph_behind", "held_leaves", "leading_to"]
+__all__ = ["LEAF_NODE", "all_leaves", "graph_behind", "held_leaves", "leading_to"]
 
 with torch.inference_mode(False):
     LEAF_NODE: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
@@ -56,3 +57,10 @@ def leading_to(leaf: Any, users: Mapping[Any, Sequence[Any]], seen: set[Any]) ->
         found += dict.fromkeys(further)
         seen.update(further)
     return found
+
+
+def all_leaves() -> list[torch.Tensor]:
+    """Of this process, but for those that it was forked with when it was frozen."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    return [each for each in objects if type(each) in kinds and each.requires_grad and each.is_leaf]

@@ -332,6 +332,54 @@ def test_copies_in_a_module_and_what_is_no_copy(any_pool: mpgrad.Pool) -> None:
     assert_same_as_serial(lambda x: copying(x).detach() * x, items(), any_pool)
 
 
+class WithoutGrad:
+    """Its copy does not even require gradients."""
+
+    def __init__(self) -> None:
+        self.w = torch.tensor(2.0, requires_grad=True)
+
+    def __getstate__(self) -> float:
+        return self.w.item()
+
+    def __setstate__(self, state: float) -> None:
+        self.w = torch.tensor(state)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w
+
+
+class Cut:
+    """A result without its graph."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def __getstate__(self) -> list[float]:
+        return self.value.tolist()  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: list[float]) -> None:
+        self.value = torch.tensor(state, requires_grad=True)
+
+
+def test_the_oracle_sees_what_pickling_loses(shared_pools: Callable[[str, int], mpgrad.Pool]) -> None:
+    # symptom: assert_same_as_serial was content. cause: it compared gradients of inputs and captures only, and of results that
+    # which their pickles have
+    pool, without = shared_pools("inline", 1), WithoutGrad()
+    call: Callable[[Any], Any] = lambda pair: pair[0](pair[1])  # noqa: E731
+    cases: list[tuple[Callable[[Any], Any], list[Any], str]] = [
+        (without, items(), r"gradient of capture 0 .*: the pool gave None"),
+        (call, [(without, x) for x in items()], "the pickling of WithoutGrad leaves out"),
+    ]
+    for fn, given, match in cases:
+        with pytest.raises(AssertionError, match=match):
+            assert_same_as_serial(fn, given, pool)
+        assert_same_as_serial(fn, given, pool, order=0)
+    for cut in (Cut, lambda x: {"at": [Cut(x * 2)]}):
+        with pytest.raises(AssertionError, match="the pickling of Cut leaves out"):
+            assert_same_as_serial(lambda x, cut=cut: cut(x * 2), items(), pool)
+    assert_same_as_serial(lambda x: Cut(x.detach()) and x * 2, items(), pool)
+
+
 def test_copies_wherever_a_function_goes(any_pool: mpgrad.Pool, own_module: Any) -> None:
     # symptom: as above. cause: what was loaded was not searched within mpgrad's own objects, such as a module that is carried,
     # and the function of a reduction
