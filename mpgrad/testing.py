@@ -125,9 +125,12 @@ class Loop:
                     "worker; return what is new instead"
                 )
         self._captures = [tensor for tensor in reached if tensor.requires_grad]
+        self._names = [f"capture {number}" for number in range(len(self._captures))]
         if order:
             check_pickles_keep_graphs(self._results)
-            self._captures += others_reached(self._results, [*differentiable(inputs), *self._captures], lived)
+            others = others_reached(self._results, [*differentiable(inputs), *self._captures], lived)
+            self._names += [f"a leaf that is neither input nor capture ({describe(each)})" for each in others]
+            self._captures += others
         self._derivatives = list(derivatives(self._results, [*differentiable(inputs), *self._captures], order))
 
     def assert_repeatable(self) -> None:
@@ -158,7 +161,7 @@ class Loop:
             compare_values(f"item {index}", *pair, how)
         ours = differentiable(inputs)
         names = [f"input {number}" for number in range(len(ours))]
-        names += [f"capture {number} of shape {tuple(each.shape)}" for number, each in enumerate(self._captures)]
+        names += self._names
         sides = derivatives(results, [*ours, *self._captures], len(self._derivatives)), self._derivatives
         for degree, both in itertools.islice(enumerate(zip(*sides, strict=False), start=1), order):
             label = "gradient of" if degree == 1 else f"derivative of order {degree} of"
