@@ -72,6 +72,11 @@ def changes_state(name: str, value: Any) -> bool:
 def assigned(name: str, module: types.ModuleType) -> Iterator[str]:
     """Flags: attributes of a module, or of an object in it, whose class sees to what is assigned."""
     if type(module) is types.ModuleType and not name.startswith("torch.backends."):
+        for attribute in names_in(module):
+            kind = type(getattr(module, attribute, None))
+            for field, value in vars(kind).items() if kind.__module__ == name else ():
+                if isinstance(value, property) and value.fset is not None:
+                    yield f"{name}.{attribute}.{field}"
         return
     for attribute, value in vars(type(module)).items():
         if hasattr(type(value), "__set__") and not attribute.startswith("_"):

@@ -190,6 +190,9 @@ def others() -> Iterator[Setting]:
     yield from in_c(name, f"_get_{what}", f"_set_{what}", True)
     what = "graph_executor_optimize"
     yield from in_c("torch.jit.optimized_execution", f"_get_{what}", f"_set_{what}", True)
+    for what in ("broadcast", "keepdim"):
+        found = f"_backcompat_{what}_warn"
+        yield from in_c(f"torch.utils.backcompat.{what}_warning.enabled", f"_get{found}", f"_set{found}", False)
     yield Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False)
     options = vars(torch._tensor_str.PRINT_OPTS)
     defaults = {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None}
