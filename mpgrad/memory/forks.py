@@ -21,8 +21,10 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mpgrad.errors import SharedMemoryError
@@ -170,6 +172,17 @@ def let_go(closed: Lenders | None = None) -> None:
                 WITHHELD.remove(kept)
 
 
+def seen(memories: list[memoryview | None]) -> list[bool]:
+    """Which something looks at, so that a new child will see it; others are here for the sake of earlier children alone.
+
+    Assumes: `MAPPING` is held, so no fork withholds more between the two counts; what is let go of meanwhile counts as seen.
+    """
+    memories.append(memoryview(b""))  # only this list has it
+    *counts, ours = [sys.getrefcount(memory) for memory in memories]
+    withheld = Counter(id(each) for kept in list(WITHHELD) for some in list(kept.memories.values()) for each in some)
+    return [count - ours > withheld[id(memory)] for count, memory in zip(counts, memories, strict=False)]
+
+
 class Fork:
     """One that is under way in this thread."""
 
@@ -190,8 +203,9 @@ class Fork:
     def prepare(self) -> None:
         let_go()
         with MAPPING:
-            for key, view in [*PRIVATE.items(), *SHARED.items()]:
-                memory = self.keep(view)  # so that it stays mapped
+            views = [*PRIVATE.items(), *SHARED.items()]
+            for (key, view), is_seen in zip(views, seen([view[0]() for _, view in views]), strict=True):
+                memory = self.keep(view) if is_seen else None  # so that it stays mapped
                 if memory is not None and key in SHARED:
                     self.copies |= not make_private(key, view)
         if self._kept or self.copies:

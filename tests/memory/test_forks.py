@@ -293,6 +293,23 @@ def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mp
         time.sleep(0.02)
 
 
+@linux_only("private mappings")
+def test_children_that_overlap_keep_only_what_they_see() -> None:
+    """What was kept for one was kept for the next one, too: where there always was one, nothing was ever given back."""
+    lenders, slots, tensors = borrowed(3)
+    children = [Child(lambda: numbers(tensors))]
+    tensors.pop()
+    children.append(Child(lambda: numbers(tensors)))
+    tensors.clear()
+    children.append(Child(lambda: numbers(tensors)))
+    assert children.pop(0).ask() == [0, 1, 2]
+    assert lenders.collect() == [(slots[2].address, 1)]
+    write(slots[2:], 60)
+    assert children.pop(0).ask() == [0, 1]
+    assert sorted(lenders.collect()) == [(slot.address, 1) for slot in slots[:2]]
+    assert children.pop().ask() == []
+
+
 @pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied"])
 def test_many_children_leave_no_descriptors(copies: bool) -> None:
     lenders, slots, tensors = borrowed(3, copies or PORTABLE)
