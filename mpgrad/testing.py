@@ -8,6 +8,8 @@ A function that the pool cannot run as the loop does (it counts its calls, remem
 captures) may agree by chance in any one of these, but not in all.
 """
 
+# long because: what is compared, and what a pool cannot follow, is told by one story
+
 from __future__ import annotations
 
 import io
