@@ -48,7 +48,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator
-from mpgrad.pickling.uses import LIBRARIES, Wanted, is_own, module_of, name_of, uses_of
+from mpgrad.pickling.uses import LIBRARIES, Wanted, is_own, is_users, module_of, name_of, uses_of
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_refs import check_carriable, have_attributes
@@ -369,12 +369,6 @@ class Alone(CallerPickler):
 def is_made_by_own_code(kind: type) -> bool:
     begins = kind.__init_subclass__
     return not is_known(type(kind)) or (isinstance(begins, types.MethodType) and not is_known(begins))
-
-
-def is_users(kind: type) -> bool:
-    """Or derived from a class of theirs."""
-    modules = {each.__module__ for each in kind.__mro__}
-    return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
 
 
 class Limited(io.BytesIO):
