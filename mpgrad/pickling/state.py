@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from mpgrad.pickling.classes import MAKERS
 from mpgrad.pickling.compiled import MARK, Placement
 from mpgrad.pickling.modules import LeftOf, Live, Namespaces, own_imports
 from mpgrad.pickling.placed import PLACED
@@ -166,6 +167,7 @@ class States:
 
 STATES = States()
 LOADED: Recent[Namespaces] = Recent()  # states without tensors, in the process of a worker
+LAST = [0]  # the number of the one that was loaded last; 0: it is not kept
 
 
 # --- with a function, with arguments, and by itself
@@ -280,8 +282,15 @@ def loaded(
 ) -> Namespaces:
     """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
     if tensors or placement is not None:
+        LAST[0] = 0
         return namespaces_of(pickled, tensors, placement, streams)
-    found = LOADED.get(number) or namespaces_of(pickled, ())
+    found = LOADED.get(number)
+    if found is None:
+        found = namespaces_of(pickled, ())
+    elif number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS):
+        # states share classes: the one that was loaded since has set their attributes
+        namespaces_of(pickled, ())
+    LAST[0] = number
     LOADED.put(number, found)
     return found
 

@@ -469,6 +469,18 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> N
         del sys.modules["mixed"]
 
 
+def test_attributes_of_classes_that_change_and_change_back(any_pool: mpgrad.Pool, user: Any) -> None:
+    """Symptom: the value in between. Cause: states share classes, and one that was known was not loaded again."""
+    user.write("given", "class Step:\n    dt = 1.0\ndef f(x): return x * Step.dt\ndef g(x): return x + Step.dt\n")
+    given = importlib.import_module("given")
+    try:
+        for dt in (1.0, 2.0, 1.0, 2.0):
+            given.Step.dt = dt
+            check(any_pool, given.f if dt == 1 else given.g, xs(3))
+    finally:
+        del sys.modules["given"]
+
+
 def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
     user.write(
         "trainer",
