@@ -43,7 +43,7 @@ from mpgrad.workers.streams import Outlet
 from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
 
-__all__ = ["begin", "serve", "serve_and_exit", "serve_in_process", "serve_link", "serve_spawned"]
+__all__ = ["begin", "refuse_and_exit", "serve", "serve_and_exit", "serve_in_process", "serve_link", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
 LIVES: list[socket.socket] = []  # kept for as long as this process
@@ -149,6 +149,15 @@ def serve_and_exit(end: socket.socket, number: int, parent_pid: int | None, trac
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
+    """Have the start of a worker fail, in its process."""
+    link = Channel(end, blocking=True)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, and nobody is left to tell
+        link.receive()  # what it is told first
+        link.send([StartFailed(failure(error, "start"))])
+    os._exit(1)
 
 
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:

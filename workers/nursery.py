@@ -7,7 +7,7 @@ listens on a named socket and is shared with whatever else uses it. This one has
                         may ask for a resource tracker;  ("kill", name, signal)
     nursery ► parent    (name, exit code), once for each worker
 A worker's number is its own within its pool; its name is unique among all pools that share the nursery. The changes are
-what the worker takes over, since the parent is not what it was when the nursery began.
+what the worker takes over, since the parent is not what it was when the nursery began, nor need the nursery have been that.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ def main(descriptor: int) -> None:
     from mpgrad.torch_state.modes import load_generators
 
     load_generators()
+    # a worker that becomes another user may not be able to read them any more
+    import multiprocessing.resource_tracker
+    import multiprocessing.shared_memory
+
+    import mpgrad.pickling.uncarried  # noqa: F401
+    from mpgrad.pickling.uses import installed
+
+    installed()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone
     gc.enable()
     nursery = Nursery(socket.socket(fileno=descriptor), parent)
@@ -115,14 +123,13 @@ class Nursery:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for inherited in (self._control, self._woken, self._waker):
             inherited.close()
-        try:
-            take_over(changes)
-        except (OSError, RuntimeError) as error:  # the parent sees the end of its pipe
-            print(f"mpgrad: {error}", file=sys.stderr)
-            os._exit(1)
-        from mpgrad.workers.main import serve_and_exit
+        from mpgrad.workers.main import refuse_and_exit, serve_and_exit
 
         end, tracker = ends
+        try:
+            take_over(changes)
+        except (OSError, RuntimeError) as error:
+            refuse_and_exit(end, error)
         serve_and_exit(end, number, nursery_pid, tracker)
 
     def _reap(self) -> None:

@@ -238,6 +238,10 @@ def as_nobody() -> None:
     os.setresuid(65534, 65534, 65534)
 
 
+def without_capabilities() -> None:
+    assert LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
+
+
 def unprivileged(then: Callable[[], object]) -> Callable[[], object]:
     return lambda: (as_nobody(), then())
 
@@ -246,6 +250,14 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may")
 TAKEN_OVER = [
     pytest.param(as_nobody, marks=AS_ROOT, id="user"),
     pytest.param(lambda: os.setuid(65534), marks=AS_ROOT, id="uid"),
+    pytest.param(lambda: os.setgid(65534), marks=AS_ROOT, id="gid"),
+    pytest.param(lambda: os.seteuid(65534), marks=AS_ROOT, id="effective uid"),
+    pytest.param(lambda: LIBC.setfsuid(65534), marks=AS_ROOT, id="user of files"),
+    pytest.param(lambda: os.setgroups([7, 8]), marks=AS_ROOT, id="groups"),
+    pytest.param(without_capabilities, marks=AS_ROOT, id="capabilities"),
+    pytest.param(lambda: LIBC.prctl(24, 13, 0, 0, 0), marks=AS_ROOT, id="bounds of capabilities"),
+    pytest.param(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]), id="blocked signals"),
+    pytest.param(lambda: LIBC.prctl(29, 123456, 0, 0, 0), id="timer slack"),
     pytest.param(lambda: os.umask(0o027), id="umask"),
     pytest.param(lambda: os.nice(1), id="niceness"),
     pytest.param(lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), id="affinity"),
@@ -254,13 +266,13 @@ TAKEN_OVER = [
     pytest.param(unprivileged(no_new_privileges), marks=AS_ROOT, id="user and no_new_privs"),
 ]
 BEYOND = [
-    pytest.param(lambda: os.setgid(65534), marks=AS_ROOT, id="gid"),
-    pytest.param(lambda: os.seteuid(65534), marks=AS_ROOT, id="effective uid"),
-    pytest.param(lambda: os.setgroups([7, 8]), marks=AS_ROOT, id="groups"),
     pytest.param(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)), id="scheduler"),
     pytest.param(another_namespace, marks=AS_ROOT, id="namespace"),
     pytest.param(lambda: (another_namespace(), as_nobody()), marks=AS_ROOT, id="namespace and user"),
     pytest.param(another_root, marks=AS_ROOT, id="root"),
+    pytest.param(lambda: LIBC.personality(0x0040000), id="personality"),
+    pytest.param(lambda: Path("/proc/self/coredump_filter").write_text("0"), id="what a core dump has"),
+    pytest.param(lambda: LIBC.prctl(28, 1, 0, 0, 0), marks=AS_ROOT, id="secure bits"),
     pytest.param(lambda: os.environ.update(CUDA_VISIBLE_DEVICES="7"), id="what torch reads"),
 ]
 
@@ -361,6 +373,51 @@ def test_workers_of_who_has_given_up_rights() -> None:
     """A new pool's workers, and later ones of an old pool, still ran as root."""
     done = run(LATER, cwd="/")
     assert (done.stdout, done.stderr) == ("right", "")
+
+
+RIGHTS = """
+import ctypes, os, sys, mpgrad
+sys.path.append(sys.argv[1])
+import of_the_user
+
+libc = ctypes.CDLL(None)
+if sys.argv[2] == "another user's":
+    old = mpgrad.Pool(1, send="always")
+    old.apply(abs, (1,))
+    os.setresuid(65534, 65534, 65534)
+elif sys.argv[2] == "fewer":
+    libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+else:
+    libc.prctl(28, 1, 0, 0, 0)
+with mpgrad.Pool(1, send="always") as pool:
+    try:
+        assert pool.apply(of_the_user.rights) == of_the_user.rights()
+        print("the same")
+    except RuntimeError as error:
+        print(error)
+"""
+READS = "def rights(): return [line for line in open('/proc/self/status') if line[:3] in ('Cap', 'Uid')]"
+
+
+@linux_only("the nursery")
+@AS_ROOT
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rights", "said"),
+    [
+        ("fewer", "the same"),
+        ("another user's", "the same"),
+        ("not by being root", "a worker cannot become what this process is (CapEff: "),
+    ],
+)
+def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -> None:
+    """Root that had dropped its capabilities had workers with all of them: a program that root starts has them again.
+
+    And as another user they could not load what a module's function needs, where Python was in a closed folder.
+    """
+    (tmp_path / "of_the_user.py").write_text(READS)
+    done = run(RIGHTS, tmp_path, rights, cwd="/")
+    assert done.stderr == "" and done.stdout.startswith(said)
 
 
 FORK_SERVER = """
