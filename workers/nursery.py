@@ -44,7 +44,6 @@ def main(descriptor: int) -> None:
     import multiprocessing.resource_tracker
     import multiprocessing.shared_memory
 
-    import mpgrad.pickling.uncarried  # noqa: F401
     from mpgrad.pickling.uses import installed
 
     installed()

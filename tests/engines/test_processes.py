@@ -383,7 +383,7 @@ import of_the_user
 libc = ctypes.CDLL(None)
 if sys.argv[2] == "another user's":
     old = mpgrad.Pool(1, send="always")
-    old.apply(abs, (1,))
+    old.apply(of_the_user.rights)
     os.setresuid(65534, 65534, 65534)
 elif sys.argv[2] == "fewer":
     libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
