@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
     load_generators()
     # a worker that becomes another user may not be able to read them any more
     import multiprocessing.resource_tracker
-    import multiprocessing.shared_memory
+    import multiprocessing.shared_memory  # noqa: F401
 
     from mpgrad.pickling.uses import installed
 
