@@ -38,10 +38,12 @@ class Answers:
         self._stays = stays
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
 
-    def results(self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview) -> None:
-        """Each call that ran gets its outcome; `chunk` may have more, which were called off.
+    def results(
+        self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
+    ) -> list[tuple[int, Outcome | BaseException]]:
+        """The outcome of each call that ran, with its index; `chunk` may have more calls, which were called off.
 
-        What is known of the graphs is noted before: another thread may look as soon as the last outcome is there.
+        What is known of the graphs is noted: another thread may look as soon as the last outcome is delivered.
         """
         operation = chunk.operation
         assert operation is not None
@@ -54,8 +56,7 @@ class Answers:
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
         note_graphs(worker, message)
-        for index, outcome in outcomes:
-            operation.deliver(index, outcome)
+        return outcomes
 
     def _outcomes(
         self, worker: WorkerHandle, chunk: Chunk, operation: Operation, message: Results, payload: memoryview

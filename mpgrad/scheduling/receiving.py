@@ -8,11 +8,12 @@ import time
 
 from mpgrad.calls.output import given_again
 from mpgrad.descriptors import Kept
-from mpgrad.errors import InternalError, SharedMemoryError
+from mpgrad.errors import SharedMemoryError
 from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.answers import Answers, failed_again
 from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
@@ -44,6 +45,9 @@ from mpgrad.wire.records import Profiled, Record, Recorded
 
 __all__ = ["Receiver"]
 
+# what is raised where a message came at the wrong time, or holds what it should not
+CONTENT = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError)
+
 
 class Receiver:
     """Takes each message to the part whose matter it is."""
@@ -70,36 +74,56 @@ class Receiver:
         self._notes = deliveries.notes
         self.items_done = 0  # forwards; counted before anybody hears of them
         self.backwards_done = 0
+        self._reading = False  # nothing but what a frame holds is looked at: what fails, fails because of that
+        self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
         self._answers = Answers(memory.lenders, memory.stays, settings.recoverable)
 
     def serve(self, worker: WorkerHandle) -> None:
         """Read what `worker` sent, or see that it has died."""
         try:
-            while worker.gone is None and (frame := worker.link.receive()) is not None:
+            while worker.gone is None:
+                self._reading, self._taken = True, None
+                if (frame := worker.link.receive()) is None:
+                    return
                 self._receive(worker, frame)
         except UnreadableFrame as error:
-            worker.garbled = f"what it had sent is no message ({error}); did the function write to descriptors not its own?"
-            worker.link.kill()
-            self._staff.lose(worker)
+            self._lose_garbled(worker, error)
         except (EOFError, ConnectionError):
             self._staff.lose(worker)
         except MemoryError as error:  # its answer cannot be read, nor what comes behind it
             worker.unreadable = str(error) or "no memory for what a worker has answered; return less, or tensors"
             worker.link.kill()
             self._staff.lose(worker)
+        except CONTENT as error:
+            if not self._reading or self._settings.in_process:
+                raise
+            if self._taken is not None:  # it is not answered after all
+                worker.under_way.put_back(*self._taken)
+            self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
+
+    def _lose_garbled(self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None) -> None:
+        worker.garbled, error.__cause__ = error, cause or error.__cause__
+        worker.link.kill()
+        self._staff.lose(worker)
+
+    def _take(self, worker: WorkerHandle, number: int) -> Chunk:
+        chunk = worker.take(number)
+        self._taken = number, chunk
+        return chunk
 
     def _receive(self, worker: WorkerHandle, frame: Frame) -> None:
         for message in frame.messages:
+            self._reading, self._taken = True, None
             match message:
                 case Results():
                     self._results(worker, message, frame.payload)
                 case Gradients():
-                    chunk = worker.take(message.chunk)
+                    chunk = self._take(worker, message.chunk)
                     self.backwards_done += sum(not isinstance(each, Missing) for each in message.outcomes)
                     self._codes.note_backwards(chunk.gradients, message.seconds)
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():
-                    self._answers.collected(worker, worker.take(message.chunk), message, frame.payload)
+                    self._answers.collected(worker, self._take(worker, message.chunk), message, frame.payload)
                 case NewSlab() if message.handle is not None and self._memory.crossing is not None:
                     self._memory.crossing.attach(worker, message, self._memory.lenders)
                 case NewSlab():
@@ -129,10 +153,11 @@ class Receiver:
                     others = [each for each in self._deliveries.workers.values() if not each.retiring]
                     if told := self._memory.crossing.tried(worker, message, self._memory.lenders, others):
                         self._deliveries.transmit(worker, told)
-                case StartFailed():
+                case StartFailed() if not worker.ready:
                     self._life.break_off(failed_again(message.failure, "", worker).error())
                 case _:
-                    raise InternalError(f"a worker sent what only the parent sends ({type(message).__name__})")
+                    raise UnreadableFrame(f"no worker sends such a message now ({type(message).__name__})")
+        self._reading = False
         if self._notes.recording is not None:
             self._notes.handled()
 
@@ -165,7 +190,7 @@ class Receiver:
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
         """Measured, delivered; calls that were called off go back to the queue."""
-        chunk = worker.take(message.chunk)
+        chunk = self._take(worker, message.chunk)
         operation = chunk.operation
         assert operation is not None
         done = len(message.outcomes)
@@ -173,14 +198,17 @@ class Receiver:
             items = sum([call.items for _, call in chunk.calls[:done]])
             worker.calls_done += items
             self.items_done += items
-            outcomes = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
-            good = [(call.items, each.has_graph) for (_, call), each in outcomes if isinstance(each, Result)]
+            answered = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
+            good = [(call.items, each.has_graph) for (_, call), each in answered if isinstance(each, Result)]
             if good:
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
                 measured, with_graphs = sum([items for items, _ in good]), sum([items for items, kept in good if kept])
                 self._codes.note_results(operation.function, message, measured, with_graphs, share)
         limit = operation.limit
-        self._answers.results(worker, chunk, message, payload)
+        outcomes = self._answers.results(worker, chunk, message, payload)
+        self._reading = False
+        for index, outcome in outcomes:
+            operation.deliver(index, outcome)
         self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)

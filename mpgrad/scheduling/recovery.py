@@ -130,7 +130,9 @@ class Recovery:
         if code == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             details.append(OUT_OF_MEMORY)
         details += worker.end_in_words
-        return WorkerDiedError(item, phase, worker.number, code, "; ".join(details), worker.stack, call)
+        died = WorkerDiedError(item, phase, worker.number, code, "; ".join(details), worker.stack, call)
+        died.__cause__ = worker.garbled
+        return died
 
     def take_apart(self, worker: WorkerHandle, chunks: list[Chunk]) -> None:
         """What was under way with a worker that is gone: calls go back to their queues, the rest waits to be revived."""

@@ -66,6 +66,10 @@ class UnderWay:
             self.look_at_given_up()
         return chunk
 
+    def put_back(self, number: int, chunk: Chunk) -> None:
+        """It is not answered after all: what came could not be read to the end."""
+        self.chunks = {number: chunk, **self.chunks}
+
     def end(self) -> None:
         """The worker is gone."""
         self.chunks.clear()

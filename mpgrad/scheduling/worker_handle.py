@@ -22,7 +22,7 @@ from mpgrad.scheduling.under_way import UnderWay
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
-from mpgrad.wire.pipe import last_words_in
+from mpgrad.wire.pipe import UnreadableFrame, last_words_in
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Doom", "WorkerHandle"]
@@ -57,7 +57,7 @@ class WorkerHandle:
         self.doomed: Doom | None = None  # it has been told to end, for that call
         self.last_words: Kept | None = None  # our end of the pipe that it writes its stack into, should it crash
         self.stack = ""  # what came of it
-        self.garbled = ""  # what was wrong with what it sent, for which it was killed
+        self.garbled: UnreadableFrame | None = None  # what was wrong with what it sent, for which it was killed
         self.unreadable = ""  # why its answer could not be read, for which it was killed
 
         self.graphs = GraphLedger()
@@ -85,7 +85,10 @@ class WorkerHandle:
     @property
     def end_in_words(self) -> list[str]:
         """For errors: what is known of its end beside the exit code."""
-        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost, self.garbled) if each]
+        garbled = ""
+        if self.garbled is not None:
+            garbled = f"what it had sent is no message ({self.garbled}); did the function write to descriptors not its own?"
+        return [each for each in (self.link.node and f"node: {self.link.node}", self.link.lost, garbled) if each]
 
     @property
     def busy(self) -> float:

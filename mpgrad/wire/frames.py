@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -86,11 +87,16 @@ def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Messa
         UnreadableFrame: it is none of ours.
     """
     try:
-        return pickle.loads(body[: header[0]]), body[header[0] :]
+        messages = pickle.loads(body[: header[0]])
     except MemoryError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+            raise  # of a signal's handler; in other threads it is the pickle's
         raise UnreadableFrame(repr(error)) from error
+    if type(messages) is not list:
+        raise UnreadableFrame(f"it held no messages, but {type(messages).__name__}")
+    return messages, body[header[0] :]
 
 
 def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]:

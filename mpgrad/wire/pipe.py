@@ -36,6 +36,7 @@ __all__ = ["MAX_DESCRIPTORS", "Pipe", "RawFrame", "Traffic", "UnreadableFrame", 
 
 HEADER = struct.Struct("<4sQQI")
 MARK = b"mpg\xb1"  # what does not begin with it is no frame
+MAX_BYTES = 1 << 42  # of a frame; what announces more is none
 MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 TRUNCATED = int(socket.MSG_CTRUNC)  # as an enumeration it takes Python's code to look at a bit
@@ -81,7 +82,7 @@ class RawFrame(NamedTuple):
 
 
 class UnreadableFrame(EOFError):
-    """What came is no frame: other code has written to the pipe. Nothing that comes after it can be read."""
+    """What came is no frame, or none that makes sense: other code has written to the pipe. What comes after it is not read."""
 
 
 class Outgoing:
@@ -260,7 +261,9 @@ class Pipe:
             if mark != MARK:
                 raise UnreadableFrame(f"it began with {bytes(self._incoming[:16])!r}")
             self._header = pickled, payload, descriptors
-            size = self._header[0] + self._header[1]
+            size = pickled + payload
+            if size > MAX_BYTES or descriptors > MAX_DESCRIPTORS:
+                raise UnreadableFrame(f"it announced {size:,} bytes and {descriptors:,} descriptors")
             try:
                 self._body = bytearray(size)
             except MemoryError as error:
@@ -275,6 +278,8 @@ class Pipe:
         self._traffic.bytes_received += HEADER.size + len(self._body)
         frame, self._body = RawFrame(self._header, memoryview(self._body)), None
         if frame.header[2]:
+            if not self._received:
+                raise UnreadableFrame(f"it announced descriptors ({frame.header[2]}), and came without")
             self._descriptors.extend(self._received.popleft() or [None] * frame.header[2])
         return frame
 

@@ -7,6 +7,7 @@ zeros written behind, and frames mixed with what belongs to the user.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import logging
@@ -20,12 +21,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import linux_only
 
 import mpgrad
+from mpgrad.wire.asides import LastWords
+from mpgrad.wire.messages import NewSlab, Results, Returned, StartFailed, Stop
+from mpgrad.wire.pipe import HEADER, MARK, UnreadableFrame, framed
 
 pytestmark = pytest.mark.usefixtures("calls_are_sent")
 
@@ -193,6 +198,67 @@ def test_garbage_on_the_pipe_is_the_death_of_that_worker(garbage: bytes, nursery
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"):
             pool.map(lambda k: os.write(socket_of_worker(), garbage) if k == 1 else k, range(3), 1)
         assert future.result() is None
+        assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
+
+
+class Raises:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __reduce__(self) -> object:
+        return exec, (f"raise {self._text}",)
+
+
+def header(pickled: int, payload: int = 0, descriptors: int = 0) -> bytes:
+    return HEADER.pack(MARK, pickled, payload, descriptors)
+
+
+def results(chunk: int, outcomes: Any) -> Results:
+    return Results(chunk, outcomes, 0.0, 0.0, 0.0, False, [], [], 0)
+
+
+FORGED = {
+    "two at a time": framed([1], [], 3) + framed([LastWords()], []),
+    "exabytes": header(1 << 63, 1 << 63),
+    "terabytes": header(1 << 45),
+    "too many descriptors": header(4, 0, 1 << 20),
+    "no descriptor": framed([LastWords()], []),
+    "no slab": framed([NewSlab(7, 4096)], []),
+    "an integer": framed(5, []),  # type: ignore[arg-type]
+    "nothing": framed(None, []),  # type: ignore[arg-type]
+    "strings": framed(["a"], []),
+    "of the parent": framed([Stop()], []),
+    "of the start": framed([StartFailed(None)], []),  # type: ignore[arg-type]
+    "exits": framed([Raises("SystemExit(3)")], []),
+    "interrupts": framed([Raises("KeyboardInterrupt")], []),
+    "unknown chunk": framed([results(1 << 40, [])], []),
+    "no outcomes": framed([results(3, 5)], []),
+    "not lent": framed([Returned([(1 << 50, 1)])], []),
+}
+
+
+@linux_only("/proc")
+@pytest.mark.parametrize("what", [*list(FORGED)[:1], *(pytest.param(k, marks=pytest.mark.slow) for k in [*FORGED][1:])])
+def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(what: str, nursery: mpgrad.Pool) -> None:
+    """Where the mark was right it broke the whole pool: sizes, descriptors and messages were believed."""
+    with mpgrad.Pool(2, retries=0, send="always") as pool:
+        future = pool.submit(time.sleep, 0.3)
+        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message") as raised:
+            pool.map(lambda k: (os.write(socket_of_worker(), FORGED[what]), time.sleep(60)) if k == 1 else k, range(3), 1)
+        assert isinstance(raised.value.__cause__, UnreadableFrame)
+        assert future.result() is None
+        assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
+
+
+@linux_only("the C library's fork")
+@pytest.mark.slow
+def test_a_task_that_forks_in_c(nursery: mpgrad.Pool) -> None:
+    """Python does not know of the child, which answers, too: an answer that nobody waited for broke the pool."""
+    with mpgrad.Pool(1, retries=0, send="always") as pool:
+        with contextlib.suppress(mpgrad.WorkerDiedError):
+            pool.map(lambda k: ctypes.CDLL(None).fork() and k, [1, 2], 1)
+        with contextlib.suppress(mpgrad.WorkerDiedError):
+            pool.apply(time.sleep, (0.1,))
         assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
 
 
