@@ -4,7 +4,8 @@ A worker process inherits the descriptors of its parent, so that C code prints w
 notebook, of a test runner or under `redirect_stdout` is no descriptor, and log handlers are not inherited at all.
 
 Guarantees: what a task printed or logged has arrived before its result; also what it printed before it crashed. Any thread,
-    signal's handler or finalizer may print or log at any moment: nothing is lost, and nothing comes twice.
+    signal's handler or finalizer may print or log at any moment: nothing is lost, and nothing comes twice. A handler that
+    raises while something is being sent ends that: what waited at that moment may be lost, whole frames of it, never a half.
 Assumes: one thread sends over the link; what others print waits for it.
 """
 
