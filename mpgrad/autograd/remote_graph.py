@@ -389,6 +389,6 @@ def modified_in_place(tensor: torch.Tensor, version: int) -> str:
 
 def forget_oldest(by_task: dict[Any, Any]) -> None:
     """A backward that failed leaves behind what nobody takes any more."""
-    if len(by_task) > MOST_TASKS:
+    while len(by_task) > MOST_TASKS:
         oldest, *_ = list(by_task)  # several threads may be here, and forget the same one
         by_task.pop(oldest, None)

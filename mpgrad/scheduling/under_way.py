@@ -26,6 +26,7 @@ __all__ = ["MERCY", "UnderWay"]
 MERCY = 0.2  # seconds for a call that was interrupted: most end by themselves, and the worker's graphs need not be made again
 
 
+# long because: a line for each thing that may be asked of what a worker has
 class UnderWay:
     """Chunks by number, in the order sent, which is that of the answers."""
 

@@ -190,7 +190,13 @@ class Submitter:
 
 def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:
     """How far it has come; `total`: of how many calls, if that is known."""
-    return lambda: Standing(operation.delivered, operation.added if operation.finished else total, operation.finished)
+
+    def look() -> Standing:
+        # a failure ends the packing, too
+        all_there = operation.added if total is None and operation.finished else total
+        return Standing(operation.delivered, all_there, operation.finished)
+
+    return look
 
 
 def reporting(progress: Progress, operation: Operation, total: int | None) -> Callable[[], object]:

@@ -294,7 +294,7 @@ def test_a_signal_while_a_frame_is_being_sent(handler: str, nursery: mpgrad.Pool
                 with contextlib.suppress(TimeoutError):
                     may_raise = True
                     print(f"line {line} " + "x" * 200_000)
-                may_raise = False
+                    may_raise = False
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return rung
