@@ -872,11 +872,12 @@ def into_a_list(results: Iterator[Tensor]) -> Callable[[], list[Tensor]]:
 @pytest.mark.parametrize("asked", [asked_async, asked_one, asked_futures, asked_imap, asked_unordered])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
 def test_who_was_interrupted_can_ask_again(
-    pool2: mpgrad.Pool, asked: Callable[..., Callable[[], list[Tensor]]], step: int
+    fresh_pool: mpgrad.Pool, asked: Callable[..., Callable[[], list[Tensor]]], step: int
 ) -> None:
     # symptom: `get` raised KeyboardInterrupt for ever after, a future's second try gave a result without gradients, an iterator
     # left an item out. cause: the error was kept as if a call had raised it; what leads from a call to its inputs was let go,
     # and the item counted as given, before the result was put down.
+    # (A finalizer that is interrupted gives nothing back: the pool is hurt.)
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = leaves(2)
 
@@ -888,7 +889,7 @@ def test_who_was_interrupted_can_ask_again(
     lost = 0
     for at in range(1, 10_000, step):
         weight.grad = xs[0].grad = xs[1].grad = None
-        ask, interrupter = asked(pool2, fn, xs), Interrupter(at)
+        ask, interrupter = asked(fresh_pool, fn, xs), Interrupter(at)
         try:
             sys.setprofile(interrupter)
             found = ask()
