@@ -98,7 +98,7 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 def other_name(value: type) -> str | None:
     """Under which a library has a class that says that its name is another one, such as an enumeration of pybind11's."""
     module = sys.modules.get(value.__module__)
-    if module is None or module.__name__ == "__main__" or is_own(module.__name__):
+    if module is None or module.__name__ in ("__main__", "builtins") or is_own(module.__name__):
         return None
     return next((name for name, each in list(vars(module).items()) if each is value), None)
 

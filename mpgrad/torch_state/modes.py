@@ -134,10 +134,21 @@ class Table:
 
     def __init__(self) -> None:
         self.settings = {setting.name: setting for setting in every_setting()}
-        self.readings = [
-            [(each.name, each.get, each.default) for each in self.settings.values() if each.of_thread is of_thread]
-            for of_thread in (False, True)
-        ]
+        self._gets = [setting.get for setting in self.settings.values()]
+        self._last: tuple[list[Any], list[Changed]] = [], []  # what was read, and what of that was changed
+
+    def changed(self) -> list[Changed]:
+        """Those of the process, then those of this thread."""
+        values = [get() for get in self._gets]
+        last, found = self._last  # read once: another thread may put its own there
+        if values != last:
+            pairs = [pair for pair in zip(self.settings.values(), values, strict=True) if pair[1] != pair[0].default]
+            found = [
+                tuple([(each.name, value) for each, value in pairs if each.of_thread is of_thread])
+                for of_thread in (False, True)
+            ]
+            self._last = values, found
+        return found
 
 
 @functools.cache
@@ -147,11 +158,7 @@ def table() -> Table:
 
 
 def changed_settings() -> list[Changed]:
-    """Those of the process, then those of this thread."""
-    return [
-        tuple([(name, value) for name, get, default in readings if (value := get()) is not default and value != default])
-        for readings in table().readings
-    ]
+    return table().changed()
 
 
 class Enclosing(threading.local):
