@@ -150,7 +150,7 @@ def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
     given = {**thread_variables(1), **current_environment().variables, **(variables or {})}
-    return Inherited(standing, {name: value for name, value in given.items() if value is not None and READ_EARLY.match(name)})
+    return Inherited(standing, {name: value for name, value in given.items() if READ_EARLY.match(name)})
 
 
 def credentials(pid: int) -> dict[str, str]:

@@ -127,7 +127,7 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in (*REFUSED, errno.EOPNOTSUPP):
             raise
 
 
