@@ -27,7 +27,7 @@ import torch
 
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way
 from mpgrad.pickling.uncarried import find
-from mpgrad.pickling.uses import LIBRARIES, leads_to_libraries
+from mpgrad.pickling.uses import is_of_libraries, leads_to_libraries
 from mpgrad.torch_state.leaves import all_leaves, graph_behind, held_leaves, leading_to
 from mpgrad.torch_state.private import is_held
 from mpgrad.workers.graph_edges import ENTRY_NODE
@@ -37,7 +37,6 @@ __all__ = ["Copies", "Strays", "copied_in", "noting_those_of_initializer"]
 SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
 SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
 SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
-FOREIGN = LIBRARIES | sys.stdlib_module_names  # packages in which nobody keeps leaves
 Copies = dict[int, tuple[weakref.ref[torch.Tensor], str]]  # by id, and whose that was
 # by which code comes to a module that it does not name
 WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"
@@ -122,7 +121,7 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
     if not left:
         return {}
     owners = dict.fromkeys(left, "an object")
-    users = [each for each in objects if not is_foreign(type(each).__module__)]  # from the outer ones to the inner ones
+    users = [each for each in objects if not is_of_libraries(type(each).__module__)]  # from the outer ones to the inner ones
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
         owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
     return {key: (weakref.ref(found[key]), owner) for key, owner in owners.items()}
@@ -149,7 +148,7 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
                 continue
             if issubclass(kind, torch.Tensor) and each.requires_grad and each.is_leaf:
                 found[key] = each
-            if not (is_ours(kind) or (issubclass(kind, type) and is_foreign(each.__module__))):
+            if not (is_ours(kind) or (issubclass(kind, type) and is_of_libraries(each.__module__))):
                 passed.append(each)
         level = gc.get_referents(*passed[start:], further)
     return found, passed
@@ -163,10 +162,6 @@ def is_ours(kind: type) -> bool:
     """A pool's machinery: inline, or in a thread, it has functions and what they made."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return name.startswith("mpgrad.") and not name.startswith(CARRY) and not issubclass(kind, torch.nn.Module)
-
-
-def is_foreign(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in FOREIGN
 
 
 # --- what is known of leaves
@@ -251,7 +246,7 @@ def look_through_modules() -> None:
     """Note all leaves that the modules of packages, or of the user's own that were imported here, lead to."""
     seen: set[int] = set()
     for module, found in list(sys.modules.items()):
-        if is_foreign(module) or not issubclass(type(found), types.ModuleType):
+        if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):
             continue
         for name, value in list(vars(found).items()):
             for key, leaf in leaves_in([value], seen)[0].items():

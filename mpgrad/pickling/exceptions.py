@@ -52,8 +52,12 @@ class Rebuilt:
         self._error = error
 
     def __reduce__(self) -> Any:
-        error = self._error
-        return rebuilt, (type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error)))
+        return rebuilt, parts_of(self._error)
+
+
+def parts_of(error: BaseException) -> tuple[Any, ...]:
+    """For `rebuilt`."""
+    return type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error))
 
 
 def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
@@ -82,7 +86,7 @@ def one_more(error: BaseException) -> BaseException:
     try:
         copied = copy.copy(error)
     except Exception:  # the code of its class, which may want other arguments
-        copied = rebuilt(type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error)))
+        copied = rebuilt(*parts_of(error))
     if (cause := read(error, "__cause__")) is not None:
         write(copied, "__cause__", cause)
     return copied

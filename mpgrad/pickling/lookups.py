@@ -231,10 +231,10 @@ class CarriedGlobals(dict[str, Any]):
         return dict.fromkeys(self).keys()
 
     def values(self) -> Any:
-        return {name: self[name] for name in self}.values()
+        return self.copy().values()
 
     def items(self) -> Any:
-        return {name: self[name] for name in self}.items()
+        return self.copy().items()
 
     def copy(self) -> Any:
         return {name: self[name] for name in self}

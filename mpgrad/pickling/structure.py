@@ -48,7 +48,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator
-from mpgrad.pickling.uses import LIBRARIES, Wanted, is_own, is_users, module_of, name_of, uses_of
+from mpgrad.pickling.uses import Wanted, is_of_libraries, is_own, is_users, module_of, name_of, uses_of
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_refs import check_carriable, have_attributes
@@ -225,11 +225,10 @@ def makes_own(new: Any) -> bool:
 
 def is_known(value: Any) -> bool:
     """Whether a class or function is Python's or PyTorch's."""
-    return str(getattr(value, "__module__", "builtins")).partition(".")[0] in KNOWN
+    return is_of_libraries(getattr(value, "__module__", "builtins"))
 
 
 RUNS_CODE = b"runs code"  # behind a pickle, which ends before it, where loading runs code of objects
-KNOWN = LIBRARIES | sys.stdlib_module_names
 OF_PICKLE = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"
 OF_ITEMS = "__setitem__", "append", "extend"
 

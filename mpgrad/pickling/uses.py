@@ -26,6 +26,7 @@ __all__ = [
     "Uses",
     "Wanted",
     "contents_of",
+    "is_of_libraries",
     "is_own",
     "is_users",
     "leads_to_libraries",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
+KNOWN = LIBRARIES | sys.stdlib_module_names  # packages whose code does as we know, and keeps nothing of the user's
 MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
 NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
@@ -80,6 +82,11 @@ def files_of(module: types.ModuleType) -> list[str]:
 def installed() -> tuple[str, ...]:
     paths = {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")}
     return tuple(paths | {*site.getsitepackages(), site.getusersitepackages()})
+
+
+def is_of_libraries(module: object) -> bool:
+    """Whether a module of this name is Python's, PyTorch's or ours."""
+    return isinstance(module, str) and module.partition(".")[0] in KNOWN
 
 
 def module_of(function: types.FunctionType) -> str | None:
@@ -200,5 +207,5 @@ def names_library(pickled: bytes, modules: Loaded) -> bool:
 @functools.lru_cache(maxsize=1)
 def libraries(modules: Loaded) -> frozenset[bytes]:
     """Of those `loaded`."""
-    roots = {name.partition(".")[0] for name in list(sys.modules)} - LIBRARIES - sys.stdlib_module_names - {"__main__"}
+    roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
     return frozenset(root.encode() for root in roots if not is_own(root))
