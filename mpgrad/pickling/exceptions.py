@@ -42,6 +42,9 @@ class ExceptionPickler(classes.ClassPickler):
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return value.detach().__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        kind = type(value)  # `isinstance` would believe what `__class__` says
+        if issubclass(kind, BaseException) and not has_sound_pickle(kind):
+            return rebuilt, parts_of(value)  # type: ignore[arg-type]
         return super().reducer_override(value)
 
 
@@ -58,6 +61,15 @@ class Rebuilt:
 def parts_of(error: BaseException) -> tuple[Any, ...]:
     """For `rebuilt`."""
     return type(error), read(error, "args"), read(error, "__dict__"), list(slots_of(error))
+
+
+def has_sound_pickle(kind: type[BaseException]) -> bool:
+    """Whether its class gets back what it gave: `BaseException` gives `__setstate__` the `__dict__`, asks no `__getstate__`.
+
+    A frozen dataclass with slots has both, and would take a name in the `__dict__`, such as `__notes__`, for a field's value.
+    """
+    gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
+    return not gives_state or kind.__reduce__ is not BaseException.__reduce__
 
 
 def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
@@ -83,9 +95,11 @@ def rebuilt(
 
 def one_more(error: BaseException) -> BaseException:
     """A copy for somebody who waits: one that is raised keeps the frames it came through, and shows them to all others."""
-    try:
-        copied = copy.copy(error)
-    except Exception:  # the code of its class, which may want other arguments
+    copied: BaseException | None = None
+    with contextlib.suppress(Exception):  # of its class's code, which may want other arguments
+        if has_sound_pickle(type(error)):
+            copied = copy.copy(error)
+    if copied is None:
         copied = rebuilt(*parts_of(error))
     if (cause := read(error, "__cause__")) is not None:
         write(copied, "__cause__", cause)

@@ -61,6 +61,32 @@ def test_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any
     assert "raised in item 0 of raises, worker" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("make", OF_USERS)
+def test_an_exception_that_refuses_to_be_written_to_in_an_initializer(nursery: mpgrad.Pool, make: Any) -> None:
+    """Symptom: as above; or FrozenWithSlots(code='__notes__').
+
+    Cause: of the latter, copies were made by the class's `__setstate__`, which is not for what `BaseException` gives it.
+    """
+    with mpgrad.Pool(1, initializer=raises, initargs=(make,)) as pool, pytest.raises(type(make())) as caught:
+        pool.map(abs, [1])
+    assert (repr(caught.value), caught.value.args) == (repr(make()), make().args)
+
+
+def raises_with_note(make: Any) -> None:
+    error = make()
+    vars(error)["__notes__"] = ["a note"]
+    raise error
+
+
+@pytest.mark.parametrize("make", OF_USERS)
+def test_a_note_of_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any) -> None:
+    """Symptom: FrozenWithSlots(code='__notes__'). Cause: as above, of its pickle."""
+    with pytest.raises(type(make())) as caught:
+        pool.map(raises_with_note, [make])
+    assert (repr(caught.value), caught.value.args) == (repr(make()), make().args)
+    assert caught.value.__notes__[0] == "a note"
+
+
 HOSTILE = [
     *("__cause__", "__context__", "__notes__", "__traceback__", "__class__", "__dict__", "args", "__suppress_context__"),
     *("with_traceback", "add_note", "__module__", "__reduce__", "__reduce_ex__", "__getattribute__", "__setattr__"),
