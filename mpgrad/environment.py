@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mpgrad.cpus import THREAD_VARIABLES
+from mpgrad.errors import contextmanager
 from mpgrad.place import working_directory
 
 __all__ = ["FOLLOWER", "Environment", "Since", "current_environment"]
@@ -146,7 +147,7 @@ class Follower:
         if now.zone != before.zone:
             time.tzset()
 
-    @contextlib.contextmanager
+    @contextmanager
     def within(self, changes: bytes | None) -> Iterator[None]:
         """Follow others for a while."""
         before = self._followed

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mpgrad.errors import contextmanager
 from mpgrad.memory.accelerator import INSTALLED, LOCAL, DeviceSlab, Handle, Lane, Post, device_code
 from mpgrad.memory.arena import Lenders
 from mpgrad.torch_state.modes import seed_item
@@ -124,7 +125,7 @@ class Station:
 NO_STATION = Station()
 
 
-@contextlib.contextmanager
+@contextmanager
 def station(pickled: bytes, number: int) -> Iterator[Station]:
     """The device of worker `number`, set up for the body."""
     if not pickled:

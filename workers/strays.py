@@ -13,7 +13,6 @@ Assumes: a function that reaches a package has its name in its pickle, or is giv
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from mpgrad.errors import contextmanager
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way
 from mpgrad.pickling.uncarried import find
 from mpgrad.pickling.uses import is_of_libraries, leads_to_libraries
@@ -267,7 +267,7 @@ def is_of_initializer(leaf: torch.Tensor) -> bool:
 OF_INITIALIZER: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
-@contextlib.contextmanager
+@contextmanager
 def noting_those_of_initializer() -> Iterator[None]:
     """What is made in the body is meant to be the worker's own."""
     before = set(map(id, all_leaves()))

@@ -35,6 +35,7 @@ from mpgrad.cpus import thread_variables
 from mpgrad.engines.fork_server import Life, check_fork_server
 from mpgrad.engines.programs import NO_VARIABLES, program, python
 from mpgrad.engines.tracker import SharedTracker
+from mpgrad.errors import contextmanager
 from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
 
@@ -384,7 +385,7 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
             self._life.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def hidden_main_module() -> Iterator[None]:
     """multiprocessing has a child import the parent's main module, which would run an unguarded script again."""
     stand_in = types.ModuleType("__main__")

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mpgrad.errors import contextmanager
 from mpgrad.memory.arena import Arena, Slot
 
 __all__ = [
@@ -210,7 +211,7 @@ def primary_context(index: int) -> ctypes.c_void_p:
     return context
 
 
-@contextlib.contextmanager
+@contextmanager
 def in_context(index: int) -> Iterator[None]:
     checked(libcuda().cuCtxPushCurrent_v2(primary_context(index)), "cuCtxPushCurrent")
     try:

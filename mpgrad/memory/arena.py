@@ -108,8 +108,6 @@ class Slab:
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
         """The borrowed bytes again, but writes stay here: the kernel copies a page when it is first written."""
-        if not self.can_grow:
-            return memoryview(bytearray(borrowed))
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
         mapping = PrivateMapping(self.descriptor, size, access=mmap.ACCESS_COPY, offset=offset - start)
@@ -413,7 +411,7 @@ class Lenders:
             if id(known) not in SHARED and id(known) not in PRIVATE:
                 watch((known, slab.start + offset, nbytes, slab, self))
             return memory
-        if PORTABLE or nbytes <= COPY_BYTES:
+        if PORTABLE or nbytes <= COPY_BYTES or not slab.can_grow:
             return memoryview(bytearray(memory))
         mapping = slab.private(offset, memory)
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -10,7 +10,6 @@ Assumes: one thread runs calls. Engines in the caller's process place nothing, f
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
+
+from mpgrad.errors import contextmanager
 
 if TYPE_CHECKING:
     from mpgrad.pickling.modules import Namespaces
@@ -72,7 +73,7 @@ class Placed:
         self._added.clear()
         self._current = None
 
-    @contextlib.contextmanager
+    @contextmanager
     def taken_back(self) -> Iterator[None]:
         before = self._current
         self.take_back()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -14,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from mpgrad.errors import contextmanager
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = [
@@ -184,7 +184,7 @@ def cache_folder() -> str:
     return str(cache_dir())
 
 
-@contextlib.contextmanager
+@contextmanager
 def first_of_those_that_compile(what: str) -> Iterator[None]:
     """Wait until whoever has begun with the same is ready; those that have waited go on side by side."""
     name = hashlib.sha256(what.encode()).hexdigest()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from mpgrad.errors import contextmanager
 
 __all__ = ["GlobalHook", "global_hooks", "registered", "remove_global_hooks"]
 
@@ -59,7 +60,7 @@ def options_of(name: str, number: int) -> dict[str, bool]:
     return {option: True for option, registry in kinds.items() if number in getattr(MODULES, registry)}
 
 
-@contextlib.contextmanager
+@contextmanager
 def registered(hooks: Sequence[GlobalHook]) -> Iterator[None]:
     handles = []
     try:

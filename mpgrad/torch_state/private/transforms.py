@@ -106,7 +106,7 @@ class SharedLevel:
                     self._level.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def known_to_torch_func() -> Iterator[None]:
     """A `torch.func.jvp` in the body takes the level of dual tensors that there is, and does not open a second one."""
     torch._functorch.eager_transforms.JVP_NESTING += 1

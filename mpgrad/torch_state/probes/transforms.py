@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from mpgrad.errors import contextmanager
 from mpgrad.torch_state import private
 from mpgrad.torch_state.probes.expectations import behaviour, expect
 from mpgrad.torch_state.probes.nodes import Node, leaf
@@ -88,7 +88,7 @@ def batched_gradients() -> None:
             expect((True, batch.tolist()), (seen.pop(), grad.tolist()))
 
 
-@contextlib.contextmanager
+@contextmanager
 def without_looking_for_nan() -> Iterator[None]:
     """Where anomaly detection looks for NaN, in all threads of the process, PyTorch refuses batches."""
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
