@@ -19,7 +19,7 @@ class Tracker:
     """Written by the worker, but for the chunks that are skipped: these are the caller's."""
 
     def __init__(self, arena: Arena, tell: Callable[[int, int], None] | None) -> None:
-        """`tell`: says what begins to a caller who cannot look, or to a timeline."""
+        """`tell`: says what begins to a caller who cannot look."""
         self.tell = tell
         self._slot = arena.allocate(8 * Whereabouts.COUNT)
         self._numbers = self._slot.memory.cast("q")

@@ -3,7 +3,7 @@
     requests   Forward ─► ForwardHandler ─► Results        Backward, Collect ─► BackwardHandler ─► Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
-    timelines  Record ─► Recorder ─► Recorded, with each answer; Profiled
+    timelines  Record ─► Recorder ─► Recorded, with each answer
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
 Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again.
 """
@@ -30,13 +30,13 @@ from mpgrad.wire.messages import (
     Message,
     NewSlab,
     Ready,
+    Record,
     Release,
     Returned,
     SlabsGone,
     SlabsMissing,
     Try,
 )
-from mpgrad.wire.records import Record
 from mpgrad.wire.tensor_packing import Payload
 from mpgrad.workers.backward import BackwardHandler
 from mpgrad.workers.call_run import CallRunner
@@ -73,9 +73,7 @@ class Worker:
             Collect: backward.collect,
             Try: loans.try_out,
         }
-        self._functions = functions
         self._recorder: Recorder | None = None
-        self._plain_requests = self._requests
         self._news: dict[type[Any], Callable[[Any], None]] = {
             Follow: lambda message: FOLLOWER.follow(message.environment),
             Define: functions.define,
@@ -111,8 +109,12 @@ class Worker:
         for message in frame.messages:
             kind = type(message)
             if has_answered := kind in self._requests:
-                answer, payload = self._requests[kind](message, frame.payload)
-                self._send(answer, payload.parts)
+                answer = self._requests[kind]
+                if self._recorder is None or kind is Try:
+                    answered, payload = answer(message, frame.payload)
+                else:
+                    answered, payload = self._recorder.timed(answer, message, frame.payload)
+                self._send(answered, payload.parts)
             else:
                 self._news[kind](message)
         if not has_answered and (returns := self._loans.take_returns()):  # nobody knows when the next answer comes
@@ -120,11 +122,7 @@ class Worker:
 
     def _record(self, message: Record) -> None:
         """What runs meanwhile, inline, goes on as it began."""
-        if self._recorder is not None:
-            self._link.send([*self._recorder.end()])
-        self._recorder = recorder = Recorder(self._tracker, message.profile) if message.on else None
-        self._requests = self._plain_requests if recorder is None else recorder.requests(self._plain_requests)
-        self._news[Define] = self._functions.define if recorder is None else recorder.timed(self._functions.define)
+        self._recorder = recorder = Recorder() if message.on else None
         self._forward.new_stage = self._backward.new_stage = Stage if recorder is None else recorder.new_stage
 
     def _tell_begun(self, chunk: int, position: int) -> None:

@@ -19,7 +19,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Message
+from mpgrad.wire.messages import Message, Record
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]
@@ -51,21 +51,12 @@ class Deliveries:
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
-        if self.notes.recording is None:
-            self._give(worker)
-            return
-        since, under_way = time.monotonic_ns(), worker.under_way.chunks
-        before = len(under_way)
-        self._give(worker)
-        if len(under_way) > before:
-            self.notes.sent(worker, next(reversed(under_way)), since)
-
-    def _give(self, worker: WorkerHandle) -> None:
         stays = self._memory.stays
         if worker.backlog and stays:
             stays.set_backwards_aside(worker)
         if worker.backlog:
-            self.transmit(worker, *worker.backward(next(self._chunk_numbers)))
+            number = next(self._chunk_numbers)
+            self._transmit_chunk(worker, number, *worker.backward(number))
             return
         if worker.retiring and not (worker.is_last and self._line.has_calls):  # results that were lost are made again
             self.retire(worker)
@@ -77,8 +68,19 @@ class Deliveries:
             if stays:
                 calls = [(number, call) for number, call in calls if not stays.set_aside(operation, call, worker)]
             if calls:
-                self.transmit(worker, *worker.forward(next(self._chunk_numbers), operation, calls))
+                number = next(self._chunk_numbers)
+                self._transmit_chunk(worker, number, *worker.forward(number, operation, calls))
                 return
+
+    def _transmit_chunk(self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload) -> None:
+        if self.notes.recording is not None:
+            self.notes.sent(worker, number)
+        self.transmit(worker, messages, payload)
+
+    def record(self, worker: WorkerHandle) -> None:
+        """For a timeline: have it say what it does from now on."""
+        self.notes.know(worker)
+        self.transmit(worker, [Record(True)])
 
     def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
         """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""

@@ -32,6 +32,7 @@ from mpgrad.wire.messages import (
     NewSlab,
     Printed,
     Ready,
+    Recorded,
     Result,
     Results,
     Returned,
@@ -41,7 +42,6 @@ from mpgrad.wire.messages import (
     Tried,
 )
 from mpgrad.wire.pipe import UnreadableFrame
-from mpgrad.wire.records import Profiled, Record, Recorded
 
 __all__ = ["Receiver"]
 
@@ -142,9 +142,7 @@ class Receiver:
                 case Ready():
                     self._ready(worker, message)
                 case Recorded():
-                    self._notes.answered(worker, message, frame)
-                case Profiled():
-                    self._notes.profiled(worker, message)
+                    self._notes.answered(worker, message)
                 case Begun():
                     worker.under_way.note_begun(message.chunk, message.position)
                 case Printed() | Logged():
@@ -158,8 +156,6 @@ class Receiver:
                 case _:
                     raise UnreadableFrame(f"no worker sends such a message now ({type(message).__name__})")
         self._reading = False
-        if self._notes.recording is not None:
-            self._notes.handled()
 
     def _ready(self, worker: WorkerHandle, message: Ready) -> None:
         if worker.link.shares_memory:
@@ -177,9 +173,8 @@ class Receiver:
         worker.ready = True
         self._staff.note_ready()
         recording = self._notes.recording
-        if recording is not None and recording.is_known and recording.ended is None:  # else it hears with the others
-            self._notes.know(worker)
-            self._deliveries.transmit(worker, [Record(True, recording.profile)])
+        if recording is not None and recording.is_known:  # else it hears with the others
+            self._deliveries.record(worker)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.loans.take_back(address, times)

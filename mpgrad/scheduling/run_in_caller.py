@@ -31,7 +31,6 @@ from mpgrad.pickling.modules import Live
 from mpgrad.pickling.streams import Root, Streams
 from mpgrad.pickling.uses import leads_to_libraries
 from mpgrad.scheduling.costs import Costs
-from mpgrad.scheduling.notes import Laps
 from mpgrad.torch_state.leaves import held_leaves
 from mpgrad.torch_state.modes import TURNS, RandomState
 from mpgrad.torch_state.private import SharedHooks, dual_level_is_active, have_plain_memory, saved_tensor_hooks
@@ -69,9 +68,7 @@ class AdaptiveMap:
         begin: Callable[..., Operation],
         add: Callable[..., None],
         sender: Sender,
-        laps: Callable[[], Laps],
     ) -> None:
-        self._laps = laps
         self._function = function
         self._costs = costs
         self._workers = workers
@@ -89,7 +86,7 @@ class AdaptiveMap:
             with collector_held():
                 calls = self._look_at_first(calls)
                 first = self._send_first(calls) if self._costs.are_unknown(self._function.pickled) else 0
-                here, calls = self._run_here(calls, None if total is None else total - first, first)
+                here, calls = self._run_here(calls, None if total is None else total - first)
                 self._send_rest(calls, first + len(here), bool(here))
                 decided = self._sender.wait_until(self._is_decided, LONGEST_HOLD)
             if not decided:
@@ -101,10 +98,8 @@ class AdaptiveMap:
         for operation in self._sent:
             if not operation.finished:  # one before it has failed
                 self._sender.cancel(operation)
-        lap = self._laps()
         with collector_held():
             results = [each for operation in self._sent for each in operation.values()]
-        lap("makes results")
         if not here:
             seconds = time.perf_counter() - started
             self._costs.note_sent(self._function.pickled, seconds, len(results), self._workers, self._grads)
@@ -137,10 +132,10 @@ class AdaptiveMap:
         self._sender.wait_until(lambda: operation.has_ended or self._costs.are_known(pickled))
         return operation.items
 
-    def _run_here(self, calls: Iterator[Arguments], count: int | None, first: int) -> tuple[list[Any], Iterator[Arguments]]:
+    def _run_here(self, calls: Iterator[Arguments], count: int | None) -> tuple[list[Any], Iterator[Arguments]]:
         """The results of those that were run here, and the calls that are left.
 
-        `count` is that of all, where it is known; `first` the item of the first one.
+        `count` is that of all, where it is known.
         """
         pickled, _, sharing, _ = self._function
         if sharing or self._costs.next_is_trial(pickled, self._workers, count, self._grads):
@@ -148,7 +143,6 @@ class AdaptiveMap:
         results: list[Any] = []
         run, left = list[Arguments](), list[Arguments]()
         local: LocalFunction | None = None
-        lap = self._laps()
         while not self._has_failed():
             if not self._costs.pays(pickled, self._workers, None if count is None else count - len(results), self._grads):
                 break
@@ -161,11 +155,9 @@ class AdaptiveMap:
                 with TURNS.lock:
                     found = local.run(left, HERE_SECONDS)
             except UnusualError:
-                lap("runs in the caller, in vain")
                 self._costs.send_ever_after(pickled)
                 return [], itertools.chain(run, left, calls)
             self._costs.note_here(pickled, time.perf_counter() - started, len(found))
-            lap("runs in the caller", items=range(first + len(results), first + len(results) + len(found)))
             results += found
             run += left[: len(found)]
             del left[: len(found)]

@@ -98,11 +98,8 @@ class Submitter:
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.call_off(operation)
             raise
-        lap = self._scheduler.notes.laps()
-        with collector_held():
-            results = operation.values()
-        lap("makes results")
-        return results
+        with collector_held(), self._scheduler.notes.lap("makes results"):
+            return operation.values()
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
         """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
@@ -117,9 +114,7 @@ class Submitter:
         prepared = self.starter.prepare(function, options, like, items=source.items)
         begin = functools.partial(self.starter.begin, prepared, noun=source.noun, at_rest=True)
         add = functools.partial(self.feeder.feed, borrow=True, total=self._to_bundle(source, options))
-        return AdaptiveMap(
-            prepared.function, self.costs, self.processes, begin, add, self._scheduler, self._scheduler.notes.laps
-        ).run(calls, source.total)
+        return AdaptiveMap(prepared.function, self.costs, self.processes, begin, add, self._scheduler).run(calls, source.total)
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
         """How many calls there are, of which some may go together; None where each goes by itself."""
@@ -141,7 +136,6 @@ class Submitter:
         prepared = self.starter.prepare(function, options, like, items=source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
         total = self._to_bundle(source, options)
-        fetch = self._scheduler.notes.timed("makes results", fetch)
         on_awaited = reporting(options.progress, operation, source.total)
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected, on_awaited)
         with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long
