@@ -20,7 +20,6 @@ from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     Backward,
-    Begun,
     Collect,
     Define,
     Direct,
@@ -61,7 +60,7 @@ class Worker:
         self._station = station
         self.before_answer: Callable[[], None] = lambda: None
         self._loans = loans = Loans(number, link, station)
-        self._tracker = tracker = Tracker(loans.arena, None if self._has_onlooker else self._tell_begun)
+        self._tracker = tracker = Tracker(loans.arena)
         self._warnings = task_warnings = TaskWarnings()
         functions = FunctionTable(loans, station)
         runner = CallRunner(loans, tracker, station)
@@ -88,17 +87,12 @@ class Worker:
             Record: self._record,
         }
 
-    @property
-    def _has_onlooker(self) -> bool:
-        """The caller, or the site, reads where we are."""
-        return self._link.shares_memory or self._link.takes_descriptors
-
     def take_warnings(self) -> None:
         """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they do for a serial loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site: it looks there for the caller
+        if not self._link.shares_memory:  # for the site: it looks there for the caller
             here = WhereaboutsHere(self._tracker.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
             self._link.send([here], (), [self._tracker.descriptor])
         self._send(Ready(pid, self._tracker.address))
@@ -124,10 +118,6 @@ class Worker:
         """What runs meanwhile, inline, goes on as it began."""
         self._recorder = recorder = Recorder() if message.on else None
         self._forward.new_stage = self._backward.new_stage = Stage if recorder is None else recorder.new_stage
-
-    def _tell_begun(self, chunk: int, position: int) -> None:
-        self._loans.announce_slabs()  # what was lent meanwhile is carried with it
-        self._link.send([Begun(chunk, position)])
 
     def _send(self, answer: Message, parts: Sequence[bytes] = ()) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""

@@ -24,7 +24,6 @@ from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.asides import LastWords, Whereabouts
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
-    Begun,
     Collected,
     Gradients,
     Logged,
@@ -143,8 +142,6 @@ class Receiver:
                     self._ready(worker, message)
                 case Recorded():
                     self._notes.answered(worker, message)
-                case Begun():
-                    worker.under_way.note_begun(message.chunk, message.position)
                 case Printed() | Logged():
                     given_again(message)
                 case Tried() if self._memory.crossing is not None:
@@ -165,8 +162,7 @@ class Receiver:
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
                 worker.under_way.can_skip = True
         else:
-            copy = worker.link.whereabouts
-            worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q") if copy is None else copy
+            worker.under_way.whereabouts = worker.link.whereabouts
             worker.under_way.link = worker.link
         worker.pid = message.pid
         worker.ready_at = time.monotonic()

@@ -53,7 +53,6 @@ def names(recording: Recording) -> Iterator[Event]:
     for number, worker in sorted(recording.workers.items()):
         where = [f"pid {worker.pid}", worker.device, *([f"node {worker.node}"] if worker.node else [])]
         yield name_event("process_name", CALLER + number, 0, name=f"worker {number} ({', '.join(where)})")
-        yield name_event("process_sort_index", CALLER + number, 0, sort_index=number)
         yield name_event("thread_name", CALLER + number, CALLS, name="calls")
 
 

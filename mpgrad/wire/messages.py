@@ -1,7 +1,7 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
     parent ► worker   Start Follow Define Forget Forward Backward Collect Release Stop
-    worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
+    worker ► parent   LastWords Ready StartFailed Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
     devices           Try Direct to the worker, Tried to the parent
     timelines         Record to the worker, Recorded to the parent
@@ -28,7 +28,6 @@ __all__ = [
     "FAREWELL",
     "Backward",
     "BackwardCall",
-    "Begun",
     "Carried",
     "Collect",
     "Collected",
@@ -80,13 +79,6 @@ Structure = int | bytes | None
 Parts = Sequence[tuple[Structure, int]]
 # What a worker did: its phase, position of the call, offset of the item, first and last moment.
 Span = tuple[str, int, int, int, int]
-
-
-class Begun(NamedTuple):
-    """What `asides.Whereabouts` say of a call, from a worker that shares no memory with the caller."""
-
-    chunk: int
-    position: int
 
 
 # --- both ways: memory
@@ -490,7 +482,6 @@ Message = (
     | Stop
     | LastWords
     | Ready
-    | Begun
     | StartFailed
     | Results
     | Gradients

@@ -354,7 +354,6 @@ def test_the_slices_of_a_recording() -> None:
     assert [each["args"] for each in events if each["ph"] == "M"] == [
         {"name": "caller"},
         {"name": "worker 1 (pid 4242, cpu)"},
-        {"sort_index": 1},
         {"name": "calls"},
     ]
 
