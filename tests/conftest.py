@@ -112,7 +112,7 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
 
 def footprint() -> dict[str, set[str]]:
     return {
-        "processes": set(running_children()),
+        "processes": set(map(str, psutil.pids())),  # of all, as it takes long to look whose children they are
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         # warm pools may keep more shared memory than they had when the test began; its own tests look at that
         "descriptors": {f"{name} {target}" for name, target in open_descriptors() if not is_shared_memory(target)},
@@ -126,12 +126,15 @@ def names_of_shared_memory() -> Iterator[str]:
         yield from (name for name in os.listdir("/dev/shm") if name.startswith(OWN_NAMES))
 
 
-def running_children() -> Iterator[str]:
-    for child in psutil.Process().children(recursive=True):
+def children_among(pids: set[str]) -> Iterator[str]:
+    """Those of the processes that descend from this one."""
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = child.cmdline()
-            if not any("multiprocessing.resource_tracker" in part for part in command):
-                yield f"{child.pid} {command}"
+            process = psutil.Process(int(pid))
+            if any(each.pid == os.getpid() for each in process.parents()):
+                command = process.cmdline()
+                if not any("multiprocessing.resource_tracker" in part for part in command):
+                    yield f"{pid} {command}"
 
 
 def open_descriptors() -> Iterator[tuple[str, str]]:
@@ -152,7 +155,9 @@ def shared_memory_files() -> int:
 
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
     now = footprint()
-    return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
+    new = {kind: now[kind] - before[kind] for kind in now}
+    new["processes"] = set(children_among(new["processes"]))
+    return {kind: names for kind, names in new.items() if names}
 
 
 # --- which tests run where
