@@ -86,15 +86,15 @@ class Pools:
 
     @cached_property
     def keep(self) -> mpgrad.Pool:
-        return self._started(graphs="keep", send="always")
+        return self._started(graphs="keep")
 
     @cached_property
     def deterministic(self) -> mpgrad.Pool:
-        return self._started(graphs="keep", send="always", deterministic=True)
+        return self._started(graphs="keep", deterministic=True)
 
     @cached_property
     def ahead(self) -> mpgrad.Pool:
-        return self._started(graphs="ahead", send="always")
+        return self._started(graphs="ahead")
 
     @cached_property
     def adaptive(self) -> mpgrad.Pool:
