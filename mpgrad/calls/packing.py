@@ -47,7 +47,6 @@ __all__ = [
     "PickledFunction",
     "Shared",
     "SharedFunction",
-    "lone_tensors",
     "pack_bundle",
     "pack_call",
     "pickled_function",

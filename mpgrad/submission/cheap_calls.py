@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 from mpgrad.calls.operations import Operation
+from mpgrad.calls.output import report
 from mpgrad.scheduling.scheduler import Scheduler
 
 __all__ = ["CheapCalls"]
@@ -19,8 +20,6 @@ __all__ = ["CheapCalls"]
 MUCH = 1.5  # times as long as the calls by themselves
 MAPS = 3  # in a row: one may be slow because of what else the machine does
 MOST_FUNCTIONS = 128
-
-log = logging.getLogger("mpgrad")
 
 TOLD: dict[int, object] = {}  # hashes of the pickles of the functions that this process has been told of
 
@@ -41,6 +40,8 @@ class CheapCalls:
         if operation.function.is_new or self._scheduler.answers - answers != operation.items or not operation.items:
             return
         key = hash(operation.function.pickled)
+        if key in TOLD:
+            return
         if seconds <= MUCH * operation.own_seconds:
             self._slow.pop(key, None)
             return
@@ -50,12 +51,12 @@ class CheapCalls:
             self._slow.clear()
         if len(maps) < MAPS:
             return
-        del self._slow[key]
         mine = object()
-        if TOLD.setdefault(key, mine) is not mine:
+        if TOLD.setdefault(key, mine) is not mine:  # another thread was faster
             return
         whole, own = (1e3 * sum(each) for each in zip(*maps, strict=True))
-        log.warning(
+        report(
+            logging.WARNING,
             "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls by themselves %.3g ms; "
             "use larger items, several items in one call, a chunksize, or a plain loop",
             name,
