@@ -78,6 +78,11 @@ class Receiver:
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
         self._answers = Answers(memory.lenders, memory.stays, settings.recoverable)
 
+    @property
+    def answers(self) -> int:
+        """How many forwards and backwards have been done so far. Any thread may ask."""
+        return self.items_done + self.backwards_done
+
     def serve(self, worker: WorkerHandle) -> None:
         """Read what `worker` sent, or see that it has died."""
         try:

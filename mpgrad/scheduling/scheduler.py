@@ -313,12 +313,7 @@ class Scheduler(ABC):
 
     def tally(self) -> tuple[int, int]:
         """How many forwards and backwards have been done so far, and how many are left."""
-        return self.answers, self._items_left() + self._backwards_left()
-
-    @property
-    def answers(self) -> int:
-        """How many forwards and backwards have been done so far."""
-        return self.receiver.items_done + self.receiver.backwards_done
+        return self.receiver.answers, self._items_left() + self._backwards_left()
 
     def _items_left(self) -> int:
         return sum(operation.items_left for operation in list(self.admissions.unfinished))

@@ -28,7 +28,7 @@ class CheapCalls:
     """The functions of a pool whose last maps took much longer than their calls."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self._receiver = scheduler.receiver
         self._slow: dict[int, list[tuple[float, float]]] = {}  # seconds of maps and of their calls, by hash of the pickle
 
     def note(self, operation: Operation, name: str, seconds: float, answers: int) -> None:
@@ -37,7 +37,7 @@ class CheapCalls:
         `answers`: how many the pool had when it began. If there are more now than those of this map, workers did something
         else as well, and the map may have waited for that.
         """
-        if operation.function.is_new or self._scheduler.answers - answers != operation.items or not operation.items:
+        if operation.function.is_new or self._receiver.answers - answers != operation.items or not operation.items:
             return
         key = hash(operation.function.pickled)
         if key in TOLD:

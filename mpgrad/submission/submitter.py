@@ -83,7 +83,7 @@ class Submitter:
         like, calls = first_of(source)
         prepared = self.starter.prepare(function, options, like, modes, source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
-        wait_until, answers = self._scheduler.wait_until, self._scheduler.answers
+        wait_until, answers = self._scheduler.wait_until, self._scheduler.receiver.answers
         try:
             with reported(options.progress, standing_of(operation, source.total)):
                 with collector_held():
