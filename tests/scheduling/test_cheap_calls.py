@@ -375,7 +375,7 @@ def tiny(x: Tensor) -> Tensor:
 
 
 def slow(x: Tensor) -> Tensor:
-    time.sleep(0.02)
+    time.sleep(0.05)
     return x * 2
 
 
@@ -415,7 +415,6 @@ def test_the_log_does_not_mind_long_calls(engine: Any, log: Callable[[], list[st
     with staffed(mpgrad.Pool(2, engine=engine)) as pool:
         for _ in range(2 + MAPS):
             pool.map(slow, many()[:4])
-            pool.apply(slow, (torch.ones(3),))
     assert log() == []
 
 
@@ -459,7 +458,7 @@ def test_the_log_does_not_mind_one_slow_map(log: Callable[[], list[str]], nurser
         for _ in range(3):
             for _ in range(MAPS - 1):
                 pool.map(waits, [0.0])
-            pool.map(waits, [0.05])
+            pool.map(waits, [0.3])
     assert log() == []
 
 
