@@ -64,7 +64,6 @@ class PoolStats(NamedTuple):
         deaths: of workers, so far.
         kills: how many of these the pool brought about, for a timeout, a forced cancel or an interrupt.
         reruns: calls and backwards that were given to another worker for it.
-        calls_here: calls that ran in the caller's thread, because sending them would have taken longer.
         operations: maps, submitted calls and the like that have not ended.
         calls: that workers have run, so far; also workers that have ended.
         calls_left: of these operations, sent or waiting.
@@ -94,7 +93,6 @@ class PoolStats(NamedTuple):
     deaths: int
     kills: int
     reruns: int
-    calls_here: int
     operations: int
     calls: int
     calls_left: int
@@ -117,7 +115,7 @@ class PoolStats(NamedTuple):
             [
                 *aligned([HEADER, *map(row_of, self.workers)]),
                 f"operations: {self.operations} under way",
-                f"calls:      {self.calls:,} done, {self.calls_left:,} left; {self.calls_here:,} more in the caller's thread",
+                f"calls:      {self.calls:,} done, {self.calls_left:,} left",
                 f"backwards:  {self.backwards:,} done, {self.backwards_left:,} left",
                 f"deaths:     {self.deaths:,} of workers, {self.kills:,} by the pool",
                 f"run again:  {self.reruns:,} calls and backwards",

@@ -241,10 +241,6 @@ class OperationHome:
         return self._function.number
 
     @property
-    def code(self) -> int:
-        return self._function.code
-
-    @property
     def names(self) -> CallNames:
         return self._function.names
 

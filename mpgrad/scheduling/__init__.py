@@ -15,6 +15,5 @@ Imports `calls`, `engines` and what is below them. Nothing here waits for a work
     stays            results that have not come, because nobody here has needed them
     staffing         workers come and go; recovery: what is lost with one
     calling_off      what nobody wants any more, or takes too long; deadlines
-    run_in_caller    cheap calls that are not sent; costs decides
     caller_memory    what is shared with workers; crossing: how tensors cross to devices
 """

@@ -55,7 +55,7 @@ class ChunkWriter:
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
-        function, modes, seed, _, environment = operation.conditions
+        function, modes, seed, environment = operation.conditions
         self._follow(environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
@@ -110,7 +110,10 @@ class ChunkWriter:
         """Adds a `Define` where the worker does not know the function, and lends the captures."""
         if function.number in self.functions:
             return
-        pickled = None if function.code in self.codes else function.pickled
+        pickled = None
+        if function.code not in self.codes:
+            pickled = function.pickled
+            function.is_new = True
         state = None if function.state is None else self._told(function.state)
         messages.append(
             Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
@@ -165,7 +168,7 @@ class ChunkWriter:
             other = None if recipe.environment == environment else recipe.environment
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]
         assert isinstance(recipe, PackedCall)
-        function, modes, seed, _, own = recipe.conditions
+        function, modes, seed, own = recipe.conditions
         if function.number not in self.functions:
             self._follow(own, messages)
         self._define(function, messages)

@@ -35,7 +35,7 @@ from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.calling_off import CallingOff
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.function_cache import Codes, Ran
+from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Phase
 from mpgrad.scheduling.notes import Notes
@@ -149,9 +149,9 @@ class Scheduler(ABC):
         """Have that content come, and then do as ordered. The scheduling thread only."""
         self.memory.stays.fetch(staying, then)
 
-    def ran(self, pickled: bytes) -> Ran | None:
+    def seconds(self, pickled: bytes) -> float | None:
         """What a call of the function takes by itself; None before the first."""
-        return self._codes.ran(pickled)
+        return self._codes.own_seconds(pickled)
 
     def expected(self, pickled: bytes) -> float | None:
         """See `Codes.expected`."""
@@ -286,7 +286,7 @@ class Scheduler(ABC):
         self.staff.wanted = self._line.workers = workers
         self.post(self.staff.fill)
 
-    def stats(self, calls_here: int) -> PoolStats:
+    def stats(self) -> PoolStats:
         self.life.check_process()
         workers = [statistics(worker) for worker in list(self.workers.values()) if worker.ready]
         traffic = self.engine.traffic
@@ -297,7 +297,6 @@ class Scheduler(ABC):
             self.staff.deaths,
             self.staff.kills,
             self.recovery.reruns,
-            calls_here,
             sum(not operation.finished for operation in list(self.admissions.unfinished)),
             self.receiver.items_done,
             self._items_left(),
@@ -314,8 +313,7 @@ class Scheduler(ABC):
 
     def tally(self) -> tuple[int, int]:
         """How many forwards and backwards have been done so far, and how many are left."""
-        done = self.receiver.items_done + self.receiver.backwards_done
-        return done, self._items_left() + self._backwards_left()
+        return self.receiver.answers, self._items_left() + self._backwards_left()
 
     def _items_left(self) -> int:
         return sum(operation.items_left for operation in list(self.admissions.unfinished))

@@ -247,7 +247,7 @@ class Stays:
         operation = Operation(call.conditions, staying.home, None, OperationOptions(timeout=staying.timeout))
         operation.on_outcome = lambda index: self._made_again(staying, operation)
         operation.add(call)
-        call.start = staying.call.start
+        call.item = staying.call.item
         operation.sealed = True
         self.admit(operation)
 

@@ -33,7 +33,6 @@ THREAD = {
     "backward, caller's part": ("#f2b48f", ("runs backward",)),
     "packs": ("#4f9d69", ("packs", "pickles")),
     "makes results": ("#8ccf9b", ("makes results",)),
-    "runs in the caller": ("#3b7dd8", ("runs in the caller", "runs in the caller, in vain")),
     "waits": ("#eeeeee", ("waits for results", "waits for gradients")),
     "sends, receives": ("#777777", ("sends", "receives")),
 }

@@ -24,7 +24,6 @@ MOST_OPERATIONS = 5
 REASONS = {
     "the caller packed items and functions": ("packs", "pickles"),
     "the caller made results": ("makes results",),
-    "items ran in the caller": ("runs in the caller", "runs in the caller, in vain"),
     "the caller waited for other workers": ("waits for results", "waits for gradients"),
     "the caller ran its part of a backward": ("runs backward",),
 }
@@ -136,7 +135,6 @@ class Summary:
         calls = [each for events in self._of_worker.values() for each in events if each["cat"] == "call"]
         bytes_there = sum(each["args"].get("bytes", 0) for each in self._of_caller["sends"])
         bytes_back = sum(each["args"].get("bytes", 0) for each in self._of_caller["receives"])
-        here = self._of_caller["runs in the caller"]
         deaths = sum(each["cat"] == "lost" for each in self._slices)
         ahead = sum(bool(each["args"].get("ahead")) for each in self._slices)
         lines = [
@@ -153,9 +151,6 @@ class Summary:
         if operations := self.operations():
             most = sorted(operations.items(), key=lambda each: -each[1])[:MOST_OPERATIONS]
             lines.append(f"operations: {', '.join(f'{name} {share:.0%}' for name, share in most)} (of their time)")
-        if here:
-            items = sum(items_of(each["args"].get("items")) for each in here)
-            lines.append(f"ran in the caller: {plural(items, 'item')}, {total(union(here)) / 1e6:.2f} s")
         if deaths:
             lines.append(f"deaths: {deaths}")
         return lines

@@ -416,7 +416,6 @@ class Gradients(NamedTuple):
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
-    seconds: float  # of the engine
     warned: list[Warned]
     dropped: list[int]
     graph_bytes: int

@@ -60,7 +60,6 @@ __all__ = [
     "Payload",
     "Placed",
     "Together",
-    "are_alike",
     "placed_again",
     "staged_again",
 ]

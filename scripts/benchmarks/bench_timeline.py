@@ -73,7 +73,7 @@ def seconds(pool: mpgrad.Pool, function: Function, items: Sequence[Tensor], on: 
 
 def measured(graphs: str, processes: int, plan: Plan) -> list[Figure]:
     figures = []
-    with mpgrad.Pool(processes, graphs=graphs, send="always") as pool:
+    with mpgrad.Pool(processes, graphs=graphs) as pool:
         for case in plan.cases:
             function, items = items_of(case)
             turns = {name: partial(seconds, pool, function, items, name == "on") for name in ("off", "on")}

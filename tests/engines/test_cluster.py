@@ -52,7 +52,7 @@ def cluster(
     made = carrier(nodes)
     ENGINES["pretended"] = Kind(local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience))
     try:
-        with mpgrad.Pool(engine="pretended", send="always", **options) as pool:
+        with mpgrad.Pool(engine="pretended", **options) as pool:
             yield pool, made
     finally:
         ENGINES.pop("pretended", None)
@@ -606,7 +606,7 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
         "import time, mpgrad, local_cluster\n"
         "from mpgrad.engines.kinds import ENGINES, Kind\n"
         "ENGINES['pretended'] = Kind(local_cluster.TRAITS, local_cluster.two_nodes)\n"
-        "pool = mpgrad.Pool(2, engine='pretended', send='always')\n"
+        "pool = mpgrad.Pool(2, engine='pretended')\n"
         "while len(pool.stats().workers) < 2:\n"
         "    pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"

@@ -34,7 +34,7 @@ def pool_of_bytes() -> Iterator[mpgrad.Pool]:
     ENGINES["bytes"] = Kind(byte_pipe.TRAITS, byte_pipe.byte_pipes)
     sys_path, sys.path[:] = list(sys.path), [str(HERE), *sys.path]  # where its workers find it
     try:
-        with mpgrad.Pool(2, engine="bytes", send="always") as pool:
+        with mpgrad.Pool(2, engine="bytes") as pool:
             pool.map(time.sleep, [0.1] * 4, 1)
             yield pool
     finally:

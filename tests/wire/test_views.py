@@ -257,7 +257,7 @@ def test_scripted_and_compiled_functions_may_stride(pool2: mpgrad.Pool) -> None:
 
 def test_pools_in_workers_stride_as_well(pool2: mpgrad.Pool) -> None:
     def inside(x: Tensor) -> list[Tensor]:
-        with mpgrad.Pool(1, send="always") as within:
+        with mpgrad.Pool(1) as within:
             return within.map(functools.partial(torch.as_strided, size=(2,), stride=(2,)), [x[::2], x[1:]])
 
     x = base(300)[200:]
