@@ -176,7 +176,7 @@ class ClusterEngine:
 
     def _look_after(self, site: SiteHandle) -> None:
         now = time.monotonic()
-        if self.room is None and now - site.idle_since > IDLE and not site.keeper.is_needed:  # others may need its room
+        if self.room is None and now - site.idle_since > IDLE:  # others may need its room
             site.close()
         elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
             site.is_missed = True

@@ -22,7 +22,6 @@ from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.chunks import Chunk, Differentiation
 from mpgrad.scheduling.crossing import kept
-from mpgrad.scheduling.stays import Stays
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Collected, Failure, Gradients, Missing, Results, RunAhead
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
@@ -33,9 +32,8 @@ __all__ = ["Answers", "failed_again"]
 class Answers:
     """Makes outcomes and replies, with the handles of graphs and of borrowed memory; no tensor and no exception."""
 
-    def __init__(self, lenders: Lenders, stays: Stays, recoverable: bool) -> None:
+    def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders
-        self._stays = stays
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
 
     def results(
@@ -90,17 +88,11 @@ class Answers:
                 graph.ahead = DeliveredGradients(
                     worker, outcome.gradients, payload, memories, apart, outcome.for_one, operation.expected
                 )
-            staying = None
-            if message.staying and worker.link.keeper is not None:
-                staying = self._stays.note(worker.link.keeper, operation, call, memories, message.staying)
             if graph is None or graph.recipe is None:
-                if staying is None:
-                    call.forget_tensors()
-                else:
-                    staying.forgets_call = True
+                call.forget_tensors()
             if graph is None:
                 call.claims = ()  # of what gave it something, no gradient is wanted
-            yield call.index, Delivered(outcome, payload, memories, graph, call, worker, staying)
+            yield call.index, Delivered(outcome, payload, memories, graph, call, worker)
 
     def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
         """Each backward that ran gets its reply; those whose graphs were missing go back to the backlog."""

@@ -61,24 +61,17 @@ class Deliveries:
             self.notes.sent(worker, next(reversed(under_way)), since)
 
     def _give(self, worker: WorkerHandle) -> None:
-        stays = self._memory.stays
-        if worker.backlog and stays:
-            stays.set_backwards_aside(worker)
         if worker.backlog:
             self.transmit(worker, *worker.backward(next(self._chunk_numbers)))
             return
-        if worker.retiring and not (worker.is_last and self._line.has_calls):  # results that were lost are made again
+        if worker.retiring:
             self.retire(worker)
             return
         if worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which
             return
-        while (share := self._line.next_for(worker)) is not None:
-            operation, calls = share
-            if stays:
-                calls = [(number, call) for number, call in calls if not stays.set_aside(operation, call, worker)]
-            if calls:
-                self.transmit(worker, *worker.forward(next(self._chunk_numbers), operation, calls))
-                return
+        share = self._line.next_for(worker)
+        if share is not None:
+            self.transmit(worker, *worker.forward(next(self._chunk_numbers), *share))
 
     def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
         """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""
@@ -95,8 +88,6 @@ class Deliveries:
 
     def collect_returns(self) -> None:
         for address, times in self._memory.lenders.collect():
-            if self._memory.stays:
-                self._memory.stays.forget(address)
             worker = self.workers.get(owner_of(slab_of(address)))
             if worker is not None:
                 worker.returns.append((address, times))

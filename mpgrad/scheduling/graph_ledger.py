@@ -44,10 +44,6 @@ class GraphLedger:
     def __contains__(self, call: int) -> bool:
         return call in self.states
 
-    def is_there(self, call: int) -> bool:
-        """A backward finds it."""
-        return self.states.get(call) is HERE
-
     @property
     def there(self) -> int:
         """How many take memory in the worker."""
