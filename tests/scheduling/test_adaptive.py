@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
-import pathlib
 import random
 import sys
 import threading
@@ -161,59 +158,6 @@ def test_arguments_and_captures_are_private(cheap: mpgrad.Pool) -> None:
     with pytest.warns(UserWarning, match="wrote into a tensor that it captures"):
         cheap.map(count, xs)  # tried here, and sent
     assert not state.any()
-
-
-def test_what_lies_before_an_argument_is_not_mistaken(cheap: mpgrad.Pool) -> None:
-    def reach(x: Tensor) -> Tensor:
-        return x.as_strided((2,), (1,), 0)
-
-    known(cheap, reach, items())
-    before = here(cheap)
-    rows = list(torch.arange(1000.0).view(10, 100))
-    with pytest.raises(RuntimeError, match="what lies there before it did not come along"):
-        cheap.map(reach, rows[4:])
-    assert here(cheap) == before
-    assert torch.equal(known(cheap, lambda x: x * 2, rows[4:])[0], rows[4] * 2)
-
-
-INSTALLED = """
-class Reaching:
-    def __init__(self, x, start):
-        self.x, self.start = x, start
-
-    def reached(self):
-        return reach(self.x, self.start)
-
-def reach(x, start=0):
-    return x[:2] * 2 if start is None else x.as_strided((2,), (1,), start)
-"""
-
-
-def test_what_lies_before_an_argument_of_installed_code_is_not_mistaken(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
-) -> None:
-    """Its code is not in the pickle, which is all that can be looked at before a call."""
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "installed_reaching.py").write_text(INSTALLED)
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    module = importlib.import_module("installed_reaching")
-    rows = list(torch.arange(1000.0).view(10, 100))[4:]
-    objects: Callable[[int | None], list[Any]] = lambda start: [module.Reaching(x, start) for x in rows]  # noqa: E731
-    with mpgrad.Pool(2) as pool:
-        staffed(pool)
-        pool._submitter.costs._sending = 1.0
-        for fn, fine, bad in (
-            (functools.partial(module.reach), items(), rows),
-            (lambda x: module.reach(x), items(), rows),
-            (lambda item: item.reached(), objects(None), objects(0)),
-        ):
-            known(pool, fn, fine)
-            before = here(pool)
-            with pytest.raises(RuntimeError, match="what lies there before it did not come along"):
-                pool.map(fn, bad)
-            assert here(pool) == before
-        fn = functools.partial(module.reach, start=None)
-        assert all(map(torch.equal, known(pool, fn, rows), map(fn, rows)))  # who does not reach stays here
 
 
 def test_writes_to_leaves_are_refused_here_as_there(cheap: mpgrad.Pool) -> None:
