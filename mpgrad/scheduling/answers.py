@@ -35,6 +35,7 @@ class Answers:
     def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
+        self.graphs_dropped = 0
 
     def results(
         self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
@@ -53,7 +54,7 @@ class Answers:
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
-        note_graphs(worker, message)
+        self._note_graphs(worker, message)
         return outcomes
 
     def _outcomes(
@@ -99,7 +100,7 @@ class Answers:
         if message.warned:
             first = chunk.gradients[0].reply
             first.warned = deque([*first.warned, *message.warned])
-        note_graphs(worker, message)
+        self._note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.gradients[position].reply.reached = reached
         for sent in chunk.gradients[len(message.outcomes) :]:  # called off, and not begun
@@ -136,6 +137,10 @@ class Answers:
         worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
 
+    def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
+        self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
+        worker.graphs.nbytes = message.graph_bytes
+
     def _arrive(self, reply: GradientReply, found: Sequence[TensorRef | None], payload: memoryview) -> None:
         try:
             reply.arrive(found, payload, self._borrow(found))
@@ -160,11 +165,6 @@ class Answers:
         if refused is not None:
             raise refused
         return found
-
-
-def note_graphs(worker: WorkerHandle, message: Results | Gradients) -> None:
-    worker.graphs.note_dropped(message.dropped)
-    worker.graphs.nbytes = message.graph_bytes
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

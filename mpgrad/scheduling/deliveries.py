@@ -19,7 +19,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Message
+from mpgrad.wire.messages import Backward, Message, Rerun
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]
@@ -34,6 +34,7 @@ class Deliveries:
         self._memory = memory
         self.notes = notes
         self._chunk_numbers = itertools.count(1)
+        self.recomputed = 0  # calls whose graphs were made again
         self.retire: Callable[[WorkerHandle], None]  # what becomes of a worker that takes no new calls: the staff's to say
 
     def feed(self) -> None:
@@ -62,7 +63,9 @@ class Deliveries:
 
     def _give(self, worker: WorkerHandle) -> None:
         if worker.backlog:
-            self.transmit(worker, *worker.backward(next(self._chunk_numbers)))
+            messages, payload = worker.backward(next(self._chunk_numbers))
+            self.recomputed += sum(map(recomputed_by, messages))
+            self.transmit(worker, messages, payload)
             return
         if worker.retiring:
             self.retire(worker)
@@ -113,3 +116,11 @@ class Deliveries:
             self._memory.lenders.detach(number)
             for worker in self.workers.values():
                 worker.loans.unmap(number)
+
+
+def recomputed_by(message: Message) -> int:
+    """How many calls run again for the backwards of this message."""
+    if not isinstance(message, Backward):
+        return 0
+    reruns = [step for call in message.calls for step in call.before if isinstance(step, Rerun)]
+    return sum(max(1, len(step.call.bundle)) for step in reruns)

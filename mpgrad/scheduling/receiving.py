@@ -78,6 +78,10 @@ class Receiver:
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
         self._answers = Answers(memory.lenders, settings.recoverable)
 
+    @property
+    def graphs_dropped(self) -> int:
+        return self._answers.graphs_dropped
+
     def serve(self, worker: WorkerHandle) -> None:
         """Read what `worker` sent, or see that it has died."""
         try:
