@@ -807,13 +807,11 @@ def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.Mon
 @pytest.mark.quick
 def test_where_workers_are_placed() -> None:
     small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
-    assert placed([small, large], 4, packs=False) == [(small, 2), (large, 2)]
-    assert placed([small, large], 9, packs=False) == [(small, 2), (large, 7)]
-    assert placed([small, large], 12, packs=False) == [(small, 2), (large, 8), (None, 2)]
-    assert placed([small._replace(slots=0)], 3, packs=False) == [(None, 1)] * 3  # nobody knows how large nodes will be
-    assert placed([small], 7, packs=False) == [(small, 2), (None, 2), (None, 2), (None, 1)]
-    assert placed([large, small], 5, packs=True) == [(large, 5)]
-    assert placed([large, small], 9, packs=True) == [(large, 8), (small, 1)]
+    assert placed([small, large], 4) == [(small, 2), (large, 2)]
+    assert placed([small, large], 9) == [(small, 2), (large, 7)]
+    assert placed([small, large], 12) == [(small, 2), (large, 8), (None, 2)]
+    assert placed([small._replace(slots=0)], 3) == [(None, 1)] * 3  # nobody knows how large nodes will be
+    assert placed([small], 7) == [(small, 2), (None, 2), (None, 2), (None, 1)]
 
 
 def test_no_room(nursery: mpgrad.Pool) -> None:
@@ -892,7 +890,6 @@ def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
     ("options", "error", "message"),
     [
         ({"address": ""}, ValueError, "address must be"),
-        ({"placement": "middle"}, ValueError, "placement must be one of spread, pack"),
         ({"workers_per_node": 0}, ValueError, "workers_per_node must be at least 1"),
         ({"workers_per_node": 1.5}, TypeError, r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)"),
         ({"memory_per_worker": 0}, ValueError, "memory_per_worker must be at least 1"),
