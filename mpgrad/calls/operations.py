@@ -281,11 +281,6 @@ class Operation:
         """Other calls are to be given what it gives."""
         return False
 
-    @property
-    def may_stay(self) -> bool:
-        """Nobody is known to wait for the value, so that it need not come to the caller now."""
-        return False
-
     def tell_if_finished(self) -> None:
         if self.finished:
             tell, self.on_finished = self.on_finished, lambda: None  # once; and it may refer to what refers to us

@@ -46,7 +46,6 @@ class ChunkWriter:
         self._graphs = graphs
         self._sums = sums
         self._loans = loans
-        self.may_stay = False  # results may, where nobody waits for them
         self.functions: set[int] = set()
         self.codes: set[int] = set()
         self._environment = b""  # as it was told last; the worker began with that of the pool's beginning
@@ -60,10 +59,7 @@ class ChunkWriter:
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         stops, ahead = operation.stop_at_failure, operation.ahead
-        stay = self.may_stay and operation.may_stay
-        messages.append(
-            Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent, stay)
-        )
+        messages.append(Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent))
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
     def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest], note_spent: Callable[[], None]) -> Written:

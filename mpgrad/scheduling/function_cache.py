@@ -1,7 +1,7 @@
 """The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
 
-Assumes: called by the scheduling thread, but for `own_seconds`, `expected`, `guess_of` and `note_other_gradient`, which any may
-    call.
+Assumes: called by the scheduling thread, but for `own_seconds`, `expected`, `guess_of`, `note_wrong_guess` and
+    `note_other_gradient`, which any may call.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Codes:
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, Measured] = {}  # by number
         self._ones = True  # of functions of which nothing is known: see `SharedFunction.ones`
+        self.wrong_predictions = 0
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
@@ -79,6 +80,12 @@ class Codes:
         """None where nothing came of the function yet, or it was forgotten. Any thread may ask."""
         measured = self._measured.get(function.code)
         return None if measured is None else measured.guess
+
+    def note_wrong_guess(self, function: SharedFunction) -> None:
+        """A backward was run for an expected gradient, which did not come. Any thread may say so."""
+        self.wrong_predictions += 1
+        if (guess := self.guess_of(function)) is not None:
+            guess.note_wrong()
 
     def seconds(self, function: SharedFunction, unknown: float) -> float:
         """Of one of its calls, with our care for it; `unknown` before the first."""

@@ -76,7 +76,11 @@ class Receiver:
         self.backwards_done = 0
         self._reading = False  # nothing but what a frame holds is looked at: what fails, fails because of that
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
-        self._answers = Answers(memory.lenders, memory.stays, settings.recoverable)
+        self._answers = Answers(memory.lenders, settings.recoverable)
+
+    @property
+    def graphs_dropped(self) -> int:
+        return self._answers.graphs_dropped
 
     @property
     def answers(self) -> int:

@@ -20,7 +20,7 @@ from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
-from mpgrad.wire.asides import Lacking, LastWords, SlabHere, WhereaboutsHere
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.records import Records
 from mpgrad.wire.tensor_refs import TensorRef
 
@@ -235,7 +235,6 @@ class Forward(NamedTuple):
 
     `ahead`: see `RunAhead`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
     that may say nothing of other gradients. With the gradient that is `expected`, if there is one: then the graph stays.
-    `may_stay`: large tensors of results need not come to the caller (see `Results.staying`).
     """
 
     chunk: int
@@ -247,7 +246,6 @@ class Forward(NamedTuple):
     ones: bool
     expected: float | None
     calls: list[ForwardCall]
-    may_stay: bool = False
 
 
 class RunAhead:
@@ -395,7 +393,6 @@ class Results(NamedTuple):
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
     depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.
-    `staying`: addresses of results that were not carried with this message; the worker's site has them.
     """
 
     chunk: int
@@ -408,7 +405,6 @@ class Results(NamedTuple):
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[int] = ()
-    staying: Sequence[int] = ()
 
 
 class Gradients(NamedTuple):
@@ -447,7 +443,6 @@ Message = (
     NewSlab
     | Carried
     | Lacking
-    | SlabHere
     | WhereaboutsHere
     | SlabsGone
     | SlabsMissing

@@ -233,7 +233,8 @@ operations: 2 under way
 calls:      1,600 done, 40 left
 backwards:  1,500 done, 0 left
 deaths:     2 of workers, 1 by the pool
-run again:  3 calls and backwards
+run again:  3 calls and backwards after deaths, 4 calls for their graphs
+given up:   5 graphs, 6 backwards with a wrong prediction
 memory:     1.3 GiB of workers; 0 bytes shared for tensors
 sent:       2.0 KiB in 20 frames
 received:   999 bytes in 30 frames
@@ -242,7 +243,9 @@ copied:     1.0 KiB of tensors; 9 slots made"""
 
 @pytest.mark.quick
 def test_statistics_are_a_table() -> None:
-    stats = PoolStats(WORKERS, (1 << 30) + (300 << 20), 0, 2, 1, 3, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9)
+    stats = PoolStats(
+        WORKERS, (1 << 30) + (300 << 20), 0, 2, 1, 3, 4, 5, 6, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9
+    )
     assert str(stats) == TABLE
     here = str(stats._replace(workers=[each._replace(node="") for each in WORKERS]))
     assert here.splitlines()[0].split() == ["worker", "device", "pid", "state", "busy", "calls", "graphs", "memory"]

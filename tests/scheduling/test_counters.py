@@ -5,8 +5,11 @@ The bounds are what the fixed cases take now, with a little room for how chunks 
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch
 import mpgrad
 from mpgrad import PoolStats
 from mpgrad.calls.operations import Operation
+from mpgrad.scheduling.guesses import LEAST
 
 pytestmark = pytest.mark.quick
 
@@ -209,3 +213,46 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> N
         assert (found.workers[0].graphs, found.workers[0].graph_bytes) == (2, later.workers[0].graph_bytes)
         assert 0 < before.workers[0].graph_bytes < found.workers[0].graph_bytes
         del y, z
+
+
+# --- what was run again, given up, or done in vain
+
+
+def losses_of(pool: mpgrad.Pool) -> torch.Tensor:
+    xs = [torch.full((50,), float(k), requires_grad=True) for k in range(6)]
+    return torch.stack(pool.map(lambda x: x.exp().sum(), xs, chunksize=1))
+
+
+def test_graphs_that_are_there_cost_nothing_more(pool: mpgrad.Pool) -> None:
+    losses_of(pool).sum().backward()
+    stats = pool.stats()
+    assert (stats.recomputed, stats.graphs_dropped, stats.wrong_predictions) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("options", [{"graphs": "recompute"}, {"graph_memory": 1}], ids=str)
+def test_graphs_that_were_dropped_and_made_again(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
+    with mpgrad.Pool(2, **options) as pool:
+        total = losses_of(pool).sum()
+        assert pool.stats().recomputed == 0 and pool.stats().graphs_dropped == 6
+        total.backward()
+        assert pool.stats().recomputed == 6 and pool.stats().graphs_dropped == 6
+
+
+def test_graphs_that_were_lost_and_made_again(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1) as pool:
+        total = losses_of(pool).sum()
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        total.backward()
+        stats = pool.stats()
+        assert (stats.recomputed, stats.graphs_dropped) == (6, 0)
+
+
+def test_predictions_that_were_wrong(pool: mpgrad.Pool) -> None:
+    for _ in range(LEAST):
+        losses_of(pool).sum().backward()
+    losses_of(pool).sum().backward()
+    assert pool.stats().wrong_predictions == 0
+    (losses_of(pool).sum() / 3).backward()
+    stats = pool.stats()
+    assert stats.wrong_predictions == 6 and stats.recomputed == 0
+    assert "6 backwards with a wrong prediction" in str(stats)

@@ -266,7 +266,6 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(parametrize, "_inject_property", lambda module, name: None),
         replaced(torch.nn.Module, "_replicate_for_data_parallel", lambda module: module),
     ],
-    "TorchScript knows its own operations by PyTorch's functions": [replaced(torch.jit._builtins, "_get_builtin_table", dict)],
     "the tensors in a structure can be had, and replaced": [
         replaced(private, "tree_leaves", lambda tree: [tree]),
         replaced(private, "tree_map_only", lambda kind, fn, tree: tree),
