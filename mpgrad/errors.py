@@ -105,7 +105,7 @@ class WorkerDiedError(BrokenProcessPool):
 
     Example:
         >>> import os, mpgrad
-        >>> with mpgrad.Pool(processes=1, retries=0, send="always") as pool:
+        >>> with mpgrad.Pool(processes=1, retries=0) as pool:
         ...     try:
         ...         pool.map(os._exit, [3])
         ...     except mpgrad.WorkerDiedError as error:

@@ -42,7 +42,6 @@ from mpgrad.submission.options import (
     Graphs,
     OnError,
     PoolOptions,
-    Send,
     pickled_initializer,
     positive,
 )
@@ -120,11 +119,6 @@ class Pool:
             "recompute": none is kept, and a backward runs the forward again.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
-        send: "auto": calls of `map`, `starmap` and `apply` for which sending would take longer than running, as measured, run
-            in the caller's thread, on private copies and with the same results; "always": all are sent to workers. With an
-            `initializer`, a `timeout`, `progress`, `chunksize` or `devices` all are sent, and so are items that come from
-            anything but a list, tuple, range, dict, set or tensor (a generator, `zip`: pass a list), and calls that bring a
-            class of the script (or another that no module can be imported for).
         deterministic: add up the gradients of captures in an order fixed by the items, so that two runs agree bit for bit
             (and with the serial loop, where each item uses a capture once). Otherwise each worker adds up its own, which
             sends less. `torch.use_deterministic_algorithms(True)` does the same for as long as it is on.
@@ -163,7 +157,6 @@ class Pool:
         timeout: float | None = None,
         graphs: Graphs = "auto",
         graph_memory: int | str | None = None,
-        send: Send = "auto",
         devices: Device | Sequence[Device] | None = None,
         ray: Ray | None = None,
     ) -> None:
@@ -184,7 +177,6 @@ class Pool:
             timeout=timeout,
             graphs=graphs,
             graph_memory=graph_memory,
-            send=send,
             devices=devices,
             ray=ray,
         )
@@ -247,8 +239,7 @@ class Pool:
             iterable: tensors, or structures with tensors anywhere inside.
             chunksize: items that travel together; None for sizes that follow the measured cost of a call.
             progress: True or a description for a bar of tqdm's, in notebooks its widget; or a function of (done, total, seconds
-                left), called in a thread of its own when they change, at most ten times a second; None where not known. Whoever
-                asks has all calls sent, also cheap ones, which otherwise may run in the caller.
+                left), called in a thread of its own when they change, at most ten times a second; None where not known.
             timeout: seconds for each call; None for the pool's own `timeout`.
             on_error: "raise": the first failing item's exception is raised, and the others are cancelled. "return": each
                 exception stands in the place of the result, and gradients flow to all other items (with `retries=0` not to
@@ -713,7 +704,7 @@ class Pool:
             ...     [(worker.calls, worker.graphs) for worker in pool.stats().workers]
             [(10, 0)]
         """
-        return self._scheduler.stats(self._submitter.costs.calls_here)
+        return self._scheduler.stats()
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record, in a `with` block, which worker runs which item's forward and backward, and when.
@@ -731,7 +722,7 @@ class Pool:
 
         Example:
             >>> import torch, mpgrad
-            >>> with mpgrad.Pool(processes=2, send="always") as pool:
+            >>> with mpgrad.Pool(processes=2) as pool:
             ...     with pool.timeline() as timeline:
             ...         results = pool.map(torch.square, [torch.ones(3, requires_grad=True)] * 8)
             ...         torch.stack(results).sum().backward()
@@ -766,14 +757,10 @@ class Pool:
             tensor([10., 10., 10.])
         """
 
-        def tally() -> tuple[int, int]:
-            done, left = self._scheduler.tally()
-            return done + self._submitter.costs.calls_here, left
-
-        before, _ = tally()
+        before, _ = self._scheduler.tally()
 
         def look() -> Standing:
-            done, left = tally()
+            done, left = self._scheduler.tally()
             return Standing(done - before, done - before + left)
 
         with reported(progress, look):

@@ -63,8 +63,10 @@ class PoolStats(NamedTuple):
         shared_bytes: shared memory in use for tensors on their way, for inputs of graphs that are kept, and for results.
         deaths: of workers, so far.
         kills: how many of these the pool brought about, for a timeout, a forced cancel or an interrupt.
-        reruns: calls and backwards that were given to another worker for it.
-        calls_here: calls that ran in the caller's thread, because sending them would have taken longer.
+        reruns: calls and backwards that were given to another worker for a death.
+        recomputed: calls that ran again for a backward, because their graph was gone: dropped, lost, or used up.
+        graphs_dropped: by workers, for want of memory, or because none are to be kept (`graphs="recompute"`).
+        wrong_predictions: backwards that ran right after their forwards (`graphs="auto"`) with a gradient that did not come.
         operations: maps, submitted calls and the like that have not ended.
         calls: that workers have run, so far; also workers that have ended.
         calls_left: of these operations, sent or waiting.
@@ -94,7 +96,9 @@ class PoolStats(NamedTuple):
     deaths: int
     kills: int
     reruns: int
-    calls_here: int
+    recomputed: int
+    graphs_dropped: int
+    wrong_predictions: int
     operations: int
     calls: int
     calls_left: int
@@ -117,10 +121,11 @@ class PoolStats(NamedTuple):
             [
                 *aligned([HEADER, *map(row_of, self.workers)]),
                 f"operations: {self.operations} under way",
-                f"calls:      {self.calls:,} done, {self.calls_left:,} left; {self.calls_here:,} more in the caller's thread",
+                f"calls:      {self.calls:,} done, {self.calls_left:,} left",
                 f"backwards:  {self.backwards:,} done, {self.backwards_left:,} left",
                 f"deaths:     {self.deaths:,} of workers, {self.kills:,} by the pool",
-                f"run again:  {self.reruns:,} calls and backwards",
+                f"run again:  {self.reruns:,} calls and backwards after deaths, {self.recomputed:,} calls for their graphs",
+                f"given up:   {self.graphs_dropped:,} graphs, {self.wrong_predictions:,} backwards with a wrong prediction",
                 f"memory:     {size_of(self.resident_bytes)} of workers; {size_of(self.shared_bytes)} shared for tensors",
                 f"sent:       {size_of(self.bytes_sent)} in {self.frames_sent:,} frames",
                 f"received:   {size_of(self.bytes_received)} in {self.frames_received:,} frames",

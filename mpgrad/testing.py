@@ -3,7 +3,7 @@
 `torch.autograd.gradcheck` compares one function with finite differences, to a tolerance. Here the loop run by the caller is
 the reference, so values and the gradients of items must agree bit for bit, and no tolerance can hide a mistake.
 
-    loop ──► loop again, last item first ──► the pool ──► last item first, one call at a time ──► in the caller
+    loop ──► loop again, last item first ──► the pool ──► last item first, one call at a time
 A function that the pool cannot run as the loop does (it counts its calls, remembers what it was given, writes to what it
 captures) may agree by chance in any one of these, but not in all.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,9 +25,8 @@ from mpgrad.calls.packing import pickled_function
 from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pool import Pool
-from mpgrad.scheduling.run_in_caller import LocalFunction, UnusualError, may_run_here
 from mpgrad.torch_state.leaves import all_leaves, held_leaves
-from mpgrad.torch_state.modes import TURNS, RandomState, draw_seed, kept_random_state, seed_item
+from mpgrad.torch_state.modes import RandomState, draw_seed, kept_random_state, seed_item
 from mpgrad.torch_state.private import apply, has_plain_memory, tree_leaves, tree_map_only
 from mpgrad.wire.tensor_refs import have_attributes
 
@@ -50,8 +48,7 @@ def assert_same_as_serial(
     """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and derivatives.
 
     The loop is run a second time, with the last item first, and must give the same. The pool is asked twice: as it is asked
-    anywhere, and with the last item first, each item a call of its own. Where it may run cheap calls in the caller
-    (``send="auto"``), they are run there too.
+    anywhere, and with the last item first, each item a call of its own.
 
     Objects, in items and results, are taken apart as the pool does it: their tensors are compared like others. The rest of one
     is alike if its equality says so (or both are NaN), or if its pickle is the same.
@@ -98,9 +95,6 @@ def assert_same_as_serial(
     given = copies(items)
     backwards = run or (lambda pool, fn, items: pool.map(fn, items, chunksize=1))
     loop.compare(list(backwards(pool, fn, given[::-1]))[::-1], given, min(order, 1), " (last item first, one by one)")
-    given = copies(items)
-    if run is None and (found := results_in_the_caller(pool, fn, given)) is not None:
-        loop.compare(found, given, min(order, 1), " (in the caller)")
     return None
 
 
@@ -248,18 +242,6 @@ def said_of_random_numbers(
         "torch.manual_seed fixes, where the items of a loop share one. To compare it, give each item its numbers, a seed, or a "
         f"torch.Generator ({error})"
     )
-
-
-def results_in_the_caller(pool: Pool, fn: Function, items: Sequence[Any]) -> list[Any] | None:
-    """As of calls that are too cheap to be sent; None where the pool would send them all the same."""
-    if not (pool._submitter.may_stay and may_run_here()):
-        return None
-    pickled = pickled_function(fn, pool._scheduler.packer.kind)
-    with TURNS.lock:
-        try:
-            return LocalFunction(pickled).run([((item,), {}) for item in items], math.inf)
-        except UnusualError:
-            return None
 
 
 class Alias(torch.autograd.Function):

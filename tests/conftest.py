@@ -27,7 +27,6 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.scheduling.costs import Costs
 from mpgrad.system import PORTABLE
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
@@ -55,7 +54,7 @@ def shared_pools(nursery: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.P
 
         def get(engine: str, processes: int) -> mpgrad.Pool:
             if (engine, processes) not in made:
-                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine, send="always")))
+                made[engine, processes] = staffed(stack.enter_context(mpgrad.Pool(processes, engine=engine)))
             return made[engine, processes]
 
         for engine, processes in (("process", 1), ("process", 2), ("process", 4), ("thread", 2), ("inline", 1)):
@@ -68,7 +67,7 @@ ENGINES = [("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `p
 
 @pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
 def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
-    """A warm pool of each engine, shared by the whole session; for tests that do not hurt it. All calls go to the workers."""
+    """A warm pool of each engine, shared by the whole session; for tests that do not hurt it."""
     return shared_pools(*request.param)
 
 
@@ -81,17 +80,8 @@ def pool2(shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
 @pytest.fixture
 def fresh_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     """A pool of two processes of the test's own, to be hurt."""
-    with mpgrad.Pool(processes=2, send="always") as pool:
+    with mpgrad.Pool(processes=2) as pool:
         yield pool
-
-
-@pytest.fixture
-def calls_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools send cheap calls to workers too, whose doings most tests are about, instead of running them in the caller.
-
-    The fixtures' pools do so because of `send="always"`. Modules whose tests make pools of their own ask for this one.
-    """
-    monkeypatch.setattr(Costs, "pays", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +102,7 @@ def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iter
 
 def footprint() -> dict[str, set[str]]:
     return {
-        "processes": set(running_children()),
+        "processes": set(map(str, psutil.pids())),  # of all, as it takes long to look whose children they are
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         # warm pools may keep more shared memory than they had when the test began; its own tests look at that
         "descriptors": {f"{name} {target}" for name, target in open_descriptors() if not is_shared_memory(target)},
@@ -126,12 +116,15 @@ def names_of_shared_memory() -> Iterator[str]:
         yield from (name for name in os.listdir("/dev/shm") if name.startswith(OWN_NAMES))
 
 
-def running_children() -> Iterator[str]:
-    for child in psutil.Process().children(recursive=True):
+def children_among(pids: set[str]) -> Iterator[str]:
+    """Those of the processes that descend from this one."""
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = child.cmdline()
-            if not any("multiprocessing.resource_tracker" in part for part in command):
-                yield f"{child.pid} {command}"
+            process = psutil.Process(int(pid))
+            if any(each.pid == os.getpid() for each in process.parents()):
+                command = process.cmdline()
+                if not any("multiprocessing.resource_tracker" in part for part in command):
+                    yield f"{pid} {command}"
 
 
 def open_descriptors() -> Iterator[tuple[str, str]]:
@@ -152,7 +145,9 @@ def shared_memory_files() -> int:
 
 def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
     now = footprint()
-    return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
+    new = {kind: now[kind] - before[kind] for kind in now}
+    new["processes"] = set(children_among(new["processes"]))
+    return {kind: names for kind, names in new.items() if names}
 
 
 # --- which tests run where

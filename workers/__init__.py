@@ -13,7 +13,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     loans, station                      memory lent and borrowed; the device
     whereabouts, task_warnings, streams, failures, last_words    what the caller hears beside results
     stage, recorder                     how far a call has come; what a timeline hears
-    surroundings, allocated             what tensors left behind; memory in use
+    allocated                           memory in use
     memory_watch                        whether a limit of memory is near
 """
 

@@ -102,7 +102,7 @@ class BackwardHandler:
             for step in (*call.before, call):
                 self._loans.give_back_unread(step)
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
-        return Gradients(chunk, outcomes, stage.backward_seconds, self._warnings.take(), dropped, nbytes, reached), payload
+        return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
         """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""

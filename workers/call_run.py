@@ -38,7 +38,6 @@ from mpgrad.workers.loans import Loans
 from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.strays import Copies, copied_in
-from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.whereabouts import Tracker
 
 __all__ = ["CallRun", "CallRunner"]
@@ -88,10 +87,6 @@ class CallRun:
         if not self._call.bundle:
             yield self._given
 
-    def arrived(self) -> Iterator[tuple[torch.Tensor, int]]:
-        yield from zip(self._given, flags_in(self._refs), strict=False)  # when the function has ended they are forgotten
-        yield from zip(self._function.captures, self._function.flags, strict=True)
-
     def note_strays(self, found: Sequence[torch.Tensor], copied: Copies) -> None:
         """Of what an item gave, which was given what was `copied`."""
         if not self._known:
@@ -106,8 +101,6 @@ class CallRun:
         flags = [flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves) for tensor in found]
         self.flags += flags
         outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
-        if outputs:
-            SURROUNDINGS.mark()  # their backward may reach around what the call was given
         alone = not self._call.bundle
         if alone:
             self._given.clear()  # now only what was made of an input, if that is no leaf, still holds it
@@ -168,7 +161,6 @@ class CallRunner:
         given, entrances = dress(self._loans.views(refs, payload), flags_in(refs))
         run = CallRun(call, function, refs, given, entrances, message.modes.inference, station)
         before = CHECKPOINTS.count
-        SURROUNDINGS.are_of(run)
         for stage.offset, own in enumerate(run.items()):
             stage.phase = "forward"
             if call.bundle:

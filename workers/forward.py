@@ -12,8 +12,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from mpgrad.errors import SharedMemoryError
 from mpgrad.torch_state.modes import under
 from mpgrad.wire.messages import Failure, Forward, ForwardCall, Result, Results, RunAhead
@@ -93,11 +91,7 @@ class ForwardHandler:
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         reached = () if function is None else function.search.take_found()
         warned = self._warnings.take()
-        staying = self._loans.take_staying()
-        results = Results(
-            chunk, outcomes, seconds, own_seconds, ahead_seconds, mutated, warned, dropped, nbytes, reached, staying
-        )
-        return results, payload
+        return Results(chunk, outcomes, seconds, own_seconds, ahead_seconds, mutated, warned, dropped, nbytes, reached), payload
 
     def _run(
         self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
@@ -121,9 +115,7 @@ class ForwardHandler:
                 graph = graph if ahead.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
             for_one = gradients is not None and ahead is not None and ahead.for_one
-            # sparse ones are looked at before anybody asks for them
-            may_stay = message.may_stay and all(each.layout is torch.strided for each in run.tensors)
-            refs = self._loans.lend(placed, payload, may_stay)
+            refs = self._loans.lend(placed, payload)
             result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, for_one, run.strays)
             del run, placed, ahead
             if graph is not None:

@@ -15,7 +15,7 @@ from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.wire.messages import Define, Failure, Forget
-from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, flags_in, with_more_behind
+from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.backward_ahead import are_precise
 from mpgrad.workers.capture_sums import FunctionSums
 from mpgrad.workers.failures import failure
@@ -53,7 +53,6 @@ class Function(NamedTuple):
     homes: Sequence[int] | None  # where the captures that need gradients lie in the caller, in a pool with devices
     precise: bool  # these gradients are not of half precision
     search: CaptureSearch
-    flags: Sequence[int]  # of the captures
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
     strays: Strays
@@ -128,7 +127,6 @@ class FunctionTable:
             homes=self._station.codes_in(message.captures),
             precise=are_precise(message.captures),
             search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
-            flags=flags_in(message.captures),
             sums=FunctionSums(),
             streams=streams,
             strays=Strays((code.pickled, state), copied_in(target, code.pickled, captures)),

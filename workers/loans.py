@@ -2,7 +2,6 @@
 
     caller's slots ──► views: tensors that look at them ──► nothing looks any more ──► take_returns: the caller is told
     results ──► lend: slots of ours ──► the caller sends them back: take_back ──► free for the next result
-              or they stay: the site looks at our slabs, and is asked for what others need
 Guarantees: each address that came is returned once for each time that it came, also for calls that did not run. What is lent
     stays until it is returned.
 """
@@ -15,8 +14,8 @@ from typing import Any, overload
 
 import torch
 
-from mpgrad.memory.arena import Arena, Lenders, Slab, Slot
-from mpgrad.wire.asides import Lacking, SlabHere
+from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.wire.asides import Lacking
 from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
@@ -37,8 +36,6 @@ from mpgrad.workers.station import Station
 
 __all__ = ["Loans"]
 
-STAYING_BYTES = 64 << 10  # from here on, asking for a result later costs less than bringing one that nobody reads
-
 
 class Loans:
     """Slots of ours until they are returned, and what is due to the caller of its own."""
@@ -49,9 +46,6 @@ class Loans:
         self._link = link
         self._station = station
         self._lent: dict[int, Slot] = {}
-        self._staying: list[int] = []  # addresses, since the last time that they were taken
-        self._carried: set[int] = set()  # addresses of what is lent
-        self._shown: set[int] = set()  # slabs that the site can look into
         # what is given back is told with the next answer
         self._lenders = Lenders(lambda: None, copies_for_children=True)
         self._unread: deque[tuple[int, int]] = deque()  # lent to us for calls that did not run
@@ -113,45 +107,26 @@ class Loans:
         return self.lend([None if each is None else place(each, own, home) for each, own, home in triples], payload)
 
     @overload
-    def lend(self, placed: Sequence[Placed] | Together, payload: Payload, may_stay: bool = False) -> Sequence[TensorRef]: ...
+    def lend(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]: ...
     @overload
-    def lend(self, placed: Sequence[Placed | None], payload: Payload, may_stay: bool = False) -> Sequence[TensorRef | None]: ...
-    def lend(
-        self, placed: Sequence[Placed | None] | Together, payload: Payload, may_stay: bool = False
-    ) -> Sequence[TensorRef | None]:
-        """References to what was placed, for the message with this `payload`. `may_stay`: large ones, at our site."""
+    def lend(self, placed: Sequence[Placed | None], payload: Payload) -> Sequence[TensorRef | None]: ...
+    def lend(self, placed: Sequence[Placed | None] | Together, payload: Payload) -> Sequence[TensorRef | None]:
+        """References to what was placed, for the message with this `payload`."""
         holders = [placed.holder] if isinstance(placed, Together) else [each.holder for each in placed if each is not None]
         for holder in holders:
             if isinstance(holder, Slot):
-                self._lend_slot(holder, may_stay)
+                self._lend_slot(holder)
         return payload.add_all(placed)
 
-    def _lend_slot(self, slot: Slot, may_stay: bool = False) -> None:
+    def _lend_slot(self, slot: Slot) -> None:
         self._lent[slot.address] = slot
-        if self._link.shares_memory:
-            return
-        if may_stay and slot.memory.nbytes >= STAYING_BYTES:
-            self._show(slot.slab)
-            self._staying.append(slot.address)
-        else:
-            self._carried.add(slot.address)
+        if not self._link.shares_memory:
             self._link.carry(slot)
-
-    def _show(self, slab: Slab) -> None:
-        if slab.number not in self._shown:
-            self._shown.add(slab.number)
-            self._link.send([SlabHere(slab.number, slab.nbytes)], (), [slab.descriptor])
-
-    def take_staying(self) -> list[int]:
-        """Addresses that were lent and not carried, since the last time."""
-        staying, self._staying = self._staying, []
-        return staying
 
     def take_back(self, message: Returned) -> None:
         for address, _ in message.slots:  # a result is lent once, so once is all
             slot = self._lent.pop(address)
-            if address in self._carried:
-                self._carried.discard(address)
+            if not self._link.shares_memory:
                 self._link.drop(slot, 1)
 
     # --- slabs

@@ -40,7 +40,6 @@ from mpgrad.workers.memory_watch import MemoryWatch
 from mpgrad.workers.station import NO_STATION, station
 from mpgrad.workers.strays import noting_those_of_initializer
 from mpgrad.workers.streams import Outlet
-from mpgrad.workers.surroundings import SURROUNDINGS
 from mpgrad.workers.worker import Worker
 
 __all__ = ["begin", "refuse_and_exit", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
@@ -182,7 +181,6 @@ def settle(start: Start, number: int) -> None:
     CHECKPOINTS.watch()
     APPLIED.watch()
     HOOKS.watch()
-    SURROUNDINGS.watch()
 
 
 def merged(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:

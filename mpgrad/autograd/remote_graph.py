@@ -104,11 +104,6 @@ class Home(Protocol):
         ...
 
     @property
-    def code(self) -> int:
-        """The number of the function's pickle."""
-        ...
-
-    @property
     def names(self) -> CallNames: ...
 
     @property

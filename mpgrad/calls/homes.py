@@ -166,6 +166,8 @@ class Sender(Protocol):
 
     def guess_of(self, function: SharedFunction) -> Learner | None: ...
 
+    def note_wrong_guess(self, function: SharedFunction) -> None: ...
+
     def note_other_gradient(self, function: SharedFunction) -> None: ...
 
 
@@ -175,8 +177,6 @@ class Learner(Protocol):
     def note_right(self, gradient: float) -> None: ...
 
     def note_other(self) -> None: ...
-
-    def note_wrong(self) -> None: ...
 
 
 class Contribution(NamedTuple):
@@ -239,10 +239,6 @@ class OperationHome:
     @property
     def function(self) -> int:
         return self._function.number
-
-    @property
-    def code(self) -> int:
-        return self._function.code
 
     @property
     def names(self) -> CallNames:
@@ -320,8 +316,7 @@ class OperationHome:
 
     def _guess_was_wrong(self, graph: RemoteGraph) -> None:
         graph.ahead = None
-        if (guess := self.sender.guess_of(self._function)) is not None:
-            guess.note_wrong()
+        self.sender.note_wrong_guess(self._function)
 
     def _learn(self, order: Order, grads: Grads) -> None:
         """What gradients its losses get, or that these are none."""

@@ -100,6 +100,7 @@ class Operation:
         self._failed: Failed | None = None  # the outcome at the limit; here also when outcomes have been taken
         self.delivered = 0  # outcomes of calls before the limit
         self.limit: float = math.inf  # calls from here on do not matter: an earlier one failed, or nobody waits
+        self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
         self.mutated = False  # a call wrote into a captured tensor
         self.warned: deque[Warned] = deque()  # warnings of tasks
 
@@ -110,7 +111,7 @@ class Operation:
         call.conditions = self.conditions
         if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
             raise ValueError(f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())")
-        call.start = self.items
+        call.item = self.items
         self.added += 1
         self.items += call.items
         (self.waiting if call.claims else self.queue).append(call)
@@ -278,11 +279,6 @@ class Operation:
     @property
     def is_claimed(self) -> bool:
         """Other calls are to be given what it gives."""
-        return False
-
-    @property
-    def may_stay(self) -> bool:
-        """Nobody is known to wait for the value, so that it need not come to the caller now."""
         return False
 
     def tell_if_finished(self) -> None:

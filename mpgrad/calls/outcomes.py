@@ -6,70 +6,21 @@ The scheduling thread puts them here; tensors and exceptions are made by who ask
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Home, RemoteGraph
+from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import ancestor_failed
-from mpgrad.memory.arena import Borrowed, Slab, Slot
+from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.wire.messages import Result
 from mpgrad.wire.tensor_refs import Sparse, TensorRef, stand_in, views
 
-__all__ = ["Delivered", "Failed", "Outcome", "Piece", "Staying"]
-
-
-class Piece(NamedTuple):
-    """Memory of a result whose content has not come."""
-
-    memory: weakref.ref[memoryview]
-    slab: Slab
-    place: int  # among those that the result has
-
-
-class Staying:
-    """A result of which tensors stay where they were made, and have memory here without content (see `scheduling.stays`)."""
-
-    def __init__(
-        self,
-        keeper: Any,
-        call: PackedCall,
-        home: Home,
-        timeout: float | None,
-        holder: Callable[[], object] | None,
-    ) -> None:
-        self.keeper = keeper  # the `engines.protocol.Keeper` that has them
-        self.call = call  # which makes them again, if they are lost there
-        self.forgets_call = False  # nothing else needs what the call was given
-        self.home = home
-        self.timeout = timeout
-        self._holder = holder
-        self.pieces: dict[int, Piece] = {}  # by address
-        self.is_wanted = False  # it has been asked for
-        self.is_here = False
-        self.failed: Failed | None = None  # why it will never be
-        self.then: list[Callable[[], None]] = []  # of the scheduling thread: orders for when it is settled
-
-    @property
-    def is_settled(self) -> bool:
-        return self.is_here or self.failed is not None
-
-    def may_be_asked_for(self) -> bool:
-        """By the caller."""
-        return self._holder is not None and self._holder() is not None
-
-    def settle(self) -> list[Callable[[], None]]:
-        """It is here, or has failed; returns the orders."""
-        self.is_here = self.failed is None
-        if self.forgets_call:
-            self.call.forget_tensors()
-        then, self.then = self.then, []
-        return then
+__all__ = ["Delivered", "Failed", "Outcome"]
 
 
 class Delivered(NamedTuple):
@@ -81,7 +32,6 @@ class Delivered(NamedTuple):
     graph: RemoteGraph | None
     call: PackedCall
     worker: object  # that gave it
-    staying: Staying | None = None  # of which nobody may look at the memory before it is here
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
         """Its tensors, without a history; `private`: not in memory where workers may still read them."""

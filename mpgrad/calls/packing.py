@@ -47,7 +47,6 @@ __all__ = [
     "PickledFunction",
     "Shared",
     "SharedFunction",
-    "lone_tensors",
     "pack_bundle",
     "pack_call",
     "pickled_function",
@@ -104,6 +103,7 @@ class SharedFunction:
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # gradients ahead of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
+        self.is_new = False  # to a worker that it was sent to, which may have had to start, or imports what it needs
         self.ones = True  # no other gradient than one has come yet where that would have mattered
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
@@ -127,7 +127,6 @@ class Conditions(NamedTuple):
     function: SharedFunction
     modes: Modes
     seed: int | None
-    first: int = 0  # the item of call 0
     environment: bytes | None = None  # see `mpgrad.environment.Since`; None: workers follow none
 
 
@@ -147,12 +146,12 @@ class PackedCall:
         "idle_deaths",
         "index",
         "inputs_lent",
+        "item",
         "leaf_items",
         "leaves",
         "origin",
         "placed",
         "route",
-        "start",
         "structure",
         "ungated",
     )
@@ -161,7 +160,7 @@ class PackedCall:
 
     def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
         self.index = index
-        self.start = index  # the number of its first item in the operation
+        self.item = index  # the number of its item, or of its first one, in the operation
         self.bundle: Parts = ()  # the arguments of each item
         self.leaves: Sequence[torch.Tensor] = ()  # of a bundle: those of its tensors that need gradients
         self.leaf_items: Sequence[int] = ()  # the item of each
@@ -176,11 +175,6 @@ class PackedCall:
         self.origin = 0  # the device it comes from
         self.deaths = 0  # of workers that ran this call
         self.idle_deaths = 0  # of workers that had it next
-
-    @property
-    def item(self) -> int:
-        """The number of its item, or of its first one, in the eyes of the caller."""
-        return self.conditions.first + self.start
 
     @property
     def items(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.outcomes import Failed, Staying
+from mpgrad.calls.outcomes import Failed
 from mpgrad.calls.output import report
 from mpgrad.calls.seconds import seconds_given, seconds_or_none
 from mpgrad.calls.submitted import Submitted
@@ -36,10 +36,6 @@ class Desk(Protocol):
     """What results need of the scheduler."""
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
-
-    def bring(self, staying: Staying, timeout: float | None = None) -> bool: ...
-
-    def fetch(self, staying: Staying, then: Callable[[], None]) -> None: ...
 
     def admit(self, operation: Operation) -> None: ...
 
@@ -241,7 +237,6 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._failed: Failed | None = None
         self._is_abandoned = False
         self._tells = False  # somebody, when it is done
-        self._telling = threading.RLock()
         operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
         operation.starts = self._starts
@@ -251,12 +246,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
     @not_compiled
     def result(self, timeout: float | None = None) -> R:
         """As in `concurrent.futures`: the result of the call, or the exception that it raised."""
-        begun, timeout = time.monotonic(), seconds_or_none("timeout", timeout)
-        failed = self._await_failure(timeout)
-        if failed is None and (staying := self._operation.staying) is not None:
-            if not self._desk.bring(staying, None if timeout is None else begun + timeout - time.monotonic()):
-                raise late(timeout)
-            failed = staying.failed
+        failed = self._await_failure(seconds_or_none("timeout", timeout))
         if failed is not None:
             raise failed.error()
         value: R = self._operation.take()
@@ -285,12 +275,11 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         if not self.done():
             self._wait(timeout)
         if not self.done():
-            raise late(timeout)
+            raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
         if self.cancelled():
             raise concurrent.futures.CancelledError
         self._uncollected.collected(self._number)
-        staying = self._operation.staying
-        return self._failed if staying is None else staying.failed
+        return self._failed
 
     def cancel(self, force: bool = False) -> bool:
         """Cancel the call, unless it runs or is done; calls that were given its result then fail.
@@ -318,7 +307,6 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         return cancelled
 
     def _wait(self, timeout: float | None) -> None:
-        self._operation.is_awaited = True
         try:
             self._desk.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
@@ -368,8 +356,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             ...     done.get(timeout=60).result()
             1
         """
-        with self._telling:
-            self._tells = self._operation.is_awaited = True
+        self._tells = True
         super().add_done_callback(fn)
 
     def _claim(self) -> Claim | None:
@@ -380,7 +367,6 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
     def _starts(self) -> bool:
         """A call begins, unless it was cancelled; of that the future is told once."""
-        self._operation.is_awaited |= bool(self._waiters)  # of `concurrent.futures.wait` and `as_completed`
         if self.running() or self._told:
             return not self._told
         self._told = not self.set_running_or_notify_cancel()
@@ -392,21 +378,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
         if not self._starts():
             return  # cancelled
-        staying = self._operation.staying
-        if staying is None:
-            self._end(outcome if isinstance(outcome, Failed) else None)
-            return
-        with self._telling:  # callbacks ask for the value in this thread, which could not bring it
-            if not self._tells:
-                self.set_result(cast(R, None))
-        if not self.done():
-            self._desk.fetch(staying, lambda: self._end(staying.failed))
-        elif self._operation.is_awaited:
-            self._desk.fetch(staying, lambda: None)
-
-    def _end(self, failed: Failed | None) -> None:
         try:
-            self._failed = failed
+            self._failed = failed = outcome if isinstance(outcome, Failed) else None
             if failed is None or failed.is_cancelled:
                 self.set_result(cast(R, None))  # the value is made by who asks for it
             else:
@@ -414,7 +387,3 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
                 self.set_exception(ExceptionOfTask())  # and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
-
-
-def late(timeout: float | None) -> BaseException:
-    return concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")

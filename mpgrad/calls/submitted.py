@@ -13,7 +13,7 @@ import torch
 
 from mpgrad.calls.claims import Claim, Source
 from mpgrad.calls.operations import Operation, let_go
-from mpgrad.calls.outcomes import Delivered, Failed, Outcome, Staying
+from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.pickling import structure
 
 __all__ = ["Submitted"]
@@ -36,7 +36,6 @@ class Submitted(Operation):
         self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
         self._taken = False
         self._value: Any = None
-        self.is_awaited = False  # somebody waits for the value, or is to be told of it
         # of the dispatcher: to be told when there is an outcome
         self.dependents: deque[Callable[[], None]] = deque()
         self.on_passed_on: Callable[[], None] = lambda: None  # its failure is somebody else's now
@@ -45,16 +44,6 @@ class Submitted(Operation):
     def outcome(self) -> Outcome | None:
         found = self.outcomes.get(0)
         return Failed.with_error(CancelledError()) if found is None and self.limit == 0 else found
-
-    @property
-    def staying(self) -> Staying | None:
-        """The result, where it has not come with its outcome, and nobody has taken it."""
-        found = self.outcomes.get(0)
-        return found.staying if isinstance(found, Delivered) else None
-
-    @property
-    def may_stay(self) -> bool:
-        return not self.is_awaited
 
     @property
     def is_claimed(self) -> bool:

@@ -9,7 +9,6 @@ the memory that the caller lends them, and passes frames on as they are. What ca
     site_handle   the caller's end of a site: what was sent, lent and heard
     site          on the node: workers, mirrored slabs, relayed frames; needs no torch
     site_worker   on the node: a worker, as the site sees it
-    keeper        results that stay at a site, as the caller knows it; worker_slabs: as the site has them
     records       what is said, as bytes
     sequence      exchanges put in order again, on both sides
     local         a carrier: sites are programs on this machine, for tests and for who has no cluster

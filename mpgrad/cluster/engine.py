@@ -41,8 +41,8 @@ class ClusterEngine:
 
     copies_caller = False
 
-    def __init__(self, carrier: Carrier, workers: int | None, patience: float, packs: bool = False) -> None:
-        """`workers`: None for as many as there is room for. `packs`: on as few nodes as possible.
+    def __init__(self, carrier: Carrier, workers: int | None, patience: float) -> None:
+        """`workers`: None for as many as there is room for.
 
         Raises:
             ConnectionError: the cluster cannot be reached.
@@ -52,7 +52,6 @@ class ClusterEngine:
         self.room: int | None = None
         self._carrier = carrier
         self._patience = patience
-        self._packs = packs
         self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
@@ -69,7 +68,7 @@ class ClusterEngine:
                 raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
             if workers is None:
                 self.room = slots
-            for node, number in placed(nodes, slots if workers is None else workers, packs):
+            for node, number in placed(nodes, slots if workers is None else workers):
                 self._open_site(node, number)
             for target in (self._ask_for_nodes, self._beat):
                 threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
@@ -94,8 +93,6 @@ class ClusterEngine:
         alive = any(not site.lost for site in self._sites)
         nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
         planned = [site for site in self._sites if site.is_planned]
-        if self._packs:
-            nodes = [node for node in nodes if any(site.on(node) for site in planned)] or nodes
         node = max(nodes, key=lambda node: node.slots, default=None)
         may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
         if self.room is None and (node is not None or not may_have_room_soon):
@@ -176,7 +173,7 @@ class ClusterEngine:
 
     def _look_after(self, site: SiteHandle) -> None:
         now = time.monotonic()
-        if self.room is None and now - site.idle_since > IDLE and not site.keeper.is_needed:  # others may need its room
+        if self.room is None and now - site.idle_since > IDLE:  # others may need its room
             site.close()
         elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
             site.is_missed = True
@@ -286,12 +283,12 @@ class ClusterEngine:
         self._carrier.close()
 
 
-def placed(nodes: Sequence[Node], workers: int, packs: bool) -> list[tuple[Node | None, int]]:
-    """So many workers, evenly over the nodes that have room, or packed; for the rest there will be room somewhere."""
+def placed(nodes: Sequence[Node], workers: int) -> list[tuple[Node | None, int]]:
+    """So many workers, evenly over the nodes that have room; for the rest there will be room somewhere."""
     given = {node.id: 0 for node in nodes}
     left = workers
     while left and (open_nodes := [node for node in nodes if given[node.id] < node.slots]):
-        share = left if packs else max(1, left // len(open_nodes))
+        share = max(1, left // len(open_nodes))
         for node in open_nodes:
             number = min(share, left, node.slots - given[node.id])
             given[node.id] += number

@@ -9,8 +9,6 @@ from typing import Any
 
 __all__ = ["Ray"]
 
-PLACEMENTS = ("spread", "pack")
-
 
 @dataclass(frozen=True)
 class Ray:
@@ -23,7 +21,6 @@ class Ray:
         cpus_per_worker: CPUs that are reserved for each worker.
         memory_per_worker: bytes that are reserved for each worker; None for none.
         resources: custom resources that each worker needs, by name.
-        placement: "spread" workers evenly over the nodes, or "pack" them on as few as possible.
         runtime_env: Ray's description of what the nodes have to have installed; see Ray's documentation.
         node_timeout: seconds of silence after which the caller and a node take each other for dead.
 
@@ -32,8 +29,8 @@ class Ray:
 
     Example:
         >>> import mpgrad
-        >>> mpgrad.Ray(address="local", node_timeout=5.0).placement
-        'spread'
+        >>> mpgrad.Ray(address="local", node_timeout=5.0).address
+        'local'
     """
 
     address: str = "auto"
@@ -41,15 +38,12 @@ class Ray:
     cpus_per_worker: float = 1
     memory_per_worker: int | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
-    placement: str = "spread"
     runtime_env: Mapping[str, Any] | None = None
     node_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
             raise ValueError(f'address must be "auto", "local", or that of a cluster (address: {self.address!r})')
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)} (placement: {self.placement!r})")
         for name in ("workers_per_node", "memory_per_worker"):
             number = getattr(self, name)
             if number is None:

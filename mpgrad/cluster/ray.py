@@ -162,7 +162,7 @@ class RayCarrier:
 
     def start_site(self, options: SiteOptions) -> Any:
         ours, ray = self._options, self._ray
-        placement: Any = ours.placement.upper() if ours.placement == "spread" else "DEFAULT"
+        placement: Any = "SPREAD"
         if options.node is not None:
             strategies = importlib.import_module("ray.util.scheduling_strategies")
             placement = strategies.NodeAffinitySchedulingStrategy(node_id=options.node.id, soft=False)
@@ -260,4 +260,4 @@ class SiteActor:
 def ray_engine(options: Ray | None, workers: int | None) -> ClusterEngine:
     options = Ray() if options is None else options
     patience = min(options.node_timeout, threading.TIMEOUT_MAX)
-    return ClusterEngine(RayCarrier(options), workers, patience, options.placement == "pack")
+    return ClusterEngine(RayCarrier(options), workers, patience)

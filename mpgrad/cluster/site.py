@@ -4,19 +4,17 @@
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, mirrored here, shared with all workers of the site
 Frames are passed on as they are. A slab has the caller's number, and each piece of it lies at the caller's offset, so addresses
-in frames stay valid. What a worker lends the caller travels inside its frames; or it stays, in a slab that the worker shows us.
+in frames stay valid. What a worker lends the caller travels inside its frames.
 
     caller ► site: ("start", worker) ("slab", number, nbytes) ("write", address, bytes) ("forget", slab)
                    ("frame", worker, frame, slabs that it introduces) ("skip", worker, place, chunk)
                    ("limit", worker, chunk, seconds for each of its calls; None: it is answered)
                    ("follow", worker, seconds for which it is said where it is)
-                   ("keep", address, nbytes): write there what a worker has left there   ("release", a worker's slab)
-                   ("fetch", number, [(address, nbytes) ...])
                    ("kill", worker, signal) ("end", worker) ("watch", worker, pid) ("close",)
     site ► caller: ("hello", Hello) ("frame", worker, header, body) ("gone", worker, exit code, last words)
                    ("at", worker, its `Whereabouts`): before "overrun" and "gone", when followed, each second
                    ("skipped", worker, place, chunk): written, and all that it had answered by then has been passed on
-                   ("overrun", worker, chunk, position) ("content", number of the fetch, [bytes ...]; None: it is lost)
+                   ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
@@ -42,7 +40,6 @@ from mpgrad.cgroups import free_memory
 from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.cluster.site_worker import Pieces, SiteWorker
-from mpgrad.cluster.worker_slabs import WorkerSlabs
 from mpgrad.engines.launch import Launcher, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, reserve_memory, resident_bytes
@@ -129,7 +126,6 @@ class Site:
         self._launcher: Launcher = process_launcher(None)
         self._workers: dict[int, SiteWorker] = {}
         self._slabs: dict[int, MirroredSlab] = {}
-        self._theirs = WorkerSlabs()
         self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
         self._arriving = Sequence()
         self._next_number = 0
@@ -186,17 +182,7 @@ class Site:
                 number, nbytes = rest
                 self._slabs[number] = MirroredSlab(nbytes)
             case "write":
-                address, content = rest
-                self._write_mirror(address, len(content), content)
-            case "keep":
-                address, nbytes = rest
-                self._write_mirror(address, nbytes, self._theirs.read(address, nbytes))
-            case "fetch":
-                number, pieces = rest
-                found = [pickle.PickleBuffer(each) for piece in pieces if (each := self._theirs.read(*piece)) is not None]
-                self._say("content", number, found if len(found) == len(pieces) else None)
-            case "release":
-                self._theirs.release(*rest)
+                self._write_mirror(*rest)
             case "forget":
                 self._slabs.pop(rest[0]).close()
                 self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
@@ -228,16 +214,14 @@ class Site:
                 if not self._burials:
                     self._say("closed")
 
-    def _write_mirror(self, address: int, nbytes: int, content: memoryview | None) -> None:
+    def _write_mirror(self, address: int, content: memoryview) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
         slab = self._slabs[slab_of(address)]
         lacking = [piece for piece in self._lacking if piece[0] != address]
         try:
-            if content is None:  # no descriptor was free when a worker showed what it has left here
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             slab.write(address & OFFSET_MASK, content)
         except OSError as error:
-            lacking.append((address, nbytes, no_room(nbytes, error)))
+            lacking.append((address, len(content), no_room(len(content), error)))
         self._lacking = lacking
         if slab.descriptor >= 0 and slab.awaited:
             awaited, slab.awaited = slab.awaited, []
@@ -290,7 +274,7 @@ class Site:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
                 if frame.header[2]:  # with descriptors, which end at this machine's border
-                    worker.hear(frame, self._theirs)
+                    worker.hear(frame)
                     continue
                 self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:

@@ -2,8 +2,7 @@
 
     SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══► reply ──► take ──► frames of a SiteLink
 What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
-workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`); or it
-stays there (`keeper`).
+workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`).
 
 Assumes: called by the thread that uses the engine, but for `beat`, `resident_bytes`, and the replies that a carrier gives.
 """
@@ -21,7 +20,6 @@ from pickle import PickleBuffer
 from typing import Any
 
 from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
-from mpgrad.cluster.keeper import SiteKeeper
 from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence as Arriving
 from mpgrad.cluster.site import Hello
@@ -82,7 +80,6 @@ class SiteHandle:
         self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
         self._lent_of: Counter[int] = Counter()  # slab -> how many of these addresses lie there
         self._slabs: dict[int, set[int]] = {}  # mirrored there -> workers that know it
-        self.keeper = SiteKeeper(self.tell)
 
     @property
     def free(self) -> int:
@@ -187,8 +184,6 @@ class SiteHandle:
     def _obey(self, kind: str, *rest: Any) -> None:
         if kind == "hello":
             (self.hello,) = rest
-        elif kind == "content":
-            self.keeper.arrive(*rest)
         elif kind == "closed":
             self.is_closing = False
         elif kind == "resident":
@@ -220,7 +215,6 @@ class SiteHandle:
             link.ended = True
         if not was_planned:
             self._carrier.kill_site(self._site)
-        self.keeper.lose()
 
     def ask_to_close(self) -> None:
         """After its workers were told to end."""
@@ -248,10 +242,7 @@ class SiteHandle:
     def carry(self, holder: Slot | Borrowed) -> None:
         address = address_of(holder)
         self.mirror(holder.slab)
-        if self.keeper.has(address):
-            if not self._lent[address]:
-                self.tell("keep", address, holder.memory.nbytes)
-        elif not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
+        if not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
             self.tell("write", address, PickleBuffer(holder.memory))
         if not self._lent[address]:
             self._lent_of[holder.slab.number] += 1
@@ -292,7 +283,6 @@ class SiteLink:
     def __init__(self, number: int, site: SiteHandle) -> None:
         self.number = number
         self.site = site
-        self.keeper = site.keeper
         self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
         self._refused = ""  # why it could not be started
         self.is_leaving = False
@@ -363,8 +353,6 @@ class SiteLink:
             if isinstance(message, Ready):
                 self.site.refusals = 0
                 self.site.tell("watch", self.number, message.pid)
-            elif isinstance(message, SlabsGone):
-                self.site.keeper.drop(message.numbers)
         return Frame(messages, payload)
 
     def take_descriptor(self) -> int | None:
@@ -405,7 +393,6 @@ class SiteLink:
             self.site.tell("end", self.number)
             self.ended = True
         self.site.leave(self.number)
-        self.keeper.leave(self.number)
         del self.site.links[self.number]
         if not self.site.links:
             self.site.idle_since = time.monotonic()

@@ -10,8 +10,7 @@ import os
 import pickle
 import socket
 
-from mpgrad.cluster.worker_slabs import WorkerSlabs
-from mpgrad.wire.asides import LastWords, SlabHere, Whereabouts, WhereaboutsHere, in_order
+from mpgrad.wire.asides import LastWords, Whereabouts, WhereaboutsHere, in_order
 from mpgrad.wire.pipe import Pipe, RawFrame, last_words_in
 
 __all__ = ["Pieces", "SiteWorker"]
@@ -37,7 +36,7 @@ class SiteWorker(Pipe):
         self.followed_until = 0.0  # on the same clock; it is said where it is
         self.told: list[int] = []  # where that was last
 
-    def hear(self, frame: RawFrame, slabs: WorkerSlabs) -> None:
+    def hear(self, frame: RawFrame) -> None:
         """What the worker says to us."""
         for message in pickle.loads(frame.body):
             descriptor = self.take_descriptor()
@@ -45,8 +44,6 @@ class SiteWorker(Pipe):
                 continue
             if isinstance(message, LastWords):
                 self._last_words = descriptor
-            elif isinstance(message, SlabHere):
-                slabs.show(message.number, descriptor, message.nbytes)
             elif isinstance(message, WhereaboutsHere):
                 with contextlib.suppress(OSError):  # no memory: then it runs what nobody wants
                     memory = memoryview(mmap.mmap(descriptor, 0))

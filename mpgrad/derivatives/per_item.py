@@ -45,8 +45,7 @@ def per_item_grad(
     Hooks on results and inputs are not called: nothing goes through autograd's engine here.
 
     Args:
-        results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned it; of others, and of calls
-            that ran in the caller, gradients are computed one after the other, by the engine, and their graphs are kept.
+        results: tensors, each as `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned it.
         inputs: a tensor, or a tuple of them, that the function captured or that every item has; or a list with such an entry
             for each result. So parameters that you keep in a list are passed as `tuple(parameters)`.
         grad_outputs: for each result a tensor of its shape; None for results of one element, whose gradient is 1.
@@ -58,9 +57,9 @@ def per_item_grad(
 
     Raises:
         TypeError: `results` is no sequence, or an input or a gradient no tensor.
-        ValueError: a result has no graph; an input is none of its item's tensors nor a capture (zeros, where the
-            result does not depend on all of these); lists of other lengths; a `grad_outputs` of another shape, or none
-            for a result of several elements. Names the item.
+        ValueError: a result is not as a pool returned it, or has no graph; an input is none of its item's tensors nor a
+            capture (zeros, where the result does not depend on all of these); lists of other lengths; a `grad_outputs` of
+            another shape, or none for a result of several elements. Names the item.
 
     Example:
         >>> import torch, mpgrad
@@ -88,10 +87,7 @@ def per_item_grad(
     create_graph = create_graph or DIFFERENTIATING.needs_graph()
     keep = create_graph if retain_graph is None else retain_graph
     asked = [Asked(index, *each) for index, each in enumerate(zip(results, each_inputs, cotangents, strict=True))]
-    here = {each.number: by_engine(each, create_graph) for each in asked if is_here(each.result)}
-    there = [each for each in asked if each.number not in here]
-    found = here | dict(zip([each.number for each in there], by_workers(there, keep, create_graph), strict=True))
-    return [found[index] for index in range(count)]
+    return by_workers(asked, keep, create_graph)
 
 
 class Asked(NamedTuple):
@@ -101,22 +97,6 @@ class Asked(NamedTuple):
     result: torch.Tensor
     inputs: Inputs
     cotangent: torch.Tensor
-
-
-def is_here(result: torch.Tensor) -> bool:
-    """Whether its graph is: of a cheap call, which ran in the caller, or of what the caller made of results."""
-    return result.grad_fn is not None and not is_call(result.grad_fn)
-
-
-def by_engine(asked: Asked, create: bool) -> Inputs:
-    """Graphs are kept, because those of several results may lead to one history."""
-    wanted = asked.inputs if isinstance(asked.inputs, tuple) else (asked.inputs,)
-    for tensor in wanted:
-        if not tensor.requires_grad:
-            raise ValueError(f"an input for results[{asked.number}] does not require grad (shape: {tuple(tensor.shape)})")
-    found = torch.autograd.grad(asked.result, wanted, asked.cotangent, True, create, allow_unused=True)
-    grads = [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, found, strict=True)]
-    return tuple(grads) if isinstance(asked.inputs, tuple) else grads[0]
 
 
 def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[Inputs]:
@@ -149,8 +129,8 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
 
 
 def check_graph(index: int, result: object) -> None:
-    """Raises ValueError for what has no history."""
-    if not isinstance(result, torch.Tensor) or result.grad_fn is None:
+    """Raises ValueError for what has no history, or one of the caller's."""
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None or not is_call(result.grad_fn):
         raise ValueError(
             f"results[{index}] is not a tensor as a pool returned it with gradients (it is: {type(result).__name__}); "
             "take the gradients of the pool's own results"

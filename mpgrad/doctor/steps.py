@@ -140,7 +140,7 @@ def start_first(pools: ExitStack) -> Iterator[Finding]:
     import mpgrad
 
     start = time.perf_counter()
-    pool = pools.enter_context(mpgrad.Pool(1, send="always"))
+    pool = pools.enter_context(mpgrad.Pool(1))
     pool.apply(abs, (-1,))
     seconds = time.perf_counter() - start
     # exact arithmetic: the first `exp` of a process in two threads of MKL may have errors of 3e-5 while the machine is busy
@@ -172,7 +172,7 @@ def start_further(pools: ExitStack) -> Iterator[Finding]:
     begun = time.perf_counter()
     while len(times) < FURTHER_WORKERS and time.perf_counter() - begun < FURTHER_SECONDS:
         start = time.perf_counter()
-        with mpgrad.Pool(1, send="always") as pool:
+        with mpgrad.Pool(1) as pool:
             pool.apply(abs, (-1,))
             times.append(time.perf_counter() - start)
     seconds = statistics.median(times)
@@ -184,46 +184,41 @@ def start_further(pools: ExitStack) -> Iterator[Finding]:
 
 
 def time_calls(pools: ExitStack) -> Iterator[Finding]:
-    """Maps of tiny calls by a loop, in the caller and on workers, and calls one by one, in turns: the median of each."""
+    """Maps of tiny calls by a loop and on workers, and calls one by one, in turns: the median of each."""
     import torch
 
     import mpgrad
     from mpgrad.cpus import usable_cpus
 
     workers = min(MOST_WORKERS, usable_cpus())
-    sending = pools.enter_context(mpgrad.Pool(workers, send="always"))
-    keeping = pools.enter_context(mpgrad.Pool(workers))
+    pool = pools.enter_context(mpgrad.Pool(workers))
     items = [torch.ones(3) for _ in range(CALLS)]
     ways: dict[str, Callable[[], object]] = {
         "loop": lambda: [torch.sin(item) for item in items],
-        "kept": lambda: keeping.map(torch.sin, items),
-        "sent": lambda: sending.map(torch.sin, items),
-        "awaited": lambda: sending.apply(torch.sin, (items[0],)),
+        "sent": lambda: pool.map(torch.sin, items),
+        "awaited": lambda: pool.apply(torch.sin, (items[0],)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     begun = time.perf_counter()
     for turn in range(1 + ROUNDS):
         for name, way in ways.items():
-            calls_here, start = keeping.stats().calls_here, time.perf_counter()
+            start = time.perf_counter()
             way()
             taken = time.perf_counter() - start
-            was_kept = keeping.stats().calls_here - calls_here == CALLS
-            if turn > 0 and (name != "kept" or was_kept):  # the first is for what comes once
+            if turn > 0:  # the first is for what comes once
                 seconds[name].append(taken / (1 if name == "awaited" else CALLS))
         if turn > 1 and time.perf_counter() - begun > ROUND_SECONDS:
             break
-    yield from judged_calls({name: statistics.median(times) for name, times in seconds.items() if times}, workers)
+    yield from judged_calls({name: statistics.median(times) for name, times in seconds.items()}, workers)
 
 
 def judged_calls(seconds: dict[str, float], workers: int) -> Iterator[Finding]:
     """`seconds` of a call, by its way."""
 
     def found(name: str, way: str, detail: str) -> Finding:
-        value = round(1e6 * seconds[way], 1) if way in seconds else None
-        return Finding("pool", name, value, "us" if value is not None else "", detail)
+        return Finding("pool", name, round(1e6 * seconds[way], 1), "us", detail)
 
-    loop = round(1e6 * seconds["loop"], 1)
-    yield found("tiny call, kept", "kept", f"in the caller, on copies; {loop} us in a plain loop")
+    yield found("tiny call, loop", "loop", "in a plain loop")
     sent = found("tiny call, sent", "sent", f"one of {CALLS} in a map, {workers} worker{'s' if workers > 1 else ''}")
     if seconds["sent"] > SLOW_CALL:
         problem = "30 to 60 us are usual: other programs want these CPUs, too"

@@ -34,7 +34,7 @@ class Loopback:
     could_start = keeps_time = is_leaving = False
     overrun: tuple[int, int] | None = None
     shares_memory = True
-    whereabouts = keeper = None
+    whereabouts = None
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -10,13 +10,13 @@ the two sides share no memory, the links mirror it (see `wire.mirror`).
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mpgrad.wire.link import Link
 from mpgrad.wire.pipe import Traffic
 
-__all__ = ["Engine", "Keeper", "Traits", "WorkerLink"]
+__all__ = ["Engine", "Traits", "WorkerLink"]
 
 
 class Traits(NamedTuple):
@@ -29,26 +29,6 @@ class Traits(NamedTuple):
     on_devices: bool
     in_caller: bool = False  # calls run in the thread that asks for them
     remote: bool = False  # workers may be on other machines, behind a site
-
-
-class Keeper(Protocol):
-    """Has results that stay where they were made until somebody needs them. One thread uses it."""
-
-    def note(self, address: int) -> None:
-        """A worker has said that it stays."""
-        ...
-
-    def has(self, address: int) -> bool:
-        """Its workers can read it without our help."""
-        ...
-
-    def fetch(self, pieces: Sequence[tuple[int, int]], then: Callable[[Sequence[memoryview] | None], None]) -> None:
-        """Have the contents of what lies at these addresses, of these sizes, brought to `then`; None: it is lost."""
-        ...
-
-    def let_go(self, address: int) -> None:
-        """Nobody will ask for it any more."""
-        ...
 
 
 class WorkerLink(Link, Protocol):
@@ -73,11 +53,6 @@ class WorkerLink(Link, Protocol):
     @property
     def has_place(self) -> bool:
         """The worker is there, or will be in a moment; else it waits for room on a cluster, for ever perhaps."""
-        ...
-
-    @property
-    def keeper(self) -> Keeper | None:
-        """None: what it gives comes with its answers."""
         ...
 
     @property

@@ -31,7 +31,7 @@ class SocketLink(Channel):
     has_place = True
     could_start = keeps_time = is_leaving = False
     overrun: tuple[int, int] | None = None
-    whereabouts = keeper = None
+    whereabouts = None
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic)

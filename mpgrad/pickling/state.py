@@ -34,7 +34,6 @@ from mpgrad.pickling.uses import Wanted, is_own
 from mpgrad.pickling.watch import ABSENT, Watch
 
 __all__ = [
-    "Everything",
     "Recent",
     "State",
     "dumps_arguments",
@@ -52,13 +51,6 @@ WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
-
-
-class Everything:
-    """Of a process: its own modules."""
-
-    def covers(self, wanted: Iterable[Wanted]) -> bool:
-        return True
 
 
 class State:
@@ -200,7 +192,7 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 
 
 def dumps_arguments(
-    value: object, known: State | Everything | None, travel: Travel = as_it_is
+    value: object, known: State | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
     """`dumps_whole` of what may have `Deferred` values in it, and the claims to those, in the order in which pickle meets them.
 

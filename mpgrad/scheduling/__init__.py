@@ -12,9 +12,7 @@ Imports `calls`, `engines` and what is below them. Nothing here waits for a work
     deliveries       what leaves for workers; chunk_writer: as messages; chunks: what they consist of
     worker_handle    each worker: under_way (chunks, and how far it is), graph_ledger, loans
     receiving        what comes from workers; answers: as outcomes
-    stays            results that have not come, because nobody here has needed them
     staffing         workers come and go; recovery: what is lost with one
     calling_off      what nobody wants any more, or takes too long; deadlines
-    run_in_caller    cheap calls that are not sent; costs decides
     caller_memory    what is shared with workers; crossing: how tensors cross to devices
 """

@@ -45,14 +45,6 @@ class Admissions:
             operation.unsorted = operation.at_rest and operation.sealed
             self._line.join(operation)
 
-    def go_on(self, operation: Operation) -> None:
-        """As `admit`, with a call that others wait for."""
-        if operation.queue and not operation.finished:
-            self.unfinished[operation] = None
-            self._line.join(operation, first=True)
-        else:
-            self.admit(operation)
-
     def cancel_rest(self, operation: Operation) -> None:
         """Nobody wants the calls after the first that failed."""
         for worker in self._deliveries.workers.values():

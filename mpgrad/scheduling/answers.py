@@ -22,7 +22,6 @@ from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.chunks import Chunk, Differentiation
 from mpgrad.scheduling.crossing import kept
-from mpgrad.scheduling.stays import Stays
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Collected, Failure, Gradients, Missing, Results, RunAhead
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
@@ -33,10 +32,10 @@ __all__ = ["Answers", "failed_again"]
 class Answers:
     """Makes outcomes and replies, with the handles of graphs and of borrowed memory; no tensor and no exception."""
 
-    def __init__(self, lenders: Lenders, stays: Stays, recoverable: bool) -> None:
+    def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders
-        self._stays = stays
         self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
+        self.graphs_dropped = 0
 
     def results(
         self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
@@ -55,7 +54,7 @@ class Answers:
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
-        note_graphs(worker, message)
+        self._note_graphs(worker, message)
         return outcomes
 
     def _outcomes(
@@ -90,24 +89,18 @@ class Answers:
                 graph.ahead = DeliveredGradients(
                     worker, outcome.gradients, payload, memories, apart, outcome.for_one, operation.expected
                 )
-            staying = None
-            if message.staying and worker.link.keeper is not None:
-                staying = self._stays.note(worker.link.keeper, operation, call, memories, message.staying)
             if graph is None or graph.recipe is None:
-                if staying is None:
-                    call.forget_tensors()
-                else:
-                    staying.forgets_call = True
+                call.forget_tensors()
             if graph is None:
                 call.claims = ()  # of what gave it something, no gradient is wanted
-            yield call.index, Delivered(outcome, payload, memories, graph, call, worker, staying)
+            yield call.index, Delivered(outcome, payload, memories, graph, call, worker)
 
     def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
         """Each backward that ran gets its reply; those whose graphs were missing go back to the backlog."""
         if message.warned:
             first = chunk.gradients[0].reply
             first.warned = deque([*first.warned, *message.warned])
-        note_graphs(worker, message)
+        self._note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.gradients[position].reply.reached = reached
         for sent in chunk.gradients[len(message.outcomes) :]:  # called off, and not begun
@@ -144,6 +137,10 @@ class Answers:
         worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
 
+    def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
+        self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
+        worker.graphs.nbytes = message.graph_bytes
+
     def _arrive(self, reply: GradientReply, found: Sequence[TensorRef | None], payload: memoryview) -> None:
         try:
             reply.arrive(found, payload, self._borrow(found))
@@ -168,11 +165,6 @@ class Answers:
         if refused is not None:
             raise refused
         return found
-
-
-def note_graphs(worker: WorkerHandle, message: Results | Gradients) -> None:
-    worker.graphs.note_dropped(message.dropped)
-    worker.graphs.nbytes = message.graph_bytes
 
 
 def any_connected(found: Sequence[TensorRef | None]) -> bool:

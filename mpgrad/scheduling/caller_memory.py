@@ -11,7 +11,6 @@ from mpgrad.memory.addresses import owner_of
 from mpgrad.memory.arena import Arena, Lenders
 from mpgrad.scheduling.crossing import Crossing
 from mpgrad.scheduling.settings import Settings
-from mpgrad.scheduling.stays import Stays
 from mpgrad.wire.tensor_packing import Packer
 
 __all__ = ["CallerMemory"]
@@ -24,7 +23,6 @@ class CallerMemory:
         """`nudge`: something borrowed has died, which its owner may be told with the next message. Called from finalizers."""
         self.arena = Arena(0)
         self.lenders = Lenders(nudge)
-        self.stays = Stays()
         self.crossing = Crossing(settings.devices, settings.in_process) if settings.devices is not None else None
         self.packer = Packer(self.arena, self.lenders.find, settings.recoverable, self.crossing)
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.crossing)

@@ -46,7 +46,6 @@ class ChunkWriter:
         self._graphs = graphs
         self._sums = sums
         self._loans = loans
-        self.may_stay = False  # results may, where nobody waits for them
         self.functions: set[int] = set()
         self.codes: set[int] = set()
         self._environment = b""  # as it was told last; the worker began with that of the pool's beginning
@@ -55,15 +54,12 @@ class ChunkWriter:
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
-        function, modes, seed, _, environment = operation.conditions
+        function, modes, seed, environment = operation.conditions
         self._follow(environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
         stops, ahead = operation.stop_at_failure, operation.ahead
-        stay = self.may_stay and operation.may_stay
-        messages.append(
-            Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent, stay)
-        )
+        messages.append(Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent))
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
     def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest], note_spent: Callable[[], None]) -> Written:
@@ -110,7 +106,10 @@ class ChunkWriter:
         """Adds a `Define` where the worker does not know the function, and lends the captures."""
         if function.number in self.functions:
             return
-        pickled = None if function.code in self.codes else function.pickled
+        pickled = None
+        if function.code not in self.codes:
+            pickled = function.pickled
+            function.is_new = True
         state = None if function.state is None else self._told(function.state)
         messages.append(
             Define(function.number, function.code, pickled, function.sent_slot, function.refs, function.gathers, state)
@@ -165,7 +164,7 @@ class ChunkWriter:
             other = None if recipe.environment == environment else recipe.environment
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]
         assert isinstance(recipe, PackedCall)
-        function, modes, seed, _, own = recipe.conditions
+        function, modes, seed, own = recipe.conditions
         if function.number not in self.functions:
             self._follow(own, messages)
         self._define(function, messages)

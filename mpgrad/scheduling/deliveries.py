@@ -19,7 +19,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Message, Record
+from mpgrad.wire.messages import Backward, Message, Record, Rerun
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]
@@ -34,6 +34,7 @@ class Deliveries:
         self._memory = memory
         self.notes = notes
         self._chunk_numbers = itertools.count(1)
+        self.recomputed = 0  # calls whose graphs were made again
         self.retire: Callable[[WorkerHandle], None]  # what becomes of a worker that takes no new calls: the staff's to say
 
     def feed(self) -> None:
@@ -51,26 +52,21 @@ class Deliveries:
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
-        stays = self._memory.stays
-        if worker.backlog and stays:
-            stays.set_backwards_aside(worker)
         if worker.backlog:
             number = next(self._chunk_numbers)
-            self._transmit_chunk(worker, number, *worker.backward(number))
+            messages, payload = worker.backward(number)
+            self.recomputed += sum(map(recomputed_by, messages))
+            self._transmit_chunk(worker, number, messages, payload)
             return
-        if worker.retiring and not (worker.is_last and self._line.has_calls):  # results that were lost are made again
+        if worker.retiring:
             self.retire(worker)
             return
         if worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which
             return
-        while (share := self._line.next_for(worker)) is not None:
-            operation, calls = share
-            if stays:
-                calls = [(number, call) for number, call in calls if not stays.set_aside(operation, call, worker)]
-            if calls:
-                number = next(self._chunk_numbers)
-                self._transmit_chunk(worker, number, *worker.forward(number, operation, calls))
-                return
+        share = self._line.next_for(worker)
+        if share is not None:
+            number = next(self._chunk_numbers)
+            self._transmit_chunk(worker, number, *worker.forward(number, *share))
 
     def _transmit_chunk(self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload) -> None:
         if self.notes.recording is not None:
@@ -97,8 +93,6 @@ class Deliveries:
 
     def collect_returns(self) -> None:
         for address, times in self._memory.lenders.collect():
-            if self._memory.stays:
-                self._memory.stays.forget(address)
             worker = self.workers.get(owner_of(slab_of(address)))
             if worker is not None:
                 worker.returns.append((address, times))
@@ -124,3 +118,11 @@ class Deliveries:
             self._memory.lenders.detach(number)
             for worker in self.workers.values():
                 worker.loans.unmap(number)
+
+
+def recomputed_by(message: Message) -> int:
+    """How many calls run again for the backwards of this message."""
+    if not isinstance(message, Backward):
+        return 0
+    reruns = [step for call in message.calls for step in call.before if isinstance(step, Rerun)]
+    return sum(max(1, len(step.call.bundle)) for step in reruns)

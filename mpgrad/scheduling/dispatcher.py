@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpgrad.calls.outcomes import Staying
 from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
 from mpgrad.errors import InternalError
@@ -114,11 +113,6 @@ class Dispatcher(Scheduler):
         finally:
             with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
                 self._waiters.remove(waiter)
-
-    def bring(self, staying: Staying, timeout: float | None = None) -> bool:
-        if threading.current_thread() is self._thread:  # a callback asks for a value that is somebody else's
-            self.memory.stays.fetch_now(staying, self.engine)
-        return super().bring(staying, timeout)
 
     def join(self) -> None:
         self.life.check_process()

@@ -1,78 +1,45 @@
 """The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
 
-Assumes: called by the scheduling thread, but for `ran`, `expected`, `guess_of` and `note_other_gradient`, which any may call.
+Assumes: called by the scheduling thread, but for `own_seconds`, `expected`, `guess_of`, `note_wrong_guess` and
+    `note_other_gradient`, which any may call.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.scheduling.chunks import SentGradients
 from mpgrad.scheduling.guesses import Guess
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
-__all__ = ["Codes", "Ran"]
+__all__ = ["Codes"]
 
 MOST_CODES = 128  # for the next operation with the same function
 MOST_BYTES = 64 << 20
-MOST_REMEMBERED = 1024  # calls with graphs, of which is known what their backwards took; more count for ever less
-
-
-class Ran(NamedTuple):
-    """Seconds that a call takes a worker, apart from our care for it. A backward is one of a call that gave a graph."""
-
-    forward: float
-    ahead: float = 0.0  # the backward, where that is run right after it
-    behind: float = 0.0  # the backwards that came later, over all such calls: for some perhaps none came
-    gave_graphs: bool = False  # so that what the backward takes is known
-
-    @property
-    def total(self) -> float:
-        """Of the call as it is sent."""
-        return self.forward + self.ahead
 
 
 class Measured:
     """Of one function: what its calls took, as the workers measured it."""
 
-    __slots__ = ("_answers", "_behind", "_with_graphs", "guess", "ones", "ran", "seconds")
+    __slots__ = ("_answers", "guess", "ones", "own_seconds", "seconds")
 
     def __init__(self, ones: bool) -> None:
-        self.ran = Ran(0.0)
+        self.own_seconds = 0.0  # of a call by itself, with its backward where that is run right after it
         self.seconds = 0.0  # of a call, with our care for it
         self.ones = ones  # see `SharedFunction.ones`
         self.guess = Guess()
         self._answers = 0
-        self._with_graphs = 0.0  # calls that gave graphs
-        self._behind = 0.0  # seconds of their backwards
 
-    def note_results(self, message: Results, items: int, with_graphs: int, workers: int, share: float) -> None:
+    def note_results(self, message: Results, items: int, workers: int, share: float) -> None:
         """The first answer of each worker does not count for long: caches are cold, and modules are imported."""
         self._answers += 1
         weight = min(share, 0.5 if self._answers > workers + 1 else 1.0)
-        before = self.ran
-        forward = mixed(before.forward, message.own_seconds / items, weight)
-        ahead = before.ahead
-        if with_graphs:
-            ahead = mixed(ahead, message.ahead_seconds / with_graphs, weight if before.gave_graphs else 1.0)
+        own_seconds = message.own_seconds + message.ahead_seconds
+        self.own_seconds = mixed(self.own_seconds, own_seconds / items, weight)
         self.seconds = mixed(self.seconds, message.seconds / items, weight)
-        self._with_graphs += with_graphs
-        self._renew(forward, ahead)
-
-    def note_backwards(self, seconds: float) -> None:
-        self._behind += seconds
-        self._renew(self.ran.forward, self.ran.ahead)
-
-    def _renew(self, forward: float, ahead: float) -> None:
-        if self._with_graphs > MOST_REMEMBERED:
-            self._with_graphs, self._behind = self._with_graphs / 2, self._behind / 2
-        gave_graphs = self._with_graphs > 0
-        self.ran = Ran(forward, ahead, self._behind / self._with_graphs if gave_graphs else 0.0, gave_graphs)
 
 
 class Codes:
@@ -84,6 +51,7 @@ class Codes:
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, Measured] = {}  # by number
         self._ones = True  # of functions of which nothing is known: see `SharedFunction.ones`
+        self.wrong_predictions = 0
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
@@ -98,10 +66,10 @@ class Codes:
                     worker.writer.codes.discard(oldest)
                     worker.forgotten_codes.append(oldest)
 
-    def ran(self, pickled: bytes) -> Ran | None:
+    def own_seconds(self, pickled: bytes) -> float | None:
         """What a call of the function takes a worker; None before the first. Any thread may ask."""
         measured = self._measured.get(self._numbers.get(pickled, 0))
-        return None if measured is None else measured.ran
+        return None if measured is None else measured.own_seconds
 
     def expected(self, pickled: bytes) -> float | None:
         """The gradient that the losses of a map that begins will get, if it can be guessed. Any thread may ask."""
@@ -113,15 +81,19 @@ class Codes:
         measured = self._measured.get(function.code)
         return None if measured is None else measured.guess
 
+    def note_wrong_guess(self, function: SharedFunction) -> None:
+        """A backward was run for an expected gradient, which did not come. Any thread may say so."""
+        self.wrong_predictions += 1
+        if (guess := self.guess_of(function)) is not None:
+            guess.note_wrong()
+
     def seconds(self, function: SharedFunction, unknown: float) -> float:
         """Of one of its calls, with our care for it; `unknown` before the first."""
         measured = self._measured.get(function.code)
         return unknown if measured is None else measured.seconds
 
-    def note_results(
-        self, function: SharedFunction, message: Results, items: int, with_graphs: int, share: float = math.inf
-    ) -> None:
-        """What `items` calls took, of which so many gave graphs.
+    def note_results(self, function: SharedFunction, message: Results, items: int, share: float = math.inf) -> None:
+        """What `items` calls took.
 
         What was measured last counts most; but where the largest calls come first, no more than its `share` of all that were
         measured in this operation: then the mean of all of them counts.
@@ -129,7 +101,7 @@ class Codes:
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return
         measured = self._measured.get(function.code) or Measured(function.ones)
-        measured.note_results(message, items, with_graphs, len(self._workers), share)
+        measured.note_results(message, items, len(self._workers), share)
         self._measured[function.code] = measured  # only now may others look at it
 
     def note_other_gradient(self, function: SharedFunction) -> None:
@@ -137,13 +109,6 @@ class Codes:
         function.ones = self._ones = False  # others too: what a closure holds may change with each step
         if (measured := self._measured.get(function.code)) is not None:
             measured.ones = False
-
-    def note_backwards(self, sent: Sequence[SentGradients], seconds: float) -> None:
-        """What they took together; several functions' together say nothing of one."""
-        codes = {each.what.graph.home.code for each in sent}
-        measured = self._measured.get(codes.pop())
-        if not codes and measured is not None:
-            measured.note_backwards(seconds)
 
 
 def mixed(old: float, new: float, weight: float) -> float:

@@ -149,6 +149,9 @@ class GradientSender:
     def guess_of(self, function: SharedFunction) -> Guess | None:
         return self._codes.guess_of(function)
 
+    def note_wrong_guess(self, function: SharedFunction) -> None:
+        self._codes.note_wrong_guess(function)
+
     def note_other_gradient(self, function: SharedFunction) -> None:
         """Than the one for which the backward of a loss was run ahead, and must be run again."""
         self._codes.note_other_gradient(function)

@@ -44,10 +44,6 @@ class GraphLedger:
     def __contains__(self, call: int) -> bool:
         return call in self.states
 
-    def is_there(self, call: int) -> bool:
-        """A backward finds it."""
-        return self.states.get(call) is HERE
-
     @property
     def there(self) -> int:
         """How many take memory in the worker."""
@@ -94,10 +90,14 @@ class GraphLedger:
         if self.states.get(call) is not SPENT:
             self.states[call] = MISSING
 
-    def note_dropped(self, calls: Iterable[int]) -> None:
+    def note_dropped(self, calls: Iterable[int]) -> int:
+        """Returns how many of these graphs a backward would have found."""
+        there = 0
         for call in calls:
             if call in self.states:  # others have been released meanwhile
+                there += self.states[call] is HERE
                 self.note_missing(call)
+        return there
 
     def note_unknown(self, call: int) -> None:
         """The last backward of a graph was called off, and nobody knows how far it came: another one starts anew."""

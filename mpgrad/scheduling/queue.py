@@ -131,7 +131,7 @@ class Line:
 
     def _room(self, worker: WorkerHandle) -> float:
         """How many calls the worker may still be given before it is replaced."""
-        if self._calls_per_worker is None or worker.is_last:  # nobody comes after it
+        if self._calls_per_worker is None:
             return math.inf
         under_way = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         return self._calls_per_worker - worker.calls_done - under_way

@@ -75,7 +75,16 @@ class Receiver:
         self.backwards_done = 0
         self._reading = False  # nothing but what a frame holds is looked at: what fails, fails because of that
         self._taken: tuple[int, Chunk] | None = None  # answered by the message that is being read
-        self._answers = Answers(memory.lenders, memory.stays, settings.recoverable)
+        self._answers = Answers(memory.lenders, settings.recoverable)
+
+    @property
+    def graphs_dropped(self) -> int:
+        return self._answers.graphs_dropped
+
+    @property
+    def answers(self) -> int:
+        """How many forwards and backwards have been done so far. Any thread may ask."""
+        return self.items_done + self.backwards_done
 
     def serve(self, worker: WorkerHandle) -> None:
         """Read what `worker` sent, or see that it has died."""
@@ -119,7 +128,6 @@ class Receiver:
                 case Gradients():
                     chunk = self._take(worker, message.chunk)
                     self.backwards_done += sum(not isinstance(each, Missing) for each in message.outcomes)
-                    self._codes.note_backwards(chunk.gradients, message.seconds)
                     self._answers.gradients(worker, chunk, message, frame.payload)
                 case Collected():
                     self._answers.collected(worker, self._take(worker, message.chunk), message, frame.payload)
@@ -189,12 +197,11 @@ class Receiver:
             items = sum([call.items for _, call in chunk.calls[:done]])
             worker.calls_done += items
             self.items_done += items
+            operation.own_seconds += message.own_seconds + message.ahead_seconds
             answered = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
-            good = [(call.items, each.has_graph) for (_, call), each in answered if isinstance(each, Result)]
-            if good:
+            if measured := sum([call.items for (_, call), each in answered if isinstance(each, Result)]):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
-                measured, with_graphs = sum([items for items, _ in good]), sum([items for items, kept in good if kept])
-                self._codes.note_results(operation.function, message, measured, with_graphs, share)
+                self._codes.note_results(operation.function, message, measured, share)
         limit = operation.limit
         outcomes = self._answers.results(worker, chunk, message, payload)
         self._reading = False

@@ -18,7 +18,6 @@ Guarantees: each call added to an operation gets one outcome, each backward one 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -26,8 +25,6 @@ from collections import deque
 from collections.abc import Callable
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.outcomes import Staying
-from mpgrad.calls.output import report
 from mpgrad.engines.protocol import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.forks import WITHHELD
@@ -35,7 +32,7 @@ from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.calling_off import CallingOff
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.function_cache import Codes, Ran
+from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Phase
 from mpgrad.scheduling.notes import Notes
@@ -91,9 +88,6 @@ class Scheduler(ABC):
         gradients.wait_for_gradients = self.admissions.dependents.look_at_backward
         gradients.rescue = self.staff.rescue
         gradients.give_up = self.calling_off.call_off_backward
-        stays = self.memory.stays
-        stays.post, stays.tell_waiters, stays.leave = self.put, self.tell_waiters, gradients.leave
-        stays.admit, stays.fail = self.admissions.go_on, self.admissions.call_has_failed
 
     # --- what a subclass decides: whose thread it is (see `Driver`)
 
@@ -139,19 +133,9 @@ class Scheduler(ABC):
             self.wake()
         self._settle_if_ended()
 
-    def bring(self, staying: Staying, timeout: float | None = None) -> bool:
-        """Wait for the content of a result that has stayed where it was made; whether it is settled."""
-        if not staying.is_settled:
-            self.post(lambda: self.memory.stays.fetch(staying))
-        return self.wait_until(lambda: staying.is_settled, timeout)
-
-    def fetch(self, staying: Staying, then: Callable[[], None]) -> None:
-        """Have that content come, and then do as ordered. The scheduling thread only."""
-        self.memory.stays.fetch(staying, then)
-
-    def ran(self, pickled: bytes) -> Ran | None:
+    def seconds(self, pickled: bytes) -> float | None:
         """What a call of the function takes by itself; None before the first."""
-        return self._codes.ran(pickled)
+        return self._codes.own_seconds(pickled)
 
     def expected(self, pickled: bytes) -> float | None:
         """See `Codes.expected`."""
@@ -273,7 +257,7 @@ class Scheduler(ABC):
         self.staff.wanted = self._line.workers = workers
         self.post(self.staff.fill)
 
-    def stats(self, calls_here: int) -> PoolStats:
+    def stats(self) -> PoolStats:
         self.life.check_process()
         workers = [statistics(worker) for worker in list(self.workers.values()) if worker.ready]
         traffic = self.engine.traffic
@@ -284,7 +268,9 @@ class Scheduler(ABC):
             self.staff.deaths,
             self.staff.kills,
             self.recovery.reruns,
-            calls_here,
+            self.deliveries.recomputed,
+            self.receiver.graphs_dropped,
+            self._codes.wrong_predictions,
             sum(not operation.finished for operation in list(self.admissions.unfinished)),
             self.receiver.items_done,
             self._items_left(),
@@ -301,8 +287,7 @@ class Scheduler(ABC):
 
     def tally(self) -> tuple[int, int]:
         """How many forwards and backwards have been done so far, and how many are left."""
-        done = self.receiver.items_done + self.receiver.backwards_done
-        return done, self._items_left() + self._backwards_left()
+        return self.receiver.answers, self._items_left() + self._backwards_left()
 
     def _items_left(self) -> int:
         return sum(operation.items_left for operation in list(self.admissions.unfinished))
@@ -358,7 +343,7 @@ class Scheduler(ABC):
         self.memory.tidy()
         self.feed()
         phase = self.life.phase
-        if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle() and not self.memory.stays.bring_rest():
+        if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle():
             if phase is Phase.LEAVING:
                 self.staff.send_away()
             else:
@@ -369,7 +354,7 @@ class Scheduler(ABC):
 
     def _is_idle(self) -> bool:
         busy = any(worker.under_way or worker.backlog for worker in [*self.staff.stranded, *self.workers.values()])
-        return not (busy or self._line.has_calls or self.memory.stays.aside)
+        return not (busy or self._line.has_calls)
 
     def look_at_room(self) -> None:
         """An engine that follows the nodes of a cluster has room for more workers, or for less."""
@@ -395,12 +380,7 @@ class Scheduler(ABC):
             self.engine.close()
 
     def _end(self) -> None:
-        try:
-            self.memory.stays.fetch_rest(self.engine)
-        except Exception:
-            report(logging.ERROR, "results that had stayed where they were made are lost", with_traceback=True)
         reason = self.life.end()
-        self.memory.stays.end(reason)
         chunks = [chunk for worker in self.workers.values() for chunk in worker.under_way.chunks.values()]
         gone = [*self.staff.stranded, *self.workers.values()]
         try:

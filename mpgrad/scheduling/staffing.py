@@ -113,7 +113,6 @@ class Staff:
         number = next(self._numbers)
         worker = WorkerHandle(number, self._engine.start(number), device)
         self._workers[number] = worker
-        worker.writer.may_stay = worker.link.keeper is not None and settings.retries > 0  # what is lost can be made again
         start = Start(
             settings.initializer,
             settings.threads,

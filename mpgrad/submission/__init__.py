@@ -6,6 +6,7 @@ Imports `scheduling`, `engines` for what they can do, and what is below them; kn
     starting    an operation as it begins: function, captures, modes, seed
     feeding     its calls: packed alone or in bundles, sent in waves
     source      what a function is to be called with
+    cheap_calls a line in the log where sending costs more than it saves
     folding     reduce and map_reduce, as operations that follow one another
     options     what the pool was made with, and what is asked of the calls of one operation
 """

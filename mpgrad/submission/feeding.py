@@ -37,14 +37,13 @@ class Feeder:
         *,
         borrow: bool,
         shared: Shared | None = None,
-        seal: bool = True,
         total: int | None = None,
     ) -> None:
         """Pack the calls, and let the workers begin with the first ones meanwhile.
 
         `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
-        could change them in place before they are read. `seal`: there will be no more calls. `total`: of how many calls these
-        are, where cheap ones may go in bundles.
+        could change them in place before they are read. `total`: of how many calls these are, where cheap ones may go in
+        bundles.
         """
         scheduler = self._scheduler
         packer = scheduler.packer if borrow else scheduler.copying_packer
@@ -60,7 +59,7 @@ class Feeder:
                         wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
                     if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
                         break
-                operation.sealed = seal
+                operation.sealed = True
                 scheduler.admit(operation, waits=borrow)
         except BaseException:
             scheduler.call_off(operation)
@@ -74,24 +73,22 @@ class Feeder:
         return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
 
     def _first_wave(self, operation: Operation) -> int:
-        ran = self._scheduler.ran(operation.function.pickled)
-        return first_wave(math.inf if ran is None else ran.total)
+        seconds = self._scheduler.seconds(operation.function.pickled)
+        return first_wave(math.inf if seconds is None else seconds)
 
     def _packed(
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
-        first = operation.conditions.first
         grad, state = operation.modes.grad, operation.function.state
         packing = Packing(packer, grad, operation.streams, operation.request, state, shared)
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packing, operation.added, args, kwargs, first + operation.items)
+            return pack_call(packing, operation.added, args, kwargs, operation.items)
 
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
-            item = first + operation.items
-            bundle = None if size is None else pack_bundle(packing, operation.added, some, item)
+            bundle = None if size is None else pack_bundle(packing, operation.added, some, operation.items)
             if bundle is not None:
                 yield bundle
             else:
@@ -105,9 +102,7 @@ class Feeder:
         """Of how many items; None where it is not known yet what they cost."""
         if total is None:
             return 1
-        ran = self._scheduler.ran(operation.function.pickled)
-        if ran is None:
+        seconds = self._scheduler.seconds(operation.function.pickled)
+        if seconds is None:
             return None
-        return bundle_size(
-            ran.total, total, total - operation.conditions.first - operation.items, self._scheduler.settings.workers
-        )
+        return bundle_size(seconds, total, total - operation.items, self._scheduler.settings.workers)

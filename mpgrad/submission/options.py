@@ -32,14 +32,12 @@ __all__ = [
     "MoreOptions",
     "OnError",
     "PoolOptions",
-    "Send",
     "pickled_initializer",
     "positive",
 ]
 
 Graphs = Literal["auto", "keep", "ahead", "recompute"]
 OnError = Literal["raise", "return"]
-Send = Literal["auto", "always"]
 
 
 class EachOptions(TypedDict, total=False):
@@ -60,7 +58,6 @@ class MoreOptions(TypedDict, total=False):
     timeout: float | None
     graphs: Graphs
     graph_memory: int | str | None
-    send: Send
     devices: Device | Sequence[Device] | None
     ray: Ray | None
 
@@ -84,7 +81,6 @@ class PoolOptions:
     timeout: float | None
     graphs: Graphs
     graph_memory: int | str | None
-    send: Send
     devices: Device | Sequence[Device] | None
     ray: Ray | None
     traits: Traits = field(init=False)
@@ -95,7 +91,6 @@ class PoolOptions:
         is_process = self.traits.is_process
         true_or_false("deterministic", self.deterministic)
         one_of("graphs", self.graphs, get_args(Graphs))
-        one_of("send", self.send, get_args(Send))
         if self.graph_memory is not None:
             bytes_of("graph_memory", self.graph_memory)
         if self.processes is not None:
@@ -125,12 +120,6 @@ class PoolOptions:
         There graphs are dropped, too, when memory is about to end.
         """
         return self.graphs == "auto" and self.traits.is_process and self.retries > 0
-
-    @property
-    def may_stay(self) -> bool:
-        """Whether cheap calls may run in the caller's thread, where neither an initializer nor a limit would reach them."""
-        is_plain = self.initializer is None and self.timeout is None and self.device_codes is None
-        return self.send == "auto" and self.traits.is_process and is_plain
 
     @property
     def may_bundle(self) -> bool:
@@ -195,7 +184,7 @@ class CallOptions:
 
     @property
     def leaves_ways_open(self) -> bool:
-        """Whether calls may go together, or run in the caller: nothing is asked of one by itself."""
+        """Whether calls may go together: nothing is asked of one by itself."""
         return self.chunksize is None and self.timeout is None and self.progress is False
 
 

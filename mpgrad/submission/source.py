@@ -11,11 +11,12 @@ import torch
 from mpgrad.calls.packing import Arguments
 from mpgrad.errors import ONE_CALL
 from mpgrad.pickling.item_streams import ItemStreams
-from mpgrad.scheduling.run_in_caller import is_at_rest
 
 __all__ = ["Source", "callable_of", "first_of", "iterator"]
 
 FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring
+ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
+AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 
 
 class Source(NamedTuple):
@@ -62,6 +63,11 @@ def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
 
 def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
     return item if type(item) is tuple else tuple(iterator("an item, as the arguments of a call,", item))
+
+
+def is_at_rest(iterable: Iterable[Any]) -> bool:
+    """Whether all items are there. Code of the caller that makes them one by one may write to one that it gave."""
+    return type(iterable) in AT_REST
 
 
 def seen_again(items: Iterable[Any]) -> Iterable[Any] | None:

@@ -1,8 +1,7 @@
 """How an operation begins: a function is checked and pickled, its captures are placed, modes and a seed are fixed. Caller only.
 
     [1] prepare: what may be refused, refused; function pickled ──► seed ──► [2] begin: captures placed, modes, an operation
-Guarantees: what is refused has drawn no random number of the caller's; all operations of one map run the same function from
-    the same seed.
+Guarantees: what is refused has drawn no random number of the caller's.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Prepared(NamedTuple):
     request: Request | None  # where its calls are to run
     seconds: float | None  # that each may take
     streams: ItemStreams
-    modes: Modes | None  # None: the caller's; those of a map that runs in the caller need not be known
+    modes: Modes | None  # None: the caller's
     seed: int | None
     function_name: str = ""
-    is_named: bool = False  # by the caller
+    is_own: bool = False  # it is one of ours, around the caller's
 
 
 class Starter:
@@ -72,7 +71,7 @@ class Starter:
             RuntimeError: PyTorch is tracing.
         """
         name = name_of(function)
-        is_named = not (name.endswith("<lambda>") or type(function).__module__.startswith("mpgrad."))
+        is_own = type(function).__module__.startswith("mpgrad.")
         self.check_modes()
         function = under_global_hooks(under_hooks(callable_of(function)))
         seconds = self._options.seconds(options.timeout)
@@ -83,7 +82,7 @@ class Starter:
         seed = self.draw_seed() if modes is None else None
         streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
         pickled = pickled._replace(captures=drawn(pickled.captures))
-        return Prepared(pickled, options, request, seconds, streams, modes, seed, name, is_named)
+        return Prepared(pickled, options, request, seconds, streams, modes, seed, name, is_own)
 
     def begin(
         self,
@@ -94,13 +93,13 @@ class Starter:
         stop_at_failure: bool = True,
         one_by_one: bool = False,
         at_rest: bool = False,
-        first: int = 0,
     ) -> Operation:
-        """[2] `one_by_one`: its results are fetched so, and differentiated. `first`: the item of the first call."""
-        pickled, options, request, seconds, streams, modes, seed, name, is_named = prepared
+        """[2] `one_by_one`: its results are fetched so, and differentiated."""
+        pickled, options, request, seconds, streams, modes, seed, name, is_own = prepared
         scheduler, deterministic = self._scheduler, self._options.deterministic
         now = modes or current_modes(scheduler.packer.kind)
         with scheduler.notes.lap("pickles", name), outside_transforms():
+            is_named = not (is_own or name.endswith("<lambda>"))
             names = CallNames(name if is_named else "", noun)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
             home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, self._options.guesses)
@@ -124,7 +123,7 @@ class Starter:
         )
         since = scheduler.settings.since
         environment = None if since is None else since.changes()
-        return kind(Conditions(shared, now, seed, first, environment), home, captures, how)
+        return kind(Conditions(shared, now, seed, environment), home, captures, how)
 
     def check_modes(self) -> None:
         """

@@ -1,7 +1,6 @@
 """What the public methods of a pool ask for: an operation, run while the caller waits, or meanwhile, or as far as it asks.
 
-    function, source, options ──► run in the caller, where that is cheaper (scheduling/run_in_caller.py)
-                              ──► starting.py ──► feeding.py ──► wait, or hand out an AsyncResult, an iterator, a future
+    function, source, options ──► starting.py ──► feeding.py ──► wait, or hand out an AsyncResult, an iterator, a future
 Caller only.
 Guarantees: an operation whose caller is interrupted while it waits is called off.
 """
@@ -9,7 +8,7 @@ Guarantees: an operation whose caller is interrupted while it waits is called of
 from __future__ import annotations
 
 import contextlib
-import functools
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -24,9 +23,8 @@ from mpgrad.collector import LONGEST_HOLD, collector_held
 from mpgrad.errors import ONE_CALL
 from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.progress import Progress, Reporter, Standing, reported
-from mpgrad.scheduling.costs import Costs
-from mpgrad.scheduling.run_in_caller import AdaptiveMap, may_run_here
 from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.submission.cheap_calls import CheapCalls
 from mpgrad.submission.feeding import Feeder
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import Source, callable_of, first_of
@@ -45,10 +43,9 @@ class Submitter:
     def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._may_bundle = options.may_bundle
-        self.may_stay = options.may_stay  # cheap calls in the caller
         self.starter = Starter(options, scheduler)
         self.feeder = Feeder(scheduler)
-        self.costs = Costs(scheduler.ran)
+        self._cheap_calls = None if options.traits.in_caller else CheapCalls(scheduler)
         self.uncollected = Uncollected()
 
     @property
@@ -72,6 +69,7 @@ class Submitter:
         `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow any more, and draws no
         random numbers.
         """
+        started = time.perf_counter()
         if modes is None and may_be_followed():
             self.starter.check_modes()
             if options.on_error == "return":
@@ -82,12 +80,10 @@ class Submitter:
             if results is not None:
                 return results
             source = source._replace(calls=given)
-        if source.at_rest and options.leaves_ways_open and self.may_stay and may_run_here():
-            return self._run_adaptively(function, source, options)
         like, calls = first_of(source)
         prepared = self.starter.prepare(function, options, like, modes, source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
-        wait_until = self._scheduler.wait_until
+        wait_until, answers = self._scheduler.wait_until, self._scheduler.receiver.answers
         try:
             with reported(options.progress, standing_of(operation, source.total)):
                 with collector_held():
@@ -99,7 +95,11 @@ class Submitter:
             self._scheduler.call_off(operation)
             raise
         with collector_held(), self._scheduler.notes.lap("makes results"):
-            return operation.values()
+            results = operation.values()
+        is_fair = source.at_rest and modes is None and options.on_error == "raise" and not prepared.is_own
+        if is_fair and self._cheap_calls is not None:
+            self._cheap_calls.note(operation, prepared.function_name, time.perf_counter() - started, answers)
+        return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
         """What runs maps and their derivatives for a transform. The transform's graph keeps it, and so the pool's workers."""
@@ -108,13 +108,6 @@ class Submitter:
             return self.run(function, Source(calls, len(calls), at_rest=False, noun=noun, items=calls), options, modes=modes)
 
         return run
-
-    def _run_adaptively(self, function: Callable[..., Any], source: Source, options: CallOptions) -> list[Any]:
-        like, calls = first_of(source)
-        prepared = self.starter.prepare(function, options, like, items=source.items)
-        begin = functools.partial(self.starter.begin, prepared, noun=source.noun, at_rest=True)
-        add = functools.partial(self.feeder.feed, borrow=True, total=self._to_bundle(source, options))
-        return AdaptiveMap(prepared.function, self.costs, self.processes, begin, add, self._scheduler).run(calls, source.total)
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
         """How many calls there are, of which some may go together; None where each goes by itself."""

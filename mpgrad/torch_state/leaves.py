@@ -1,4 +1,4 @@
-"""Leaves that results depend on, besides those that are known: in a worker, or in the caller, such a leaf is somebody else's.
+"""Leaves that results depend on, besides those that are known: in a worker such a leaf is somebody else's.
 
     output ──► the graph behind it, as far as `entries` ──► leaves that somebody holds, and that are not `known`
 A leaf that nothing holds but graphs was made by the call, whose gradient nobody could ask for in a serial loop either.
@@ -22,7 +22,7 @@ with torch.inference_mode(False):
 
 
 def held_leaves(outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()) -> list[Any]:
-    """Their nodes. `known`: ids of leaves. `entries`: nodes, or types of them, where the graph of what was given begins."""
+    """Their nodes. `known`: ids of leaves. `entries`: types of nodes where the graph of what was given begins."""
     return [
         node
         for node in graph_behind(outputs, entries)
@@ -36,7 +36,7 @@ def graph_behind(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ())
     nodes = list(users)
     while nodes:
         node = nodes.pop()
-        if node in entries or type(node) in entries:
+        if type(node) in entries:
             continue
         for behind, _ in node.next_functions:
             if behind is None:

@@ -47,7 +47,6 @@ from mpgrad.tracebacks import warn
 
 __all__ = [
     "DIFFERENTIATING",
-    "TURNS",
     "Modes",
     "RandomState",
     "UnderGlobalHooks",
@@ -459,20 +458,9 @@ def under_global_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
     return UnderGlobalHooks(function, hooks) if hooks else function
 
 
-class Turns:
-    """The generators belong to the process: no thread draws a seed while another one, which may put them back, runs calls."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-
-TURNS = Turns()
-os.register_at_fork(after_in_child=TURNS.__init__)  # type: ignore[misc]
-
-
 def draw_seed() -> int:
     """The next number of the caller's generator: `torch.manual_seed` fixes it, and with it all that follows."""
-    with TURNS.lock, outside_transforms():
+    with outside_transforms():
         return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 

@@ -12,7 +12,7 @@ import platform
 import threading
 from typing import NamedTuple
 
-__all__ = ["Lacking", "LastWords", "SlabHere", "Whereabouts", "WhereaboutsHere", "in_order"]
+__all__ = ["Lacking", "LastWords", "Whereabouts", "WhereaboutsHere", "in_order"]
 
 KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")  # of stores, and of loads, as other processes see them
 
@@ -37,13 +37,6 @@ class Lacking(NamedTuple):
 
 class LastWords(NamedTuple):
     """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
-
-
-class SlabHere(NamedTuple):
-    """Worker to site: a slab in which results stay, whose descriptor travels with the frame; the site looks there for them."""
-
-    number: int
-    nbytes: int
 
 
 class Whereabouts:

@@ -40,7 +40,7 @@ class Channel(Pipe):
             ConnectionError: the other end is gone.
             OSError: what has to wait needs descriptors of its own, and there are none.
         """
-        if self._mirror is not None and not descriptors:  # else it is for the site, and nothing else travels with it
+        if self._mirror is not None:
             messages, payload = self._mirror.enclose(messages, payload)
         self.send_raw(framed(messages, payload, len(descriptors)), descriptors)
 

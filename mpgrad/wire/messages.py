@@ -21,7 +21,7 @@ from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
-from mpgrad.wire.asides import Lacking, LastWords, SlabHere, WhereaboutsHere
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
@@ -253,7 +253,6 @@ class Forward(NamedTuple):
 
     `ahead`: see `RunAhead`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
     that may say nothing of other gradients. With the gradient that is `expected`, if there is one: then the graph stays.
-    `may_stay`: large tensors of results need not come to the caller (see `Results.staying`).
     """
 
     chunk: int
@@ -265,7 +264,6 @@ class Forward(NamedTuple):
     ones: bool
     expected: float | None
     calls: list[ForwardCall]
-    may_stay: bool = False
 
 
 class RunAhead:
@@ -413,7 +411,6 @@ class Results(NamedTuple):
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
     depend on, each once, by number among those that need gradients, where they have a history or hooks in the caller.
-    `staying`: addresses of results that were not carried with this message; the worker's site has them.
     """
 
     chunk: int
@@ -426,7 +423,6 @@ class Results(NamedTuple):
     dropped: list[int]
     graph_bytes: int
     reached: Sequence[int] = ()
-    staying: Sequence[int] = ()
 
 
 class Gradients(NamedTuple):
@@ -434,7 +430,6 @@ class Gradients(NamedTuple):
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | Missing]
-    seconds: float  # of the engine
     warned: list[Warned]
     dropped: list[int]
     graph_bytes: int
@@ -466,7 +461,6 @@ Message = (
     NewSlab
     | Carried
     | Lacking
-    | SlabHere
     | WhereaboutsHere
     | SlabsGone
     | SlabsMissing

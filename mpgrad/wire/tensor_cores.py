@@ -1,8 +1,9 @@
 """The core of a tensor: the one run of memory that travels for it, and the form that rebuilds it from that. Both sides.
 
-Strides are kept. Of what lies between a tensor's elements, and before them in its storage, as much travels as is cheap.
+Strides are kept. Nothing travels of what a tensor's storage holds before and behind it; what lies between its elements does
+where that is cheaper than to close the gaps.
 
-    tensor ──► dense_core ──► run of memory, Form, flags (SPREAD, WITHIN, LONE)
+    tensor ──► dense_core ──► run of memory, Form, SPREAD or 0
     tensors ──► laid_out ──► references to one run of memory after another, cores ──► fill
 """
 
@@ -13,11 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from mpgrad.wire.tensor_refs import (
-    LONE,
     NUMBER_OF_DTYPE,
     SPARSE_LAYOUTS,
     SPREAD,
-    WITHIN,
     Form,
     Sparse,
     TensorRef,
@@ -28,68 +27,46 @@ from mpgrad.wire.tensor_refs import (
 
 __all__ = [
     "GAPPED",
-    "HOW",
-    "OFFSET_OF",
     "RIDE_BYTES",
-    "ROOM_BYTES",
     "brought_here",
     "copy_into",
     "dense_core",
     "fill",
     "laid_out",
-    "left_behind",
     "overlaps",
 ]
 
 RIDE_BYTES = 8192  # of a tensor that rides in the message, at most
 BLOCK_ALIGNMENT = 64  # of a tensor within a slot: a cache line
-ROOM_BYTES = 256  # at most travel of what lies before a tensor in its storage: less than a message; rows of a batch stay small
 GAPPED = 4  # times its elements is what travels with its gaps, at most: there most cache lines hold an element, and are read
-HOW = SPREAD | WITHIN | LONE  # the flags that say how a tensor travels
-AS_STRIDED = torch.Tensor.as_strided  # as they are here: in workers `surroundings` watches what functions do with them
-OFFSET_OF = torch.Tensor.storage_offset
 
 
 def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
-    """The memory that travels for `tensor`, one run; the form that rebuilds it from that, and what its flags say of it: `HOW`.
+    """The memory that travels for `tensor`, one run; the form that rebuilds it from that; SPREAD, where its gaps were closed.
 
-    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits. What
-    lies in the gaps, and before the tensor in its storage, travels too where that is little: `as_strided` can reach it.
+    Strides are kept even where they have gaps: sums over other strides add up in another order, and so to other bits.
     """
     if tensor.layout is not torch.strided:
         return sparse_core(tensor.detach())
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()):
-        start = OFFSET_OF(tensor)
-        if start == 0:
-            return tensor, None, 0
-        if start * tensor.element_size() > ROOM_BYTES or not (tensor.dim() and tensor.numel()):
-            return tensor, None, LONE
+        return tensor, None, 0
     if tensor._is_zerotensor():  # it has no memory
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None, 0
     core, stride = tensor.detach(), tensor.stride()
     if core.numel() == 0:
         return core, stride, 0
-    how = LONE if OFFSET_OF(core) else 0
     if not (any(stride) or tensor.is_complex() or tensor.is_neg()):  # one number everywhere: what a sum's gradient looks like
-        return AS_STRIDED(core, (1,) * len(stride), stride), stride, how
+        return core.as_strided((1,) * len(stride), stride), stride, 0
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
     if not (core.is_conj() or core.is_neg()):
         span = span_of(core.shape, stride)
         if span <= GAPPED * core.numel() or span * core.element_size() <= RIDE_BYTES:
-            return run_of(core, stride, span)
+            return core.as_strided((span,), (1,)), stride, 0
     elif is_dense(core):
-        return core.resolve_conj().resolve_neg(), stride, how
-    return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD | how
-
-
-def run_of(core: torch.Tensor, stride: tuple[int, ...], span: int) -> tuple[torch.Tensor, Form, int]:
-    """The run from the first element, or some before it, to the last one, with its gaps."""
-    start = OFFSET_OF(core)
-    room = start if start * core.element_size() <= ROOM_BYTES else 0
-    how = 0 if start == 0 else WITHIN if room else LONE
-    return AS_STRIDED(core, (room + span,), (1,), start - room), stride, how
+        return core.resolve_conj().resolve_neg(), stride, 0
+    return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD
 
 
 def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
@@ -116,13 +93,7 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
     here = core.cpu()
     if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
         return here
-    return strided(AS_STRIDED(here, (here.numel(),), (1,)), tuple(tensor.shape), stride, how)
-
-
-def left_behind(tensor: torch.Tensor, here: torch.Tensor) -> int:
-    """LONE, where `brought_here` has left what its storage holds before it."""
-    has_storage = tensor.layout is torch.strided and not tensor._is_zerotensor()
-    return LONE if has_storage and OFFSET_OF(tensor) > OFFSET_OF(here) else 0
+    return strided(here.as_strided((here.numel(),), (1,)), tuple(tensor.shape), stride, how)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

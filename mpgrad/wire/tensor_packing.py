@@ -20,27 +20,17 @@ import torch
 from mpgrad.memory.accelerator import Lane, device_code
 from mpgrad.memory.arena import Arena, Borrowed, Slot
 from mpgrad.torch_state.private import flattened, have_plain_memory, without_autocast
-from mpgrad.wire.tensor_cores import (
-    HOW,
-    OFFSET_OF,
-    RIDE_BYTES,
-    brought_here,
-    copy_into,
-    dense_core,
-    fill,
-    laid_out,
-    left_behind,
-)
+from mpgrad.wire.tensor_cores import RIDE_BYTES, brought_here, copy_into, dense_core, fill, laid_out
 from mpgrad.wire.tensor_refs import (
     ALIGNMENT,
     DEVICE,
     LEAF,
-    LONE,
     NUMBER_OF_DTYPE,
     PARAMETER,
     PLACE,
     REQUIRES_GRAD,
     SHARED,
+    SPREAD,
     Bucket,
     Columns,
     Form,
@@ -60,7 +50,6 @@ __all__ = [
     "Payload",
     "Placed",
     "Together",
-    "are_alike",
     "placed_again",
     "staged_again",
 ]
@@ -158,9 +147,7 @@ class Packer:
                 flat = torch.frombuffer(slot.memory, dtype=dtype)
                 torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
         self.bytes_copied += sum(counts) * dtype.itemsize
-        how = LONE if any(map(OFFSET_OF, alike)) else 0
-        if slot is not None:
-            how |= self._flags
+        how = 0 if slot is None else self._flags
         return Bucketed(Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how), body, slot)
 
     def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Riders | None:
@@ -212,9 +199,8 @@ class Packer:
         """
         lane = None if staged or code == 0 else self._way(tensor)
         if lane is None:
-            here = brought_here(tensor)
-            placed = self.place(here, flags)
-            return placed._replace(flags=(placed.flags | left_behind(tensor, here)) + code * DEVICE)
+            placed = self.place(brought_here(tensor), flags)
+            return placed._replace(flags=placed.flags | code * DEVICE)
         core, form, how = dense_core(tensor.detach())
         slot = lane.write(core)
         nbytes = slot.memory.nbytes
@@ -249,13 +235,12 @@ class Packer:
         ways = [None if staged else self._way(tensor) for tensor in tensors]
         through_here = [brought_here(tensor) for tensor, way in zip(tensors, ways, strict=True) if way is None]
         refs, slot, slots = self.place_together(through_here, sharing)
-        here, found = zip(refs, through_here, strict=True), []
+        here, found = iter(refs), []
         for tensor, way in zip(tensors, ways, strict=True):
             code = device_code(tensor)
             if way is None:
-                ref, own = next(here)
-                how = ref.flags & HOW | left_behind(tensor, own)
-                found.append(ref._replace(flags=how | flags_of(tensor) | code * DEVICE))
+                ref = next(here)
+                found.append(ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE))
             else:
                 placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
                 assert isinstance(placed.holder, Slot)

@@ -4,9 +4,9 @@ Autograd and pickle both want whole tensors; a message wants bytes and numbers. 
 where. A sparse tensor is one reference too: to a run of memory in which its indices and values lie like tensors in a message.
 Many references go together, in columns, or as a bucket where the tensors are alike.
 
-Guarantees: strides survive, and where that is little what lies between the elements and before them; an expanded tensor
-    travels as small as it is; sparse tensors keep layout, order of entries and whether they are coalesced; a received tensor
-    is never a view in autograd's sense, so it may be written in place like any fresh tensor.
+Guarantees: strides survive; an expanded tensor travels as small as it is; sparse tensors keep layout, order of entries and
+    whether they are coalesced; a received tensor is never a view in autograd's sense, so it may be written in place like any
+    fresh tensor; its storage begins and ends with what travelled, so `as_strided` cannot reach other memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "DTYPES",
     "HOOKED",
     "LEAF",
-    "LONE",
     "NUMBER_OF_DTYPE",
     "PARAMETER",
     "PLACE",
@@ -38,7 +37,6 @@ __all__ = [
     "SHARED",
     "SPARSE_LAYOUTS",
     "SPREAD",
-    "WITHIN",
     "Bucket",
     "Columns",
     "Form",
@@ -70,7 +68,6 @@ ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
 DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
-AS_STRIDED_ = torch.Tensor.as_strided_  # as it is here: in workers `surroundings` watches what functions do with it
 MAKE_COO: Any = torch.sparse_coo_tensor  # their type hints leave out the indices
 MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
 
@@ -243,9 +240,7 @@ PARAMETER = 4
 SHARED = 8  # this slot is read by others too, or again by the next worker: the receiver needs its own private view
 SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and is spread out to its strides by the receiver
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
-WITHIN = 64  # begins within the memory that travels: before it comes what its storage holds there
-LONE = 128  # what its storage holds before it stays behind
-DEVICE = 256  # times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+DEVICE = 64  # times the code of the device (`accelerator.device_code`) on which the receiver is to have it
 
 
 def flags_of(tensor: torch.Tensor) -> int:
@@ -327,17 +322,14 @@ def strided(memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...
     """The tensor that travelled as `memory`: one run, which may be `memory` itself afterwards."""
     if flags & SPREAD:
         return spread(memory, shape, stride)
-    if flags & WITHIN:
-        return AS_STRIDED_(memory, shape, stride, memory.numel() - span_of(shape, stride))
-    return AS_STRIDED_(memory, shape, stride)
+    return memory.as_strided_(shape, stride)
 
 
 def spread(core: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     """The elements of a dense run, laid out with the gaps that were left behind."""
     kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-    return AS_STRIDED_(
-        torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(core.view(kept)), shape, stride
-    )
+    apart = torch.empty_strided(kept, stride, dtype=core.dtype, device=core.device).copy_(core.view(kept))
+    return apart.as_strided_(shape, stride)
 
 
 def stand_in(ref: TensorRef) -> torch.Tensor:

@@ -114,14 +114,14 @@ def opened(carrier: str, workers: int, seconds: float, graphs: str) -> Iterator[
             made = PipeCarrier(nodes, seconds)
             ENGINES["pretended"] = Kind(ENGINES["ray"].traits, lambda wanted: ClusterEngine(made, wanted.workers, PATIENCE))
             stack.callback(ENGINES.pop, "pretended")
-            pool: Any = mpgrad.Pool(workers, engine="pretended", graphs=graphs, send="always")  # type: ignore[call-overload]
+            pool: Any = mpgrad.Pool(workers, engine="pretended", graphs=graphs)  # type: ignore[call-overload]
         else:
             os.environ[SECONDS] = str(seconds)
             os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
             cluster = stack.enter_context(simulated_nodes(nodes, NODE))
             cluster_ray.SiteActor = PretendedActor  # type: ignore[misc,assignment]
             ray = mpgrad.Ray(address=cluster.address, node_timeout=PATIENCE)
-            pool = mpgrad.Pool(workers, engine="ray", graphs=graphs, send="always", ray=ray)  # type: ignore[call-overload]
+            pool = mpgrad.Pool(workers, engine="ray", graphs=graphs, ray=ray)  # type: ignore[call-overload]
         with pool:
             while len(pool.stats().workers) < workers:
                 pool.map(torch.sum, [torch.ones(2)] * workers, 1)

@@ -53,7 +53,7 @@ def started(nodes: int) -> Iterator[Contenders]:
 
         def pool(engine: str, graphs: str) -> mpgrad.Pool:
             ray = cluster if engine == "ray" else None
-            opened: mpgrad.Pool = mpgrad.Pool(nodes, engine=engine, graphs=graphs, send="always", ray=ray)
+            opened: mpgrad.Pool = mpgrad.Pool(nodes, engine=engine, graphs=graphs, ray=ray)
             return stack.enter_context(opened)
 
         yield Contenders(pool("process", "keep"), ByHand(node_ids()), pool("ray", "keep"), pool("ray", "ahead"))

@@ -106,7 +106,7 @@ def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
     runs = {"forward": forward, "forward and backward": forward_and_backward}
     found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
     for workers in plan.workers:
-        with mpgrad.Pool(workers, send="always") as pool:
+        with mpgrad.Pool(workers) as pool:
             for name, run in runs.items():
                 found[name][workers] = costs(pool, run, plan)
     yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
@@ -136,7 +136,7 @@ def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
 
 def bench_balance(plan: Plan) -> Iterator[Sequence[Figure]]:
     for workers in plan.crews:
-        with mpgrad.Pool(workers, send="always") as pool:
+        with mpgrad.Pool(workers) as pool:
             while len(pool.stats().workers) < workers:
                 pool.map(abs, range(workers))
             for rounds in plan.rounds:

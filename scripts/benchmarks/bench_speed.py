@@ -38,7 +38,6 @@ ROWS: dict[str, Row] = {
     "floor": floor.bench_floor,
     "python": grains.bench_python,
     "op": grains.bench_op,
-    "adaptive": grains.bench_adaptive,
     "transfer": copies.bench_transfer,
     "captures": copies.bench_captures,
     "deterministic": copies.bench_deterministic,

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import logging
 import math
 import os
 import platform
@@ -35,6 +36,9 @@ from torch import Tensor
 SHORTEST_ITEM, LONGEST_ITEM = 10, 200  # floats of a tiny tensor
 MOST_ITEMS = 400  # in one run
 WARM_UPS = 2  # untimed rounds; pools learn there what a call costs
+
+# mpgrad says once of each tiny function that it costs more to send than to run: here that is what is measured
+logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
 
 Function = Callable[[Tensor], Tensor]
 Loop = Callable[[Function, list[Tensor]], Sequence[Tensor]]  # `serial`, or a pool's `map`

@@ -153,7 +153,7 @@ def drive(timeout: float) -> None:
     with mpgrad.Pool(2, deterministic=True) as pool:
         expected = step(pool)
     ray = mpgrad.Ray(address=f"{HOSTS[0]}:{PORT}", node_timeout=timeout)
-    with mpgrad.Pool(engine="ray", ray=ray, deterministic=True, retries=5, graphs="keep", send="always") as pool:
+    with mpgrad.Pool(engine="ray", ray=ray, deterministic=True, retries=5, graphs="keep") as pool:
         deadline = time.monotonic() + 60
         while len(pool.stats().workers) < 2 * CPUS and time.monotonic() < deadline:
             pool.map(time.sleep, [0.05] * 8, 1)

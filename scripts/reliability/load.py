@@ -142,7 +142,7 @@ ROWS: dict[str, tuple[Row, int]] = {
 def run_row(name: str, amount: int, processes: int) -> None:
     """In a process of its own."""
     torch.set_num_threads(1)
-    with mpgrad.Pool(processes, send="always") as pool:
+    with mpgrad.Pool(processes) as pool:
         growth.items(pool, 4 * processes)  # the first backward of a process imports much of torch
         print(json.dumps([figure.record() for figure in ROWS[name][0](pool, amount)]))
 

@@ -104,7 +104,7 @@ def soak(cluster: Any, kills: int, seed: int) -> dict[str, Any]:
 
     killer, started = Killer(cluster, kills, seed), time.monotonic()
     differing = []
-    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), deterministic=True, retries=20, send="always") as pool:
+    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), deterministic=True, retries=20) as pool:
         step(pool)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             while killer.left:

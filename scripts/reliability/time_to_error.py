@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("time_to_error.json"), metavar="FILE", help="default: %(default)s")
     options = parser.parse_args(arguments)
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    with mpgrad.Pool(processes=1, retries=0, send="always") as pool:  # a cheap call may run in the caller otherwise
+    with mpgrad.Pool(processes=1, retries=0) as pool:
         pool.map(abs, [1])  # it has started
         for _ in range(options.repeats):
             for name, case in CASES.items():

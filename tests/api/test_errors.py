@@ -26,8 +26,6 @@ from mpgrad.scheduling import calling_off
 from mpgrad.tracebacks import OWN_FOLDER, shown
 from mpgrad.wire.messages import FAREWELL
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 KEPT_BY_OLD_PYTHON = int(sys.version_info < (3, 11))  # see `hide_own_frames`
 
 
@@ -323,7 +321,7 @@ def test_the_stack_of_a_worker_that_crashes(fresh_pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"])
 def test_every_fatal_signal_leaves_a_stack(name: str, nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match=f"was killed by {name} ") as caught:
             pool.apply(crash_by, (name,))
         assert_at(caught.value, "os.kill(os.getpid(), getattr(signal, name))")
@@ -339,7 +337,7 @@ def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, nursery: mpgrad.P
         ctypes.PyDLL(None).sleep(60)
 
     function, source = (stuck_with_the_interpreters_lock, "PyDLL(None).sleep(60)") if in_c else (stuck, "time.sleep(60)")
-    with mpgrad.Pool(1, retries=1, send="always") as pool:
+    with mpgrad.Pool(1, retries=1) as pool:
         pool.apply(time.sleep, (0,))
         with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried 2 times \(retries: 1\)") as caught:
             pool.map(function, [1], timeout=0.2)
@@ -362,7 +360,7 @@ class LoadedBy:
 def test_how_often_a_function_was_loaded_in_vain(nursery: mpgrad.Pool) -> None:
     # symptom: "tried 3 times (retries: 0)". cause: a function that took too long to load was taken for a worker that had died
     # for another reason before the call began; and such deaths were counted as tries.
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(abs, (-1,))
         with pytest.raises(mpgrad.CallTimeoutError, match=r"; the call was tried once \(retries: 0\)") as caught:
             pool.map(LoadedBy(time.sleep, (60,)), [1], timeout=0.1)
@@ -384,7 +382,7 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(nursery: mp
         signal.signal(FAREWELL, signal.SIG_IGN)
         time.sleep(60)
 
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             pool.map(lambda k: deaf(), [1], timeout=0.1)
         assert caught.value.stack == ""
@@ -410,7 +408,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
         return 2
 
     monkeypatch.setattr(calling_off, "FAREWELL_PATIENCE", 1.0)
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]
         assert pool.map(is_interrupted, [tmp_path / "begun"]) == [2]
@@ -425,7 +423,7 @@ def test_a_process_that_a_task_forks_keeps_quiet(nursery: mpgrad.Pool) -> None:
         os.waitpid(pid, 0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match="was killed by SIGKILL") as caught:
             pool.apply(fork_and_die)
         assert caught.value.stack == ""
@@ -464,7 +462,7 @@ def test_stacks_of_workers_of_a_context() -> None:
     def stuck(k: int) -> None:
         time.sleep(60)
 
-    with mpgrad.Pool(1, context="fork", retries=0, send="always") as pool:
+    with mpgrad.Pool(1, context="fork", retries=0) as pool:
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
             pool.apply(crash_in_c)
         assert_at(caught.value, "ctypes.string_at(0)")
@@ -506,7 +504,7 @@ def test_a_second_iterable_suggests_starmap(pool2: mpgrad.Pool, operation: str, 
 
 
 def test_after_the_with_block(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         (y,) = pool.map(torch.exp, [X])
         later = pool.apply_async(time.sleep, (60,))
     for ask in (later.get, y.sum().backward):

@@ -12,7 +12,7 @@ import torch
 
 import mpgrad
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 HINT = 27
 

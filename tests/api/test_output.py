@@ -14,8 +14,6 @@ import pytest
 
 import mpgrad
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 
 def test_prints_arrive_before_the_result(pool: mpgrad.Pool) -> None:
     def fn(k: int) -> int:

@@ -137,7 +137,7 @@ def test_a_block_counts_all_that_the_pool_does(pool: mpgrad.Pool) -> None:
 
 def test_a_block_of_an_executor(nursery: mpgrad.Pool) -> None:
     told: Told = []
-    with mpgrad.Executor(1, send="always") as executor, executor.progress(lambda *now: told.append(now)):
+    with mpgrad.Executor(1) as executor, executor.progress(lambda *now: told.append(now)):
         with executor.timeline() as timeline:
             assert list(executor.map(abs, ITEMS)) == [7, 6, 5, 4, 3, 2, 1]
         assert executor.stats().calls == 7 == sum(event["cat"] == "forward" for event in timeline.events if event["ph"] == "X")
@@ -230,10 +230,11 @@ worker  node   device   pid  state  busy  calls  graphs     memory
      1  alpha  cpu     4242  busy    87%  1,512      12  300.0 MiB
     13  beta   cpu        5  idle     0%      3       0    1.0 GiB
 operations: 2 under way
-calls:      1,600 done, 40 left; 7 more in the caller's thread
+calls:      1,600 done, 40 left
 backwards:  1,500 done, 0 left
 deaths:     2 of workers, 1 by the pool
-run again:  3 calls and backwards
+run again:  3 calls and backwards after deaths, 4 calls for their graphs
+given up:   5 graphs, 6 backwards with a wrong prediction
 memory:     1.3 GiB of workers; 0 bytes shared for tensors
 sent:       2.0 KiB in 20 frames
 received:   999 bytes in 30 frames
@@ -242,7 +243,9 @@ copied:     1.0 KiB of tensors; 9 slots made"""
 
 @pytest.mark.quick
 def test_statistics_are_a_table() -> None:
-    stats = PoolStats(WORKERS, (1 << 30) + (300 << 20), 0, 2, 1, 3, 7, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9)
+    stats = PoolStats(
+        WORKERS, (1 << 30) + (300 << 20), 0, 2, 1, 3, 4, 5, 6, 2, 1600, 40, 1500, 0, 20, 30, 2048, 999, 0, 1000, 9
+    )
     assert str(stats) == TABLE
     here = str(stats._replace(workers=[each._replace(node="") for each in WORKERS]))
     assert here.splitlines()[0].split() == ["worker", "device", "pid", "state", "busy", "calls", "graphs", "memory"]
@@ -252,7 +255,7 @@ def test_statistics_are_a_table() -> None:
 
 @pytest.fixture
 def two(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         yield pool
 
 

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 Tensor = torch.Tensor
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
@@ -155,7 +153,7 @@ def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(nurse
         (found,) = torch.autograd.grad(torch.stack(loop(doubling, items(3))).sum(), own)
         return found
 
-    with mpgrad.Pool(1, graphs="ahead", send="always") as pool:
+    with mpgrad.Pool(1, graphs="ahead") as pool:
         assert torch.equal(gradient(pool.map), gradient(serial))
 
 

@@ -18,8 +18,6 @@ from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.guesses import LEAST
 from mpgrad.workers import memory_watch
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 Tensor = torch.Tensor
 HERE = Path(__file__).parent
 SECOND_TIME = "Trying to backward through the graph a second time"

@@ -14,8 +14,6 @@ import torch
 import mpgrad
 import mpgrad.derivatives.jacobians
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 SPAN = torch.arange(3, dtype=torch.float64)
 
 
@@ -286,7 +284,7 @@ def test_hooks_of_a_checkpoint_around_an_inline_pool() -> None:
     """Symptom: a map of two items gave one result, now and then. Cause: the worker, in the caller's thread, saved tensors under
     the checkpoint's hooks; these ended the second run of the region in the middle of a task."""
     c = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
-    with mpgrad.Pool(1, engine="inline", send="always") as pool:
+    with mpgrad.Pool(1, engine="inline") as pool:
 
         def region(x: torch.Tensor) -> torch.Tensor:
             seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)

@@ -167,7 +167,7 @@ def test_the_level_stays_in_the_backward_of_tangents(tmp_path: Path) -> None:
         return y * t
 
     weight = numbers(3, seed=5).requires_grad_()
-    with mpgrad.Pool(1, engine="thread", send="always") as pool:
+    with mpgrad.Pool(1, engine="thread") as pool:
         with forward_ad.dual_level():
             x = forward_ad.make_dual(numbers(3), numbers(3, seed=2))
             (y,) = pool.map(noted, [x * weight])

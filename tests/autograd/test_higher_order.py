@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import mpgrad
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 Loop = Callable[..., list[Any]]  # the pool's map, or the serial loop
 

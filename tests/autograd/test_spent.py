@@ -15,8 +15,6 @@ from conftest import first_are_quick
 
 import mpgrad
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 Tensor = torch.Tensor
 Loop = Callable[[Callable[..., Any], list[Any]], list[Any]]
 
@@ -334,7 +332,7 @@ FAILING: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str)
 def test_a_backward_that_fails_leaves_what_it_leaves_serially(nursery: mpgrad.Pool, options: dict[str, Any], case: str) -> None:
     """Symptom: "a second time", for a part that was never run through. Cause: the graph went though its backward had failed."""
-    with mpgrad.Pool(1, send="always", **options) as pool:
+    with mpgrad.Pool(1, **options) as pool:
         assert outcomes(lambda fn, items: pool.map(fn, items, 1), *FAILING[case]) == outcomes(serial, *FAILING[case])
 
 
@@ -362,7 +360,7 @@ def test_the_memory_of_spent_graphs(nursery: mpgrad.Pool) -> None:
     """Symptom: they pushed out others. Cause: they counted as they were before they were run through."""
     weight = torch.ones(3000, requires_grad=True)
     xs = [torch.ones(3000, requires_grad=True) for _ in range(12)]
-    with mpgrad.Pool(1, send="always", graph_memory="100 KB") as pool:
+    with mpgrad.Pool(1, graph_memory="100 KB") as pool:
         results = pool.map(lambda x: (x * weight).exp(), xs, 1)
         for result, x in zip(results, xs, strict=True):
             torch.autograd.grad(result.sum(), [x, weight])

@@ -162,7 +162,7 @@ WAYS = {
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_what_looks_into_modules(engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> None:
     # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these find, was lost silently
-    with mpgrad.Pool(1, engine=engine, send="always") as pool:
+    with mpgrad.Pool(1, engine=engine) as pool:
         for name, way in WAYS.items():
             lines = f"import {name}, torch", "w = torch.tensor(2.0, requires_grad=True)", "def helper(x): return x"
             own: Any = types.ModuleType(f"own_{name}")
@@ -178,7 +178,7 @@ def test_what_looks_into_modules(engine: str, monkeypatch: pytest.MonkeyPatch, n
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
-    with mpgrad.Pool(1, engine=engine, send="always") as pool:
+    with mpgrad.Pool(1, engine=engine) as pool:
         given = items(1)
         (result,) = pool.map(lambda x: (x * installed.WEIGHT) ** 2, given)
         (grad,) = torch.autograd.grad(result, given, create_graph=True)
@@ -199,7 +199,7 @@ def test_transforms_around_a_stray(engine: str, installed: Any) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return (installed.weighted(x) ** 3).sum()
 
-    with mpgrad.Pool(1, engine=engine, send="always") as pool:
+    with mpgrad.Pool(1, engine=engine) as pool:
         pool.apply(fn, (x,))  # it is imported outside of any transform, as here
 
         def there(x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +232,7 @@ def test_remedies_work(any_pool: mpgrad.Pool, installed: Any) -> None:
 
 
 def test_values_are_those_of_the_worker(installed: Any) -> None:
-    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran in the caller, on its own
+    # symptom: results switched between the caller's value and the worker's. cause: cheap calls ran in the caller
     with mpgrad.Pool(2) as pool:
         pool.map(installed.scaled, items())
         with torch.no_grad():
@@ -449,7 +449,7 @@ def make_own() -> None:
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_leaves_that_an_initializer_made(engine: str, installed: Any) -> None:
-    with mpgrad.Pool(1, engine=engine, send="always", initializer=make_own) as pool:
+    with mpgrad.Pool(1, engine=engine, initializer=make_own) as pool:
         given = items()
         results = pool.map(lambda x: x * installed.WEIGHT, given)
         total(results).backward()

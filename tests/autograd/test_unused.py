@@ -125,7 +125,7 @@ def test_nothing_grows(nursery: mpgrad.Pool) -> None:
         return len(seen)
 
     fit, counts = Fit(), list[tuple[int, int]]()
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         for step in range(12):
             fit.loss = torch.stack(pool.map(fit.of_item, [leaf(3, seed=n) for n in range(4)])).sum()
             fit.loss.backward()
@@ -215,7 +215,7 @@ def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, nursery: mpgrad.
     """No graph leads to them: all count as reached."""
     with pytest.raises(RuntimeError, match="second time"):  # PyTorch frees the history of `inner` with the first of two items
         inside_of_a_checkpoint(serial, True)
-    with mpgrad.Pool(2, send="always", graphs=graphs) as pool:
+    with mpgrad.Pool(2, graphs=graphs) as pool:
         same(inside_of_a_checkpoint(pool.map, True), inside_of_a_checkpoint(serial, False))
 
 
@@ -270,7 +270,7 @@ def test_captures_that_only_a_backward_uses_and_that_are_gone(nursery: mpgrad.Po
         y.register_hook(lambda grad: grad * inner)
         return (y**2).sum()
 
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         result = pool.map(fn, [x])[0]
         inner.mul_(2)
         with pytest.raises(RuntimeError, match="dropped or changed since"):
@@ -295,7 +295,7 @@ def test_derivatives_lead_to_what_was_known_with_their_result(nursery: mpgrad.Po
         z.register_hook(lambda grad: grad * backward)
         return z.sum()
 
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         arriving = pool.imap(fn, [(0, x), (1, y)], chunksize=1)
         first = next(arriving)
         open(path, "w").close()
@@ -317,7 +317,7 @@ def test_gradients_that_nobody_takes_are_dropped(nursery: mpgrad.Pool) -> None:
         y.register_hook(lambda grad: grad * hooked)
         return y.sum()
 
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         operation: Any = None
         begin = pool._submitter.starter.begin
 
@@ -339,7 +339,7 @@ def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
     nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a result of a bundle: an output of a call's node, as what is looked for may be."""
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         with monkeypatch.context() as patched:
             patched.setattr(Feeder, "_bundle_size", lambda self, operation, total: 2)
             _, captured = pool.map(torch.exp, [leaf(2000, seed=1), leaf(2000)])
@@ -358,7 +358,7 @@ def test_gradients_by_item_of_a_capture_that_only_the_backward_uses(
 
 
 def test_a_capture_that_is_frozen_before_the_result_is_fetched(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         for inner in (False, True):
             weight, other, source = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
             further = source.exp() if inner else torch.ones(3, dtype=torch.float64)
@@ -388,7 +388,7 @@ def test_the_order_of_sums_is_that_of_the_items_whenever_results_are_fetched(nur
         torch.stack(loop(fn, range(8))).sum().backward()
         return [source.grad, plain.grad]
 
-    with mpgrad.Pool(1, send="always", deterministic=True) as pool:
+    with mpgrad.Pool(1, deterministic=True) as pool:
         expected = gradients(pool.map)
         for loop in (pool.imap, lambda fn, xs: reversed(list(pool.imap(fn, xs)))):
             for grad, other in zip(gradients(lambda fn, xs, loop=loop: list(loop(fn, xs))), expected, strict=True):
@@ -479,7 +479,7 @@ def keeps_its_argument(pair: tuple[Tensor, Tensor]) -> Tensor:
 def test_inputs_that_the_function_keeps(nursery: mpgrad.Pool) -> None:
     """Whether it is used cannot be told then; the gradients are right, and none comes."""
     x, y = leaf(3), leaf(3, seed=1)
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         results = pool.map(keeps_its_argument, [(x * 2, y * 2), (x * 3, y * 3)])
         pool.map(lambda k: KEPT.clear(), [0])
         grads = torch.autograd.grad(torch.stack(results).sum(), [x, y], allow_unused=True)
@@ -534,7 +534,7 @@ def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpg
         loop(fn, [(source + 1, x)])[0].backward()
         return [source.grad, x.grad]
 
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         same(gradients(pool.map), gradients(serial))
 
 
@@ -585,7 +585,7 @@ def test_a_worker_dies(nursery: mpgrad.Pool) -> None:
         return [source.grad for source in sources]
 
     expected = gradients(serial, lambda: None)
-    with mpgrad.Pool(2, send="always", deterministic=True) as pool:
+    with mpgrad.Pool(2, deterministic=True) as pool:
         for number in (0, 1):
             same(
                 gradients(pool.map, lambda number=number: os.kill(staffed(pool).stats().workers[number].pid, signal.SIGKILL)),

@@ -16,7 +16,6 @@ from mpgrad.testing import assert_same_as_serial
 
 Tensor = torch.Tensor
 pytestmark = [
-    pytest.mark.usefixtures("calls_are_sent"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore:.*cuBLAS.*:UserWarning"),  # PyTorch's word about a context that it makes itself

@@ -42,6 +42,8 @@ from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
 TWO = (Node("a", "alpha", 2), Node("b", "beta", 2))
+ONE_EACH = (Node("a", "alpha", 1), Node("b", "beta", 1))
+LARGE = 250_000
 
 
 @contextlib.contextmanager
@@ -52,7 +54,7 @@ def cluster(
     made = carrier(nodes)
     ENGINES["pretended"] = Kind(local_cluster.TRAITS, lambda wanted: ClusterEngine(made, wanted.workers, patience))
     try:
-        with mpgrad.Pool(engine="pretended", send="always", **options) as pool:
+        with mpgrad.Pool(engine="pretended", **options) as pool:
             yield pool, made
     finally:
         ENGINES.pop("pretended", None)
@@ -68,6 +70,36 @@ def on_two_nodes(nursery: mpgrad.Pool) -> Iterator[tuple[mpgrad.Pool, Any]]:
 def staffed(pool: mpgrad.Pool, workers: int) -> None:
     while len(pool.stats().workers) < workers:
         pool.map(time.sleep, [0.05] * 2 * workers, 1)
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def product(x: Any) -> Any:
+    return x * x
+
+
+def serial(x: Any) -> Any:
+    return product(torch.sin(double(x)))
+
+
+def chain(pool: mpgrad.Pool, x: torch.Tensor) -> list[Any]:
+    """`serial`, as three calls."""
+    a = pool.submit(double, x)
+    b = pool.submit(torch.sin, a)
+    return [a, b, pool.submit(product, b)]
+
+
+def leaf() -> torch.Tensor:
+    return torch.linspace(0, 3, LARGE).requires_grad_()
+
+
+def grad_of(fn: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
+    own = x.detach().clone().requires_grad_()
+    fn(own).sum().backward()
+    assert own.grad is not None
+    return own.grad
 
 
 # --- values, memory
@@ -132,6 +164,42 @@ def test_errors_and_stats_name_the_node(on_two_nodes: tuple[mpgrad.Pool, Any]) -
 def test_what_a_call_prints(on_two_nodes: tuple[mpgrad.Pool, Any], capfd: Any) -> None:
     on_two_nodes[0].apply(print, ("said there",))
     assert "said there" in capfd.readouterr().out
+
+
+def test_chains_of_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    """Results come to the caller, and go on from there; also those that nobody reads, or later."""
+    pool, x = on_two_nodes[0], leaf()
+    futures = chain(pool, x)
+    value = futures[-1].result()
+    assert torch.equal(value, serial(x))
+    value.sum().backward()
+    assert torch.equal(x.grad, grad_of(serial, x))  # type: ignore[arg-type]
+    y = leaf()
+    first, second, third = [each.result() for each in chain(pool, y)]
+    (first.sum() + second.sum() + third.sum()).backward()
+
+    def all_of(own: Any) -> Any:
+        a = double(own)
+        b = a.sin()
+        return a.sum() + b.sum() + product(b).sum()
+
+    assert torch.equal(y.grad, grad_of(all_of, y))  # type: ignore[arg-type]
+
+
+def test_results_of_several_kinds_go_on_to_other_calls(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    def several(x: Any) -> Any:
+        return {"large": [x + 1, x - 1], "small": x[:3].clone(), "sparse": torch.eye(3).to_sparse(), "n": 5}
+
+    def gather(found: Any) -> Any:
+        return (found["large"][0] * found["large"][1]).sum() + found["small"].sum()
+
+    pool, x = on_two_nodes[0], leaf()
+    first = pool.submit(several, x)
+    pool.submit(gather, first).result().backward()
+    assert torch.equal(x.grad, grad_of(lambda own: gather(several(own)), x))  # type: ignore[arg-type]
+    found = first.result()
+    assert torch.equal(found["large"][1], x - 1) and found["n"] == 5
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
 
 
 @pytest.mark.slow
@@ -471,6 +539,34 @@ def test_what_was_lost_is_made_again_bit_for_bit(unharmed: list[torch.Tensor], w
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, unharmed, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["workers", "sites"])
+def test_chains_whose_graphs_were_lost(nursery: mpgrad.Pool, what: str) -> None:
+    """Their calls run again with the results that the caller has, also where nobody has read these."""
+    with cluster(*ONE_EACH) as (pool, carrier):
+        staffed(pool, 2)
+        x = leaf()
+        value = chain(pool, x)[-1].result()
+        deaths = pool.stats().deaths
+        if what == "workers":
+            for worker in pool.stats().workers:
+                os.kill(worker.pid, signal.SIGKILL)
+        else:
+            for each in list(carrier.sites):
+                each.process.kill()
+        eventually(lambda: pool.stats().deaths == deaths + 2)
+        (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        assert torch.equal(grad, grad_of(serial, x))
+        staffed(pool, 2)
+        for worker in pool.stats().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        grad.sum().backward()
+        own = x.detach().clone().requires_grad_()
+        (first,) = torch.autograd.grad(serial(own).sum(), own, create_graph=True)
+        first.sum().backward()
+        assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
+
+
 class Unruly(LocalCarrier):
     """Replies come late, in any order, and some twice."""
 
@@ -618,7 +714,7 @@ def test_the_caller_is_killed_and_nothing_is_left(nursery: mpgrad.Pool) -> None:
         "import time, mpgrad, local_cluster\n"
         "from mpgrad.engines.kinds import ENGINES, Kind\n"
         "ENGINES['pretended'] = Kind(local_cluster.TRAITS, local_cluster.two_nodes)\n"
-        "pool = mpgrad.Pool(2, engine='pretended', send='always')\n"
+        "pool = mpgrad.Pool(2, engine='pretended')\n"
         "while len(pool.stats().workers) < 2:\n"
         "    pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
@@ -723,13 +819,11 @@ def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.Mon
 @pytest.mark.quick
 def test_where_workers_are_placed() -> None:
     small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
-    assert placed([small, large], 4, packs=False) == [(small, 2), (large, 2)]
-    assert placed([small, large], 9, packs=False) == [(small, 2), (large, 7)]
-    assert placed([small, large], 12, packs=False) == [(small, 2), (large, 8), (None, 2)]
-    assert placed([small._replace(slots=0)], 3, packs=False) == [(None, 1)] * 3  # nobody knows how large nodes will be
-    assert placed([small], 7, packs=False) == [(small, 2), (None, 2), (None, 2), (None, 1)]
-    assert placed([large, small], 5, packs=True) == [(large, 5)]
-    assert placed([large, small], 9, packs=True) == [(large, 8), (small, 1)]
+    assert placed([small, large], 4) == [(small, 2), (large, 2)]
+    assert placed([small, large], 9) == [(small, 2), (large, 7)]
+    assert placed([small, large], 12) == [(small, 2), (large, 8), (None, 2)]
+    assert placed([small._replace(slots=0)], 3) == [(None, 1)] * 3  # nobody knows how large nodes will be
+    assert placed([small], 7) == [(small, 2), (None, 2), (None, 2), (None, 1)]
 
 
 def test_no_room(nursery: mpgrad.Pool) -> None:
@@ -808,7 +902,6 @@ def test_sites_that_do_not_start(nursery: mpgrad.Pool) -> None:
     ("options", "error", "message"),
     [
         ({"address": ""}, ValueError, "address must be"),
-        ({"placement": "middle"}, ValueError, "placement must be one of spread, pack"),
         ({"workers_per_node": 0}, ValueError, "workers_per_node must be at least 1"),
         ({"workers_per_node": 1.5}, TypeError, r"workers_per_node must be an integer, or None \(workers_per_node: 1.5\)"),
         ({"memory_per_worker": 0}, ValueError, "memory_per_worker must be at least 1"),

@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from test_cluster import cluster, eventually, staffed
-from test_stays import ONE_EACH, chain, grad_of, leaf, serial
+from test_cluster import ONE_EACH, chain, cluster, eventually, grad_of, leaf, serial, staffed
 
 import mpgrad
 from mpgrad.cluster.carrier import Node, SiteOptions
@@ -147,7 +146,7 @@ def test_a_long_call_that_took_its_node_along_is_blamed(nursery: mpgrad.Pool) ->
 
 
 @pytest.mark.slow
-def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpgrad.Pool) -> None:
+def test_graphs_of_chains_are_made_again_after_the_end(nursery: mpgrad.Pool) -> None:
     """After `Executor.shutdown` workers take no new calls; these are old ones."""
     with ThreadPoolExecutor(1) as thread, cluster(*ONE_EACH) as (pool, carrier):
         staffed(pool, 2)
@@ -167,7 +166,7 @@ def test_results_that_later_calls_need_are_made_again_after_the_end(nursery: mpg
 
 
 @pytest.mark.slow
-def test_nobody_is_left_to_make_results_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
+def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """The backward waited for ever: workers that have been sent home have no successors."""
 
     def slow(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """What the caller changes in its environment after a pool has begun shows in workers, as it does in the serial loop.
 
-Workers are other processes: they had the variables, the directory and the arguments of the moment when the pool began. Cheap
-calls that ran in the caller saw the new ones, so one map could mix the two.
+Workers are other processes: they had the variables, the directory and the arguments of the moment when the pool began.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def test_what_a_worker_has_set_itself_stays(nursery: mpgrad.Pool, monkeypatch: p
     """Its initializer's variables, directory, paths and arguments; the numbers of threads that mpgrad sets."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(NAME, raising=False)
-    with mpgrad.Pool(1, initializer=set_up, initargs=(str(tmp_path),), send="always") as pool:
+    with mpgrad.Pool(1, initializer=set_up, initargs=(str(tmp_path),)) as pool:
         assert pool.apply(os.getcwd) == str(tmp_path)
         monkeypatch.setenv(NAME, "the caller's")
         monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -159,7 +158,7 @@ class Scaled(torch.autograd.Function):
 @pytest.mark.parametrize("graphs", ["keep", "recompute"])
 def test_backwards_and_calls_that_run_again(graphs: Any, nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is made again finds what the forward had; its backward what the caller has when it runs."""
-    with mpgrad.Pool(1, graphs=graphs, send="always") as pool:
+    with mpgrad.Pool(1, graphs=graphs) as pool:
         x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
         monkeypatch.setenv(NAME, "2")
         first = pool.map(Scaled.apply, [x])

@@ -23,8 +23,6 @@ import mpgrad
 import mpgrad.scheduling.dispatcher
 from mpgrad.system import PORTABLE
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 SCRIPT = """
 import torch, mpgrad
 

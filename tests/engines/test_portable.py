@@ -103,7 +103,7 @@ def writes(x, large):
 
 def all_of_it():
     weight = torch.ones(3, requires_grad=True)
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         xs = [torch.full((3,), float(k), requires_grad=True) for k in range(6)]
         sum(y.sum() for y in pool.map(lambda x: x * x * weight, xs)).backward()
         assert [x.grad[0].item() for x in xs] == [0, 2, 4, 6, 8, 10] and weight.grad[0] == 55
@@ -273,7 +273,7 @@ from mpgrad.system import PORTABLE
 
 assert PORTABLE
 weight = torch.ones(3, requires_grad=True)
-with mpgrad.Pool(2, send="always") as pool:
+with mpgrad.Pool(2) as pool:
     sum(pool.map(lambda x: (x * weight).sum(), [torch.ones(3), torch.ones(3)])).backward()
     large = pool.map(torch.exp, [torch.zeros(100_000)])[0]
 print(weight.grad.tolist(), large[0].item(), end="")

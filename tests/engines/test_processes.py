@@ -30,8 +30,6 @@ from mpgrad.engines.programs import is_python
 from mpgrad.inherited import Inherited, inherited, take_over
 from mpgrad.system import PORTABLE
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 CONTEXTS = first_are_quick(2, [None, "fork", "spawn", "forkserver"])
 
 
@@ -81,7 +79,7 @@ def make(_):
 def trackers():
     return sum("resource_tracker" in " ".join(each.cmdline()) for each in psutil.Process().children(recursive=True))
 
-with mpgrad.Pool(2, send="always") as pool:
+with mpgrad.Pool(2) as pool:
     pool.map(abs, range(4))
     assert trackers() == 0
     names = pool.map(make, range(4), 1)
@@ -347,7 +345,7 @@ def who():
     ids = os.getresuid(), os.getresgid(), os.getgroups()
     return *ids, umask, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("SOME_VARIABLE")
 
-with mpgrad.Pool(1, send="always", maxtasksperchild=1) as old:
+with mpgrad.Pool(1, maxtasksperchild=1) as old:
     root = old.apply(who)
     os.umask(0o027)
     os.nice(3)
@@ -356,7 +354,7 @@ with mpgrad.Pool(1, send="always", maxtasksperchild=1) as old:
     os.setgroups([7, 8])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
-    with mpgrad.Pool(1, send="always") as new:
+    with mpgrad.Pool(1) as new:
         assert new.apply(who) == who() != root, (new.apply(who), who())
         old.apply(who)  # by one that may have been there
         later, now = old.apply(who), who()
@@ -382,14 +380,14 @@ import of_the_user
 
 libc = ctypes.CDLL(None)
 if sys.argv[2] == "another user's":
-    old = mpgrad.Pool(1, send="always")
+    old = mpgrad.Pool(1)
     old.apply(of_the_user.rights)
     os.setresuid(65534, 65534, 65534)
 elif sys.argv[2] == "fewer":
     libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 else:
     libc.prctl(28, 1, 0, 0, 0)
-with mpgrad.Pool(1, send="always") as pool:
+with mpgrad.Pool(1) as pool:
     try:
         assert pool.apply(of_the_user.rights) == of_the_user.rights()
         print("the same")
@@ -422,7 +420,7 @@ def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -
 
 FORK_SERVER = """
 import os, mpgrad
-with mpgrad.Pool(1, send="always", context="forkserver") as old:
+with mpgrad.Pool(1, context="forkserver") as old:
     assert old.apply(os.getuid) == 0
     os.setresuid(65534, 65534, 65534)
     try:
@@ -493,7 +491,7 @@ def test_a_python_by_another_name(nursery: mpgrad.Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_frozen_program_forks(tmp_path: Path) -> None:
     code = "import sys; sys.frozen = True; sys.executable = '/nowhere'\nimport mpgrad\n"
-    done = run(code + "with mpgrad.Pool(2, context='fork', send='always') as pool: print(pool.map(abs, [-1, -2]))")
+    done = run(code + "with mpgrad.Pool(2, context='fork') as pool: print(pool.map(abs, [-1, -2]))")
     assert (done.stdout, done.stderr) == ("[1, 2]\n", "")
 
 
@@ -652,7 +650,7 @@ def late():
 
 threading.Thread(target=late).start()
 """
-POOL = "with mpgrad.Pool(1, send='always') as pool: print(pool.map(abs, [-1, -2]))"
+POOL = "with mpgrad.Pool(1) as pool: print(pool.map(abs, [-1, -2]))"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def ray_cluster() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def ray_pool(**options: Any) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), send="always", **options) as pool:
+    with mpgrad.Pool(engine="ray", ray=mpgrad.Ray(node_timeout=5.0), **options) as pool:
         yield pool
 
 
@@ -158,7 +158,7 @@ def test_a_caller_on_ray_is_killed(ray_cluster: Any) -> None:
     code = (
         "import time, mpgrad\n"
         f"there = mpgrad.Ray(address={ray_cluster.address!r}, node_timeout=5.0)\n"
-        "pool = mpgrad.Pool(2, engine='ray', ray=there, send='always')\n"
+        "pool = mpgrad.Pool(2, engine='ray', ray=there)\n"
         "pool.map(time.sleep, [0.05] * 4, 1)\n"
         "pending = pool.map_async(time.sleep, [60] * 2, 1)\n"
         "print('workers', *[worker.pid for worker in pool.stats().workers], flush=True)\n"
@@ -210,7 +210,7 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
         "import mpgrad, psutil, torch\n"
         "weight = torch.ones(3, requires_grad=True)\n"
         "def pool():\n"
-        "    return mpgrad.Pool(1, engine='ray', ray=mpgrad.Ray(address='local'), send='always')\n"
+        "    return mpgrad.Pool(1, engine='ray', ray=mpgrad.Ray(address='local'))\n"
         "first = pool()\n"
         "with pool() as second:\n"
         "    assert first.map(abs, [-1]) == [1]\n"
@@ -293,7 +293,7 @@ def test_an_autoscaler_adds_nodes_and_removes_them() -> None:
         except RuntimeError as error:
             print(error)
         weight = torch.linspace(1, 2, 5, requires_grad=True)
-        with mpgrad.Pool(2, engine="ray", ray=there, send="always") as pool:
+        with mpgrad.Pool(2, engine="ray", ray=there) as pool:
             pool.map(time.sleep, [0.05] * 40, 1)
             sum(pool.map(lambda k: (weight * k).sum(), range(4))).backward()
             while len({worker.pid for worker in pool.stats().workers if worker.calls}) < 2:

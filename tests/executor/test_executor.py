@@ -22,8 +22,6 @@ import torch
 
 import mpgrad
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 PATIENCE = 20.0  # seconds
 BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor)]
 both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])
@@ -425,7 +423,7 @@ def test_gradients_of_captures_after_the_shutdown(options: dict[str, Any]) -> No
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x * weight).exp().sum()
 
-    with mpgrad.Executor(2, send="always", **options) as executor:
+    with mpgrad.Executor(2, **options) as executor:
         losses = list(executor.map(loss, xs))
     expected = torch.autograd.grad(torch.stack([loss(x) for x in xs]).sum(), [*xs, weight])
     torch.testing.assert_close(torch.autograd.grad(torch.stack(losses).sum(), [*xs, weight]), expected)

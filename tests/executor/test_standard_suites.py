@@ -18,8 +18,6 @@ from conftest import staffed
 
 import mpgrad
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 PACKAGE = "test.test_concurrent_futures"  # a module before Python 3.12
 PARTS = ["executor", "util", "process_pool", "wait", "as_completed", "shutdown", "deadlock", "init"]
 FUTURES = [PACKAGE, *(f"{PACKAGE}.{name}" for part in PARTS for name in (part, f"test_{part}"))]

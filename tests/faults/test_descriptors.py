@@ -32,9 +32,6 @@ from mpgrad.wire.asides import LastWords
 from mpgrad.wire.messages import NewSlab, Results, Returned, StartFailed, Stop
 from mpgrad.wire.pipe import HEADER, MARK, UnreadableFrame, framed
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
-
 TESTS = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 FILES = 120  # they get all numbers that mpgrad had
 
@@ -80,7 +77,7 @@ def test_files_in_the_place_of_shared_memory_stay_as_they_are(fresh_pool: mpgrad
 @pytest.mark.slow
 def test_files_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """It is the death of that worker, and its call is blamed; others go on."""
-    with mpgrad.Pool(2, retries=0, send="always") as pool:
+    with mpgrad.Pool(2, retries=0) as pool:
         with pytest.raises(mpgrad.WorkerDiedError, match="item 1"):
             pool.map(lambda k: with_files(tmp_path, False) if k == 1 else k, range(3), 1)
         assert are_untouched(tmp_path)
@@ -99,7 +96,7 @@ def test_a_socket_in_the_place_of_the_pipe(nursery: mpgrad.Pool, tmp_path: Path)
             end.connect(path)
             end.detach()
 
-    with socket.socket(socket.AF_UNIX) as listener, mpgrad.Pool(1, retries=0, send="always") as pool:
+    with socket.socket(socket.AF_UNIX) as listener, mpgrad.Pool(1, retries=0) as pool:
         listener.bind(path)
         listener.listen(20)
         with pytest.raises(mpgrad.WorkerDiedError):
@@ -145,7 +142,7 @@ def test_a_child_of_the_caller_that_becomes_a_daemon(fresh_pool: mpgrad.Pool, tm
 CLOSES_ALL = """
 import os, sys, torch, mpgrad
 from test_descriptors import close_all
-pool = mpgrad.Pool(1, send="always")
+pool = mpgrad.Pool(1)
 items = [torch.ones(10_000_000)] * 2  # each has memory of its own
 results = pool.map(torch.neg, items, 1)
 child = os.fork()
@@ -193,7 +190,7 @@ GARBAGE = [
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["zeros", "text", "short"])
 def test_garbage_on_the_pipe_is_the_death_of_that_worker(garbage: bytes, nursery: mpgrad.Pool) -> None:
     """One frame that could not be read broke the whole pool, or had it wait for a frame of exabytes."""
-    with mpgrad.Pool(2, retries=0, send="always") as pool:
+    with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"):
             pool.map(lambda k: os.write(socket_of_worker(), garbage) if k == 1 else k, range(3), 1)
@@ -241,7 +238,7 @@ FORGED = {
 @pytest.mark.parametrize("what", [*list(FORGED)[:1], *(pytest.param(k, marks=pytest.mark.slow) for k in [*FORGED][1:])])
 def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(what: str, nursery: mpgrad.Pool) -> None:
     """Where the mark was right it broke the whole pool: sizes, descriptors and messages were believed."""
-    with mpgrad.Pool(2, retries=0, send="always") as pool:
+    with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message") as raised:
             pool.map(lambda k: (os.write(socket_of_worker(), FORGED[what]), time.sleep(60)) if k == 1 else k, range(3), 1)
@@ -254,7 +251,7 @@ def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(what: str, nurs
 @pytest.mark.slow
 def test_a_task_that_forks_in_c(nursery: mpgrad.Pool) -> None:
     """Python does not know of the child, which answers, too: an answer that nobody waited for broke the pool."""
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         with contextlib.suppress(mpgrad.WorkerDiedError):
             pool.map(lambda k: ctypes.CDLL(None).fork() and k, [1, 2], 1)
         with contextlib.suppress(mpgrad.WorkerDiedError):
@@ -300,7 +297,7 @@ def test_a_signal_while_a_frame_is_being_sent(handler: str, nursery: mpgrad.Pool
         return rung
 
     out = io.StringIO()
-    with mpgrad.Pool(1, retries=0, send="always") as pool, contextlib.redirect_stdout(out):
+    with mpgrad.Pool(1, retries=0) as pool, contextlib.redirect_stdout(out):
         (rung,) = pool.map(fn, [0])
         assert pool.apply(abs, (-1,)) == 1
     text = out.getvalue() + "".join(each.getMessage() for each in caplog.records if each.name == "ringing")

@@ -21,7 +21,7 @@ from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.wire.frames import Channel, Frame
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.slow
 
 ITEMS = 9
 Tensor = torch.Tensor

@@ -27,7 +27,7 @@ from mpgrad.scheduling.chunk_writer import ChunkWriter
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.staffing import Staff
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 
 class OwnError(Exception):
@@ -440,7 +440,7 @@ def test_one_thread_at_a_time_answers_what_came_too_late(nursery: mpgrad.Pool, m
         assert go.wait(PATIENCE)
         fail(operation, error)
 
-    pool = mpgrad.Pool(1, send="always")
+    pool = mpgrad.Pool(1)
     results = [pool.apply_async(time.sleep, (600,)) for _ in range(2)]
     monkeypatch.setattr(Operation, "fail", fail_slowly)
     ends = threading.Thread(target=pool.terminate)
@@ -493,7 +493,7 @@ def test_a_fault_of_our_own_breaks_the_pool(
         raise NameError("a misspelt name")
 
     weight = torch.ones(3, requires_grad=True)
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         total = sum(pool.map(lambda k: (weight * k).sum(), range(4)))
         monkeypatch.setattr(*place, faulty)
         if place[0] in (Recovery, Staff):

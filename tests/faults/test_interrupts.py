@@ -29,7 +29,7 @@ from mpgrad.tracebacks import OWN_FOLDER
 
 Tensor = torch.Tensor
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent", "interruptible")
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 FOR_EVER = 600.0  # seconds
 SOON = PATIENCE  # until a pool has its full strength again: on an idle machine a third of a second
@@ -478,7 +478,7 @@ def test_captures_and_gradients_item_by_item(fresh_pool: mpgrad.Pool, tmp_path: 
 def test_backwards_that_had_not_begun_can_be_asked_for_again(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """Also without `retain_graph`: as in the serial loop, whose interrupted backward has not come to them."""
     xs = leaves(6)
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         results = pool.map(functools.partial(stuck_in_backward, tmp_path, sleeps), xs, 1)
         with interrupted(lambda: count(tmp_path, "begun") > 0):
             sum(results).backward()
@@ -508,7 +508,7 @@ def test_an_interrupt_in_a_hook_of_the_caller(nursery: mpgrad.Pool, fresh_pool: 
 @pytest.mark.slow
 def test_calls_of_others(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """They are queued behind calls that are interrupted, more often than a call may lose its worker."""
-    with mpgrad.Pool(1, send="always", retries=1) as pool:
+    with mpgrad.Pool(1, retries=1) as pool:
         pool.map(abs, range(100))  # so short that they are queued behind others
         x = torch.ones(3, requires_grad=True)
         kept = pool.map(wave, [x] * 3, 1)
@@ -551,7 +551,7 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
 def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """The worker is not killed then, but takes no further call; another one takes its place."""
     xs = leaves(4)
-    with staffed(mpgrad.Pool(2, send="always", retries=0)) as pool:
+    with staffed(mpgrad.Pool(2, retries=0)) as pool:
         kept = pool.map(wave, xs, 1)
         with interrupted(lambda: count(tmp_path, "begun") == 2):
             pool.map(functools.partial(begin, tmp_path, functools.partial(wait_for, (tmp_path / "go").exists)), range(2), 1)
@@ -572,7 +572,7 @@ def test_without_retries_no_graph_is_lost(nursery: mpgrad.Pool, tmp_path: Path) 
 def test_nothing_waits_behind_what_never_ends(nursery: mpgrad.Pool, tmp_path: Path, retries: int) -> None:
     """Neither what was queued there before the interrupt, nor what comes right after it: the pool seemed to hang."""
     xs = leaves(2)
-    with mpgrad.Pool(1, send="always", retries=retries) as pool:
+    with mpgrad.Pool(1, retries=retries) as pool:
         pool.map(abs, range(100))  # so short that they are queued behind others
         kept = []
         for x in xs:  # twice in a row
@@ -674,7 +674,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def task(k):
     print("begun", flush=True)
     time.sleep(600)
-with mpgrad.Pool(2, send="always") as pool:
+with mpgrad.Pool(2) as pool:
     for _ in range(2):
         try:
             pool.map(task, range(9), 1)
@@ -807,7 +807,7 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
         pool.submit(fn, pool.submit(torch.neg, xs[0])).result()
         return [weight.grad, *gradients(xs)]
 
-    pool = mpgrad.Pool(2, send="always", engine=engine)
+    pool = mpgrad.Pool(2, engine=engine)
     expected = work(pool)
     at = 1
     while True:
@@ -823,7 +823,7 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
             with pytest.raises(RuntimeError, match="interrupted in the middle of its own work"):
                 work(pool)
             pool.terminate()
-            pool = mpgrad.Pool(2, send="always", engine=engine)
+            pool = mpgrad.Pool(2, engine=engine)
         assert_same(work(pool), expected)
         at += 37
     assert at > 500 or engine == "inline"

@@ -29,7 +29,7 @@ from conftest import gone, linux_only
 import mpgrad
 from mpgrad.system import PORTABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -264,7 +264,7 @@ before = resource.getrlimit(resource.RLIMIT_FSIZE)
 limit(resource.RLIMIT_FSIZE, MIB)
 
 def in_a_pool(initializer=None):
-    with mpgrad.Pool(1, initializer=initializer, send="always") as pool:
+    with mpgrad.Pool(1, initializer=initializer) as pool:
         pool.map(torch.sum, [torch.ones(MIB)])
 
 def limited():

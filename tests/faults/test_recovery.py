@@ -26,8 +26,6 @@ from mpgrad.calls.packing import PackedCall
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 Tensor = torch.Tensor
 
 
@@ -219,7 +217,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
         yield
         yield torch.autograd.grad(sum(losses) + sum((slope**2).sum() for slope in slopes), [*xs, weight])
 
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         scheduler: Any = pool._scheduler
         place = scheduler.gradients._place
         rehomed = []
@@ -425,7 +423,7 @@ def test_a_call_that_always_hangs(nursery: mpgrad.Pool, phase: str, caplog: pyte
 def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(nursery: mpgrad.Pool) -> None:
     """The error said "killed by SIGUSR2", and not why."""
     weight = torch.ones(2, requires_grad=True)
-    with mpgrad.Pool(1, retries=0, send="always") as pool:
+    with mpgrad.Pool(1, retries=0) as pool:
         pool.map(abs, [-1])
         done, late = pool.map(lambda k: (time.sleep(60 * k), weight * k)[1], [0, 1], 1, timeout=0.3, on_error="return")
         assert isinstance(late, mpgrad.CallTimeoutError)
@@ -631,7 +629,7 @@ def test_workers_whose_graphs_are_only_missing_may_end(nursery: mpgrad.Pool) -> 
 def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(nursery: mpgrad.Pool) -> None:
     """Symptom: every call ran twice. Cause: a worker that had but a sum of captures' gradients was ended."""
     weight, xs = torch.ones(4, dtype=torch.float64, requires_grad=True), items(6)
-    with mpgrad.Pool(2, maxtasksperchild=1, send="always") as pool:
+    with mpgrad.Pool(2, maxtasksperchild=1) as pool:
         results = pool.map(lambda x: x * weight, xs, 1)
         sum(y.sum() for y in results).backward()
         assert pool.stats().reruns == 0
@@ -649,7 +647,7 @@ def test_sums_that_nobody_collects(nursery: mpgrad.Pool) -> None:
     def times(x: Tensor) -> Tensor:
         return x * weight
 
-    with mpgrad.Pool(1, maxtasksperchild=1, send="always") as pool:
+    with mpgrad.Pool(1, maxtasksperchild=1) as pool:
         results = []
         for _ in range(6):
             inner = x * 2

@@ -29,7 +29,7 @@ from mpgrad.memory.arena import Arena, Lenders
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.tensor_packing import Packer, Payload
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.slow
 
 PATIENCE = 20.0  # seconds
 
@@ -317,7 +317,7 @@ def test_the_nursery_is_dying_and_nobody_can_know() -> None:
     code = (
         "from mpgrad.engines.launch import NurseryProcess\n"
         "NurseryProcess.alive = property(lambda self: self._process.returncode is None)  # without a look\n"
-        "with mpgrad.Pool(2, send='always') as first, mpgrad.Pool(1, send='always') as second:\n"
+        "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
         "    (nursery,) = psutil.Process().children()\n"
         "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
         "    nursery.kill()\n"
@@ -494,7 +494,7 @@ def test_a_forked_child_of_a_program_with_executors() -> None:
 def test_a_pool_for_which_no_descriptor_is_left() -> None:
     """It counted as a user of the nursery, which stayed when all pools had ended; and so did its pipe."""
     code = (
-        "first = mpgrad.Pool(1, send='always')\n"
+        "first = mpgrad.Pool(1)\n"
         "assert first.map(abs, [-1]) == [1]\n"
         "before = psutil.Process().num_fds()\n"
         "for spare in range(3):\n"
@@ -517,7 +517,7 @@ def test_a_pool_for_which_no_descriptor_is_left() -> None:
 def test_a_nursery_that_somebody_has_stopped() -> None:
     """The end of the last pool waited for it for ever."""
     code = (
-        "pool = mpgrad.Pool(1, send='always')\n"
+        "pool = mpgrad.Pool(1)\n"
         "assert pool.map(abs, [-1]) == [1]\n"
         "psutil.Process().children()[0].suspend()\n"
         "pool.terminate()\n"
@@ -531,7 +531,7 @@ def test_a_caller_that_blocks_signals() -> None:
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
-        "with mpgrad.Pool(1, retries=0, send='always') as pool:\n"
+        "with mpgrad.Pool(1, retries=0) as pool:\n"
         "    try: pool.map(lambda x: os.kill(os.getpid(), 9), [1])\n"
         "    except mpgrad.WorkerDiedError as error: print(error.exit_code)\n"
     )
@@ -634,7 +634,7 @@ def lose_first_slab() -> None:
 def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was not, and everything that was put there from then on could not be had."""
     lost: list[int] = []
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         assert pool.map(abs, [-1]) == [1]  # it is there, with its first slab
         monkeypatch.setattr(Lenders, "attach", forget_first_slab(lost))
         with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
@@ -645,7 +645,7 @@ def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(monkeypatch: pyte
 
 
 def test_likewise_in_a_worker() -> None:
-    with mpgrad.Pool(1, send="always", initializer=lose_first_slab) as pool:
+    with mpgrad.Pool(1, initializer=lose_first_slab) as pool:
         with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
             pool.map(torch.sum, [torch.ones(100_000)])
         for _ in range(3):

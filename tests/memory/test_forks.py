@@ -174,7 +174,7 @@ def test_a_child_with_a_pool_of_its_own(pool2: mpgrad.Pool) -> None:
 
 
 def test_results_of_a_closed_pool() -> None:
-    with mpgrad.Pool(1, engine="thread", send="always") as pool:
+    with mpgrad.Pool(1, engine="thread") as pool:
         results = pool.map(full, range(3))
     assert Child(lambda: numbers([result.fill_(7) for result in results])).ask() == [7, 7, 7]
     child = Child(lambda: numbers(results))
@@ -227,7 +227,7 @@ def test_a_helper_that_a_task_has_forked(nursery: mpgrad.Pool, size: int, calls:
     """It read 5.0 where 1.0 is right."""
     for name in ("go", "said"):
         os.mkfifo(tmp_path / name)
-    with mpgrad.Pool(1, send="always", maxtasksperchild=calls) as pool:
+    with mpgrad.Pool(1, maxtasksperchild=calls) as pool:
         assert pool.apply(helped, (torch.ones(size), tmp_path)) == 1
         for _ in range(4):
             assert pool.apply(torch.sum, (torch.full((size,), 5.0),)) == 5 * size

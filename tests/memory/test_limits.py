@@ -79,7 +79,7 @@ def test_shared_memory_ends_where_the_group_does(limit: Limit) -> None:
 
 MANY_RESULTS = """
 import torch, mpgrad
-with mpgrad.Pool(2, send="always") as pool:
+with mpgrad.Pool(2) as pool:
     kept = []
     try:
         while len(kept) < 200:

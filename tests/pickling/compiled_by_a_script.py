@@ -202,16 +202,16 @@ def left_behind(x: int) -> list[str]:
 
 def main() -> None:
     xs = [torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_() for _ in range(4)]
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         try_each(xs, pool)
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         names_that_go(pool)
         print("names ok")
     for engine, graphs in (("process", "recompute"), ("thread", "keep")):
-        with mpgrad.Pool(1, engine=engine, graphs=graphs, send="always") as pool:
+        with mpgrad.Pool(1, engine=engine, graphs=graphs) as pool:
             operations_side_by_side([x.detach().requires_grad_() for x in xs], pool)
     shapes = [torch.ones(rows, 3, dtype=torch.float64) for rows in (2, 3, 4, 5)]
-    with mpgrad.Pool(1) as pool:  # cheap as they are: here they would be compiled once more
+    with mpgrad.Pool(1) as pool:  # cheap as they are
         for _ in range(3):
             compilations()
             pool.map(of_globals, shapes)

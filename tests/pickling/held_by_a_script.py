@@ -493,7 +493,7 @@ def module_that_an_inner_function_uses(x: Tensor) -> Tensor:
 
 def main() -> None:
     xs = [torch.arange(2.0, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         for name, fn in CASES.items():
             try:
                 assert_same_as_serial(fn, xs, pool)

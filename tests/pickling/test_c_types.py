@@ -14,7 +14,7 @@ import pytest
 
 import mpgrad
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 SOURCE = """
     import ctypes

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
 
-OPTIONS: list[dict[str, Any]] = [{}, *({"send": "always", "engine": each} for each in ("process", "thread", "inline"))]
+OPTIONS: list[dict[str, Any]] = [{"engine": each} for each in ("process", "thread", "inline")]
 
 
 @pytest.fixture(params=OPTIONS, ids=str)
@@ -76,10 +76,9 @@ def sentinels() -> Any:
     return Item
 
 
-@pytest.mark.parametrize("send", ["auto", "always"])
-def test_what_an_item_and_its_class_have_in_common_stays_one(send: str, nursery: mpgrad.Pool) -> None:
+def test_what_an_item_and_its_class_have_in_common_stays_one(nursery: mpgrad.Pool) -> None:
     item = sentinels()
-    with mpgrad.Pool(2, send=send) as pool:
+    with mpgrad.Pool(2) as pool:
         for _ in range(4):
             assert all(pool.map(lambda given: given.is_whole(), [item(x) for x in leaves(40)]))
 
@@ -121,7 +120,7 @@ def test_a_class_is_as_it_is_when_the_operation_begins(any_pool: mpgrad.Pool) ->
 
 def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
     item = made()
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         for scale in (2.0, 3.0, 2.0):
             item.scale = scale
             xs = leaves(10)
@@ -136,7 +135,7 @@ def test_a_function_may_bring_the_class_too(nursery: mpgrad.Pool) -> None:
 def test_gradients_of_what_a_class_holds(engine: str, nursery: mpgrad.Pool) -> None:
     item = made()
     weight = torch.full((), 5.0, dtype=torch.float64, requires_grad=True)
-    with mpgrad.Pool(1, send="always", engine=engine) as pool:
+    with mpgrad.Pool(1, engine=engine) as pool:
         for held in (None, weight, None):
             item.weight, weight.grad = held, None
             xs = leaves(20)

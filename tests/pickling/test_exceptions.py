@@ -11,7 +11,7 @@ import torch
 
 import mpgrad
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import mpgrad
 from mpgrad.pickling.lookups import UNASKED_BYTES, looks_up
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 SCRIPT = """
 import builtins, importlib, inspect, sys, typing

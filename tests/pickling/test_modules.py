@@ -18,10 +18,7 @@ from mpgrad.pickling import state, uses
 
 pytestmark = pytest.mark.quick
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "here and sent": {},
-    **{engine: {"send": "always", "engine": engine} for engine in ("process", "thread", "inline")},
-}
+OPTIONS: dict[str, dict[str, Any]] = {engine: {"engine": engine} for engine in ("process", "thread", "inline")}
 SOURCES = {
     "simulation": """
         import functools
@@ -269,9 +266,8 @@ def test_code_replaced_within_a_function(any_pool: mpgrad.Pool, user: Any) -> No
     check(any_pool, user.simulation.default, xs(20))
 
 
-@pytest.mark.parametrize("send", ["always", "auto"])
-def test_calls_that_wait_keep_what_was_there_before(send: str, user: Any, nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(2, send=send) as pool:
+def test_calls_that_wait_keep_what_was_there_before(user: Any, nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(2) as pool:
         futures, expected = [], []
         for number in range(20):
             user.simulation.DT = float(number)
@@ -281,7 +277,7 @@ def test_calls_that_wait_keep_what_was_there_before(send: str, user: Any, nurser
 
 
 def test_new_workers_have_the_same(user: Any, nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         write_everywhere(user, 3)
         check(pool, user.simulation.in_package, xs(10))
         user.write("package/deep", "raise RuntimeError('half edited')")
@@ -300,7 +296,7 @@ def test_nothing_is_sent_while_nothing_changes(user: Any, nursery: mpgrad.Pool, 
         pool.map(fn, items)
         return pool.stats().bytes_sent - before
 
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         small = [bytes_sent(torch.sin, xs(1)) for _ in range(2)][1]
         for fn in (user.simulation.in_package, user.simulation.constant):
             assert bytes_sent(fn, xs(1)) > small + 500
@@ -319,7 +315,7 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Po
     user.write("held", "LOG = open(__file__)\nSPARE = None\ndef f(x): return x + len(LOG.name) * 0 + LOG.readable()\n")
     held = importlib.import_module("held")
     try:
-        with mpgrad.Pool(2, send="always") as pool:
+        with mpgrad.Pool(2) as pool:
             check(pool, held.f, xs(4))
             held.LOG.close()
             held.LOG = open(__file__)  # noqa: SIM115
@@ -346,7 +342,7 @@ def test_a_library_can_be_declared_ones_own(user: Any, nursery: mpgrad.Pool) -> 
     cloudpickle.register_pickle_by_value(tqdm)
     try:
         tqdm.of_ours = 3.0  # type: ignore[attr-defined]
-        with mpgrad.Pool(2, send="always") as pool:
+        with mpgrad.Pool(2) as pool:
             check(pool, lambda x: x * tqdm.of_ours, xs(4))  # type: ignore[attr-defined]
             tqdm.of_ours = 4.0  # type: ignore[attr-defined]
             check(pool, lambda x: x * tqdm.of_ours, xs(4))  # type: ignore[attr-defined]
@@ -371,7 +367,7 @@ def test_globals_that_an_initializer_sets(user: Any, nursery: mpgrad.Pool) -> No
     )
     served = importlib.import_module("served")
     try:
-        with mpgrad.Pool(2, send="always", initializer=served.load, initargs=(2.0,)) as pool:
+        with mpgrad.Pool(2, initializer=served.load, initargs=(2.0,)) as pool:
             for served.UNTOUCHED in (1.0, 5.0):
                 assert [r.tolist() for r in pool.map(served.f, xs(3))] == [[x[0] * 2 + 7 + served.UNTOUCHED] * 2 for x in xs(3)]
     finally:
@@ -456,7 +452,7 @@ def test_what_cannot_be_carried_as_a_whole(user: Any, nursery: mpgrad.Pool) -> N
     )
     mixed = importlib.import_module("mixed")
     try:
-        with mpgrad.Pool(2, send="always") as pool:
+        with mpgrad.Pool(2) as pool:
             check(pool, mixed.f, xs(3))
             mixed.MIXED["dt"] = 9.0
             with pytest.raises(TypeError, match=r"mixed\.MIXED was written to, and cannot be carried \(dict\)"):
@@ -494,7 +490,7 @@ def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Po
     )
     trainer = importlib.import_module("trainer")
     try:
-        with mpgrad.Pool(2, send="always") as trainer.Trainer.pool:
+        with mpgrad.Pool(2) as trainer.Trainer.pool:
             for trainer.Trainer.rate in (0.5, 2.0):
                 found = trainer.Trainer().all(xs(4))
                 assert all(torch.equal(r, x * trainer.Trainer.rate) for r, x in zip(found, xs(4), strict=True))
@@ -525,7 +521,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad
     user.write("readers", OPEN)
     readers = importlib.import_module("readers")
     try:
-        with mpgrad.Pool(1, send="always") as pool:
+        with mpgrad.Pool(1) as pool:
             for function in (readers.by_class, readers.by_object, readers.by_class):
                 assert pool.map(function, [0]) == [function(0)]
             readers.Reader.later = readers.Reader.file
@@ -544,7 +540,7 @@ def test_more_names_than_a_byte_counts(user: Any, nursery: mpgrad.Pool) -> None:
     user.write("many", f"{names}\ndef f(x):\n    total = {added}\n    from constants import C\n    return x * C + total\n")
     many = importlib.import_module("many")
     try:
-        with mpgrad.Pool(2, send="always") as pool:
+        with mpgrad.Pool(2) as pool:
             check(pool, many.f, xs(3))
             many.N299 = user.constants.C = 1.5
             check(pool, many.f, xs(3))
@@ -579,17 +575,16 @@ PLUGIN = """
     ("name", "engine"),
     [
         *((name, "process") for name in ("plug.d.e", "x.py", ".hidden", "a folder/plug-in.py", "with space")),
-        *(("plug.d.e", engine) for engine in ("thread", "inline", "auto")),
+        *(("plug.d.e", engine) for engine in ("thread", "inline")),
     ],
 )
-def test_modules_that_nobody_can_import(name: str, engine: str, nursery: mpgrad.Pool) -> None:
+def test_modules_that_nobody_can_import(name: str, engine: Any, nursery: mpgrad.Pool) -> None:
     """Symptom: Can't pickle <function uses>: import of module 'plug.d.e' failed. Cause: pickle imports the parent of a name."""
     plugin: Any = ModuleType(name)
     exec(textwrap.dedent(PLUGIN), vars(plugin))
     sys.modules[name] = plugin
-    options: dict[str, Any] = {} if engine == "auto" else {"engine": engine, "send": "always"}
     try:
-        with mpgrad.Pool(1, **options) as pool:
+        with mpgrad.Pool(1, engine=engine) as pool:
             for factor in (2.0, 5.0):
                 plugin.K = factor
                 plugin.cached.cache_clear()

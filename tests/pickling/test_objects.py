@@ -31,8 +31,6 @@ from mpgrad.pickling import reducers, structure, uncarried
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.torch_state import private
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 FOLDER = Path(__file__).parent
 
 
@@ -239,7 +237,7 @@ def test_what_a_script_registers_as_an_operator(nursery: mpgrad.Pool) -> None:
         twice: Any = torch.ops.registered_here.twice
         register = torch.library.custom_op("registered_here::thrice", mutates_args=(), schema="(Tensor x) -> Tensor")
         thrice = register(lambda x: x * 3)
-        with mpgrad.Pool(1, send="always") as pool:
+        with mpgrad.Pool(1) as pool:
             for value in (thrice, library):
                 said = refusal(pool, closing_over(value))
                 assert "(<lambda>'s closure: value); register operators in a module that workers import" in said

@@ -20,8 +20,6 @@ import torch
 
 import mpgrad
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 SOURCE = """
     import functools
     import torch
@@ -180,7 +178,7 @@ PROGRAM = """
         loader = DataLoader(Data(), 1, num_workers=1, multiprocessing_context="spawn")
         return [each.item() for each in loader]
     if __name__ == "__main__":
-        with mpgrad.Pool(1, send="always") as pool:
+        with mpgrad.Pool(1) as pool:
             print(pool.map(spawns, [1]), pool.map(loads, [1]))
 """
 

@@ -18,8 +18,6 @@ import torch
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -141,8 +139,7 @@ class Head(torch.nn.Module):
         self.weight.owner = self  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("send", ["always", "auto"])
-def test_attributes_of_tensors(pool: mpgrad.Pool, send: str) -> None:
+def test_attributes_of_tensors(pool: mpgrad.Pool) -> None:
     # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what it had in Python.
     net = Head()
 

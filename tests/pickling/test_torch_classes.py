@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpgrad
 from mpgrad.pickling import state, structure
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     "argument": (state.dumps_whole, state.loads_whole),
     "result": (structure.dumps, structure.loads),

@@ -29,8 +29,6 @@ import mpgrad
 from mpgrad.engines.kinds import ENGINES
 from mpgrad.testing import assert_same_as_serial, copies
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -615,17 +613,6 @@ def test_the_oracle_fails_on_writes_to_captures(pool2: mpgrad.Pool) -> None:
             )
 
 
-class WrongGradientOfCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
-        ctx.factor = factor
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
-
-
 def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
     items = [torch.ones(3, requires_grad=True)]
     caller = os.getpid()
@@ -639,12 +626,6 @@ def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         with pytest.raises(AssertionError, match=r"item 0, value: .* differ by up to 1 \(last item first, one by one\)$"):
             assert_same_as_serial(second_call_in_a_worker, items, pool)
-        for fn, what in (
-            (lambda x: x * (2 if x.is_leaf else 3), "item 0, value"),
-            (lambda x: WrongGradientOfCopies.apply(x, 2 if x.is_leaf else 3), "gradient of input 0"),
-        ):
-            with pytest.raises(AssertionError, match=rf"{what}: .* differ .* \(in the caller\)$"):
-                assert_same_as_serial(fn, items, pool)
         with pytest.raises(AssertionError, match=r"item 0, value: the pool and the serial loop differ by up to 1"):
             assert_same_as_serial(lambda x: torch.tensor([os.getpid() == caller]), items, pool)
         assert_same_as_serial(lambda x: x * 2, [], pool)
@@ -656,7 +637,7 @@ def test_the_oracle_gives_views_of_what_the_items_are_views_of(pool2: mpgrad.Poo
     batch = torch.arange(40.0).view(4, 10)
     rows = [row.requires_grad_() for row in batch]
     assert_same_as_serial(lambda x: x.as_strided((2,), (3,)), rows, pool2)
-    assert_same_as_serial(lambda x: x.as_strided((2,), (3,), 0) * x[:2], [row[1:] for row in rows], pool2)
+    assert_same_as_serial(lambda x: x.as_strided((2,), (3,), x.storage_offset()) * x[:2], [row[1:] for row in rows], pool2)
     columns = copies([batch[:, 3], (batch[:, 5] * 1)[::2], batch[:, 3].requires_grad_() * 1])
     assert [each.stride() for each in columns] == [(10,), (2,), (1,)] and columns[0].storage_offset() == 3
     given = torch.ones(6, requires_grad=True)

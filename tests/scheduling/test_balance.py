@@ -22,7 +22,7 @@ from mpgrad.scheduling.sizes import MOST_BUNDLED
 
 @pytest.fixture
 def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, send="always") as own:
+    with mpgrad.Pool(2) as own:
         yield own
 
 
@@ -76,7 +76,7 @@ def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -
 
     pool.map(noisy, [torch.ones(3)] * 60)
     first, second = once(pool), once(pool)
-    with mpgrad.Pool(1, send="always") as alone:
+    with mpgrad.Pool(1) as alone:
         third = once(alone)
     assert first[0] == second[0] == third[0]
     torch.testing.assert_close(first[1], third[1])
@@ -228,7 +228,7 @@ def test_results_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: N
         losses = each.map(noted, items)
         return [*losses, *torch.autograd.grad(torch.stack(losses).sum(), items)]
 
-    with mpgrad.Pool(1, send="always") as alone:
+    with mpgrad.Pool(1) as alone:
         for ours, others in zip(outcome(pool), outcome(alone), strict=True):
             assert torch.equal(ours, others)
 

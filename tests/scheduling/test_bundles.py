@@ -29,8 +29,6 @@ from mpgrad.scheduling.sizes import FAR, NEAR, bundle_size, chunk_size, fed, gui
 from mpgrad.submission.feeding import Feeder
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 Tensor = torch.Tensor
 
 SIZE = 8  # from so many tensors on they travel in columns
@@ -356,7 +354,7 @@ def test_an_interrupt_in_a_backward_ahead_is_the_callers(interruptible: None) ->
         y.grad_fn.register_prehook(lambda grads: signal.raise_signal(signal.SIGINT))  # type: ignore[arg-type,return-value]
         return y.sum()
 
-    with mpgrad.Pool(1, engine="inline", graphs="ahead", send="always") as pool, pytest.raises(KeyboardInterrupt):
+    with mpgrad.Pool(1, engine="inline", graphs="ahead") as pool, pytest.raises(KeyboardInterrupt):
         pool.map(interrupting, leaves(8))
 
 
@@ -646,7 +644,7 @@ def noisy(x: Tensor) -> list[float]:
 
 def test_each_item_has_random_numbers_of_its_own(nursery: mpgrad.Pool) -> None:
     found = []
-    with mpgrad.Pool(2, send="always") as pool:
+    with mpgrad.Pool(2) as pool:
         for chunksize in (None, 3):
             torch.manual_seed(5)
             found.append(pool.map(noisy, [torch.full((1,), float(k)) for k in range(22)], chunksize=chunksize))
@@ -870,7 +868,7 @@ def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mp
         return memo["y"] + x.sum()
 
     for graphs in ("keep", "ahead"):
-        with mpgrad.Pool(1, send="always", graphs=graphs) as pool:
+        with mpgrad.Pool(1, graphs=graphs) as pool:
             xs = leaves(4)
             pool.map(remembering, xs)[1].backward()
             assert xs[0].grad is None or graphs == "keep"  # as in the serial loop, or not at all

@@ -5,8 +5,11 @@ The bounds are what the fixed cases take now, with a little room for how chunks 
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ import torch
 import mpgrad
 from mpgrad import PoolStats
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.function_cache import Ran
+from mpgrad.scheduling.guesses import LEAST
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +30,7 @@ COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 
 @pytest.fixture
 def pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, send="always") as own:
+    with mpgrad.Pool(2) as own:
         yield own
 
 
@@ -57,18 +60,18 @@ def test_a_map_of_tiny_tensors(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "packed"),
+    ("seconds", "packed"),
     [
-        (Ran(1e-6), [512, 1000]),  # so cheap that the workers may wait
-        (Ran(0.0), [512, 1000]),
-        (Ran(1e-4), [40, 120, 280, 600, 1000]),
-        (Ran(1e-4, ahead=1e-4), [20, 60, 140, 300, 620, 1000]),
-        (Ran(1.0), [16, 48, 112, 240, 496, 1000]),
+        (1e-6, [512, 1000]),  # so cheap that the workers may wait
+        (0.0, [512, 1000]),
+        (1e-4, [40, 120, 280, 600, 1000]),
+        (2e-4, [20, 60, 140, 300, 620, 1000]),
+        (1.0, [16, 48, 112, 240, 496, 1000]),
         (None, [16, 48, 112, 240, 496, 1000]),
     ],
 )
 def test_how_many_items_are_packed_before_the_workers_hear_of_them(
-    pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, ran: Ran | None, packed: list[int]
+    pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, seconds: float | None, packed: list[int]
 ) -> None:
     found: list[int] = []
     admit = pool._scheduler.admit
@@ -78,7 +81,7 @@ def test_how_many_items_are_packed_before_the_workers_hear_of_them(
         admit(operation, waits)
 
     monkeypatch.setattr(pool._scheduler, "admit", noted)
-    monkeypatch.setattr(pool._scheduler, "ran", lambda pickled: ran)
+    monkeypatch.setattr(pool._scheduler, "seconds", lambda pickled: seconds)
     monkeypatch.setattr(pool._submitter.feeder, "_bundle_size", lambda operation, total: 1)
     xs = [torch.ones(3) for _ in range(1000)]
     assert all(torch.equal(y, x * 2) for x, y in zip(xs, pool.map(double, xs), strict=True))
@@ -141,7 +144,7 @@ def test_its_backward(pool: mpgrad.Pool) -> None:
 
 def test_a_backward_ahead_makes_no_trip(nursery: mpgrad.Pool) -> None:
     xs = [torch.ones(20, requires_grad=True) for _ in range(CALLS)]
-    with mpgrad.Pool(2, graphs="ahead", send="always") as pool:
+    with mpgrad.Pool(2, graphs="ahead") as pool:
         losses = pool.map(lambda x: x.square().sum(), xs)
         before = pool.stats()
         torch.stack(losses).sum().backward()
@@ -198,7 +201,7 @@ def keeps_as_much(x: torch.Tensor) -> torch.Tensor:
 def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> None:
     """They are right as soon as the last outcome is there, not an instant later."""
     x = torch.ones(2_000_000, requires_grad=True)  # 8 MB, so that whole pages show it where nothing finer is counted
-    with mpgrad.Pool(1, send="always", graphs="keep", graph_memory="1 GiB") as pool:
+    with mpgrad.Pool(1, graphs="keep", graph_memory="1 GiB") as pool:
         y = pool.map(keeps_as_much, [x], 1)
         before = pool.stats()
         result = pool.map_async(keeps_as_much, [x], 1)
@@ -210,3 +213,46 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> N
         assert (found.workers[0].graphs, found.workers[0].graph_bytes) == (2, later.workers[0].graph_bytes)
         assert 0 < before.workers[0].graph_bytes < found.workers[0].graph_bytes
         del y, z
+
+
+# --- what was run again, given up, or done in vain
+
+
+def losses_of(pool: mpgrad.Pool) -> torch.Tensor:
+    xs = [torch.full((50,), float(k), requires_grad=True) for k in range(6)]
+    return torch.stack(pool.map(lambda x: x.exp().sum(), xs, chunksize=1))
+
+
+def test_graphs_that_are_there_cost_nothing_more(pool: mpgrad.Pool) -> None:
+    losses_of(pool).sum().backward()
+    stats = pool.stats()
+    assert (stats.recomputed, stats.graphs_dropped, stats.wrong_predictions) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("options", [{"graphs": "recompute"}, {"graph_memory": 1}], ids=str)
+def test_graphs_that_were_dropped_and_made_again(nursery: mpgrad.Pool, options: dict[str, Any]) -> None:
+    with mpgrad.Pool(2, **options) as pool:
+        total = losses_of(pool).sum()
+        assert pool.stats().recomputed == 0 and pool.stats().graphs_dropped == 6
+        total.backward()
+        assert pool.stats().recomputed == 6 and pool.stats().graphs_dropped == 6
+
+
+def test_graphs_that_were_lost_and_made_again(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1) as pool:
+        total = losses_of(pool).sum()
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        total.backward()
+        stats = pool.stats()
+        assert (stats.recomputed, stats.graphs_dropped) == (6, 0)
+
+
+def test_predictions_that_were_wrong(pool: mpgrad.Pool) -> None:
+    for _ in range(LEAST):
+        losses_of(pool).sum().backward()
+    losses_of(pool).sum().backward()
+    assert pool.stats().wrong_predictions == 0
+    (losses_of(pool).sum() / 3).backward()
+    stats = pool.stats()
+    assert stats.wrong_predictions == 6 and stats.recomputed == 0
+    assert "6 backwards with a wrong prediction" in str(stats)

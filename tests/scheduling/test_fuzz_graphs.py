@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mpgrad
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.slow
 
 OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda a, b: a * b,

@@ -22,8 +22,6 @@ from torch import Tensor
 
 import mpgrad
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 PATIENCE = 20.0  # seconds, where something has to happen that another process does
 
 

@@ -19,7 +19,7 @@ import mpgrad
 
 WAIT = 1.0  # seconds
 
-pytestmark = [pytest.mark.usefixtures("calls_are_sent"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def logs(k: int) -> int:
@@ -69,7 +69,7 @@ def test_a_worker_that_ends_slowly(nursery: mpgrad.Pool) -> None:
 
 EAT_LIMITS = """
 import resource, torch, mpgrad
-with mpgrad.Pool(1, maxtasksperchild=1, send="always") as pool:
+with mpgrad.Pool(1, maxtasksperchild=1) as pool:
     pool.apply(abs, (-1,))
     resource.setrlimit(resource.RLIMIT_NOFILE, (80, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     xs = [torch.ones(1, requires_grad=True) for _ in range(60)]

@@ -15,19 +15,10 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.torch_state.modes import draw_seed
 
 pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
-
-
-@pytest.fixture
-def cheap(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    """A pool for which sending is so dear that whatever is known runs in the caller's thread."""
-    with mpgrad.Pool(2) as pool:
-        pool._submitter.costs._sending = 1.0
-        yield pool
 
 
 def total(x: Tensor) -> Tensor:
@@ -46,8 +37,8 @@ def test_one_negated_number_in_all_places(pool: mpgrad.Pool) -> None:
     assert found.tolist() == [-2, -2, -2]
 
 
-def test_a_generator_that_writes_to_what_it_gave(cheap: mpgrad.Pool) -> None:
-    """Symptom: every item had the last one's values. Cause: a map took 256 items before it ran the first of them here."""
+def test_a_generator_that_writes_to_what_it_gave(pool2: mpgrad.Pool) -> None:
+    """Symptom: every item had the last one's values. Cause: a map took 256 items before it copied the first of them."""
 
     def items() -> Iterator[Tensor]:
         buffer = torch.zeros(2)
@@ -55,29 +46,29 @@ def test_a_generator_that_writes_to_what_it_gave(cheap: mpgrad.Pool) -> None:
             yield buffer.fill_(i)
 
     for _ in range(5):
-        cheap.map(total, [torch.ones(2)] * 50)
-    assert cheap.map(total, items()) == [total(x) for x in items()]
+        pool2.map(total, [torch.ones(2)] * 50)
+    assert pool2.map(total, items()) == [total(x) for x in items()]
 
 
-def test_a_generator_that_draws_random_numbers(cheap: mpgrad.Pool) -> None:
+def test_a_generator_that_draws_random_numbers(pool2: mpgrad.Pool) -> None:
     """Symptom: items came twice, and the caller's generator was where it had been. Cause: what the iterable drew was taken for
     the function's, and put back."""
     for _ in range(5):
-        cheap.map(own, [1.0] * 50)
+        pool2.map(own, [1.0] * 50)
     random.seed(0)
-    found = [cheap.map(own, (random.random() for _ in range(700))), random.random()]
+    found = [pool2.map(own, (random.random() for _ in range(700))), random.random()]
     random.seed(0)
     assert found == [[random.random() for _ in range(700)], random.random()]
     random.seed(0)
-    cheap.starmap(own, [(random.random() for _ in range(1)) for _ in range(700)])
+    pool2.starmap(own, [(random.random() for _ in range(1)) for _ in range(700)])
     after = random.random()
     random.seed(0)
     assert [random.random() for _ in range(701)][-1] == after
 
 
-def test_a_backward_inside_a_call(cheap: mpgrad.Pool) -> None:
-    """Symptom: it added to the `grad` of the caller's items and captures, or not, as timing would have it. Cause: a backward
-    went through the private copies to what they were made from."""
+def test_a_backward_inside_a_call(pool2: mpgrad.Pool) -> None:
+    """Symptom: it added to the `grad` of the caller's items and captures, or not, as timing would have it. Cause: a call had
+    copies with the caller's history."""
     weight = torch.ones(2, requires_grad=True)
 
     def inner(x: Tensor) -> Tensor:
@@ -93,15 +84,15 @@ def test_a_backward_inside_a_call(cheap: mpgrad.Pool) -> None:
 
     items = [torch.ones(2, requires_grad=True) for _ in range(20)]
     for _ in range(3):
-        assert all(each.tolist() == [2, 2] for each in cheap.map(inner, items))
+        assert all(each.tolist() == [2, 2] for each in pool2.map(inner, items))
         with pytest.warns(UserWarning, match="wrote into"):
-            cheap.map(captured, [torch.ones(2)] * 20)
+            pool2.map(captured, [torch.ones(2)] * 20)
     assert all(each.grad is None for each in items)
     assert weight.grad is None
 
 
-def test_a_gradient_inside_a_call(cheap: mpgrad.Pool) -> None:
-    """`torch.autograd.grad` with a call's own inputs stays where it is, and is allowed here."""
+def test_a_gradient_inside_a_call(pool2: mpgrad.Pool) -> None:
+    """`torch.autograd.grad` with a call's own inputs stays where it is."""
 
     def slope(x: Tensor) -> Tensor:
         (found,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
@@ -109,7 +100,7 @@ def test_a_gradient_inside_a_call(cheap: mpgrad.Pool) -> None:
 
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     for _ in range(5):
-        results = cheap.map(slope, [x] * 20)
+        results = pool2.map(slope, [x] * 20)
     (found,) = torch.autograd.grad(sum(results, torch.tensor(0.0)), x)
     assert found.tolist() == [120, 240]
 
@@ -118,7 +109,7 @@ def test_backwards_ahead_in_several_threads(nursery: mpgrad.Pool) -> None:
     """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers for their sums, which are
     given once, and who came last had an empty one take the place of the other."""
     weight = torch.ones(2, requires_grad=True)
-    with mpgrad.Pool(2, graphs="ahead", send="always") as pool, concurrent.futures.ThreadPoolExecutor(4) as threads:
+    with mpgrad.Pool(2, graphs="ahead") as pool, concurrent.futures.ThreadPoolExecutor(4) as threads:
         for _ in range(5):
             loss = torch.stack(pool.map(lambda x: (x * weight).sum(), [torch.ones(2)] * 8)).sum()
             start = threading.Barrier(4)
@@ -132,41 +123,11 @@ def test_backwards_ahead_in_several_threads(nursery: mpgrad.Pool) -> None:
             assert [each.result() for each in found] == [[8, 8]] * 4
 
 
-ARMED, STARTED, DRAWN = threading.Event(), threading.Event(), threading.Event()
-
-
-def meets(x: float) -> float:
-    if ARMED.is_set():
-        STARTED.set()
-        DRAWN.wait(0.2)  # in vain: whoever would draw waits for us
-    return x
-
-
-def test_a_seed_drawn_while_calls_run_here(cheap: mpgrad.Pool) -> None:
-    """Symptom: maps of two threads had the same random numbers. Cause: the seed that one drew was taken for a draw of the
-    function that the other ran here, and put back."""
-    for _ in range(5):
-        cheap.map(meets, [1.0] * 50)
-    seeds = []
-
-    def draw() -> None:
-        STARTED.wait()
-        seeds.append(draw_seed())
-        DRAWN.set()
-
-    other = threading.Thread(target=draw)
-    other.start()
-    ARMED.set()
-    cheap.map(meets, [1.0])
-    other.join()
-    assert draw_seed() not in seeds
-
-
 def test_gradients_ahead_of_a_worker_that_died_are_not_those_of_its_heir(nursery: mpgrad.Pool) -> None:
     """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause: whose sum a loss is part of was
     asked of its graph, which had moved; as many as the heir had added up were taken for those that it had."""
     weight = torch.ones((), requires_grad=True)
-    with mpgrad.Pool(2, graphs="ahead", send="always") as pool:
+    with mpgrad.Pool(2, graphs="ahead") as pool:
         losses = pool.map(lambda x: weight * x, [1.0, 10.0, 100.0, 1000.0], chunksize=2)
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
         while not pool.stats().deaths:
@@ -180,7 +141,7 @@ def test_a_backward_ahead_that_overflows(nursery: mpgrad.Pool) -> None:
     """Symptom: a gradient of inf where the serial loop's is 1e30. Cause: it was computed for a gradient of one, which is too
     large, and what came then could not make it finite again."""
     x = torch.ones(1, requires_grad=True)
-    with mpgrad.Pool(2, graphs="ahead", send="always") as pool:
+    with mpgrad.Pool(2, graphs="ahead") as pool:
         (loss,) = pool.map(lambda x: (x * 1e30 * 1e30).sum(), [x])
         (found,) = torch.autograd.grad(loss * 1e-30, x)
     torch.testing.assert_close(found, torch.tensor([1e30]))

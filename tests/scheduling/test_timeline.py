@@ -126,7 +126,7 @@ def test_a_bundle_shows_its_items(pool2: mpgrad.Pool) -> None:
 
 
 def test_backwards_ahead_stand_behind_their_forwards(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, graphs="ahead", send="always") as pool:
+    with mpgrad.Pool(1, graphs="ahead") as pool:
         for _ in range(2):  # the first time all forwards come first
             with pool.timeline() as timeline:
                 differentiated(pool, leaves(), chunksize=1)
@@ -139,7 +139,7 @@ def test_backwards_ahead_stand_behind_their_forwards(nursery: mpgrad.Pool) -> No
 
 
 def test_graphs_that_are_made_again(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, graphs="recompute", send="always") as pool, pool.timeline() as timeline:
+    with mpgrad.Pool(1, graphs="recompute") as pool, pool.timeline() as timeline:
         differentiated(pool, leaves(3))
     check(timeline.events)
     again = [each for each in slices(timeline.events, "forward") if each["name"] == "forward again"]
@@ -216,7 +216,7 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
     assert items_in(slices(timeline.events, "forward")) == Counter(range(2))
     with pytest.raises(FileNotFoundError), pool.timeline(tmp_path / "nowhere" / "run.json"):
         pass
-    with pool.timeline() as one, mpgrad.Pool(1, send="always") as own, own.timeline() as other:
+    with pool.timeline() as one, mpgrad.Pool(1) as own, own.timeline() as other:
         differentiated(own, leaves(2), chunksize=1)
     assert not slices(one.events, "chunk") and len(slices(other.events, "forward")) == 2
 
@@ -224,7 +224,7 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["process", "inline"])
 def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tmp_path: Path) -> None:
-    pool = mpgrad.Pool(1, engine=engine, send="always")
+    pool = mpgrad.Pool(1, engine=engine)
     with pool.timeline(tmp_path / "run.json"):
         differentiated(pool, leaves(2), chunksize=1)
         pool.terminate()
@@ -239,7 +239,7 @@ def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tm
 
 def test_calls_that_are_sent_before_the_workers_hear_of_it(nursery: mpgrad.Pool) -> None:
     """They are not recorded: nobody would say when they ended."""
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         post, held = pool._scheduler.post, []
         pool._scheduler.post = held.append  # type: ignore[method-assign, assignment]
         timeline = pool.timeline()
@@ -264,7 +264,7 @@ def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Po
             pass
         return x
 
-    with mpgrad.Pool(1, send="always") as pool:
+    with mpgrad.Pool(1) as pool:
         with pool.timeline() as timeline:
             result = pool.apply_async(waits, (1.0,))
             while not begun.exists():
@@ -301,7 +301,7 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
 def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
     from mpgrad.workers.stage import Stage
 
-    with mpgrad.Pool(1, engine="inline", send="always") as pool:
+    with mpgrad.Pool(1, engine="inline") as pool:
         worker = pool._scheduler.engine._worker  # type: ignore[attr-defined]
 
         def kept() -> tuple[Any, ...]:

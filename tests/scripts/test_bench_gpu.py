@@ -10,7 +10,7 @@ import torch
 
 import mpgrad
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_gpu.py"
 

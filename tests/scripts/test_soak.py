@@ -14,7 +14,7 @@ import torch
 
 import mpgrad
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "reliability" / "soak.py"
 LIMIT = 55  # seconds on a busy machine; a quiet one takes 11
@@ -134,7 +134,7 @@ def test_refuses_no_time(script: Any, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_time_to_error_prints_its_table(tmp_path: Path) -> None:
-    """Twice, as a call that was cheap once may run in the caller; as a program, whose pools are not those of tests."""
+    """As a program, whose pools are not those of tests."""
     out = tmp_path / "seconds.json"
     command = [sys.executable, str(SCRIPT.with_name("time_to_error.py")), "--repeats", "2", "--out", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -34,8 +34,6 @@ from mpgrad.torch_state import behaviours, private
 from mpgrad.torch_state.modes import RandomState
 from mpgrad.torch_state.probes import expectations
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 ROOT = Path(__file__).parents[2]
 Patch = pytest.MonkeyPatch
 
@@ -237,7 +235,6 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None, lambda tensor, hooks: None)),
         replaced(torch.Tensor, "register_hook", lambda tensor, hook: None),
     ],
-    "hooks of many tensors may lie in one dictionary": [replaced(private.SharedHooks, "watch", lambda hooks, tensor: None)],
     "the first hook on a tensor asks its node for the dictionary, which may be one of another type": [
         replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
         past_the_dictionary,
@@ -269,7 +266,6 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(parametrize, "_inject_property", lambda module, name: None),
         replaced(torch.nn.Module, "_replicate_for_data_parallel", lambda module: module),
     ],
-    "TorchScript knows its own operations by PyTorch's functions": [replaced(torch.jit._builtins, "_get_builtin_table", dict)],
     "the tensors in a structure can be had, and replaced": [
         replaced(private, "tree_leaves", lambda tree: [tree]),
         replaced(private, "tree_map_only", lambda kind, fn, tree: tree),

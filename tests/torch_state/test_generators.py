@@ -21,7 +21,7 @@ from torch.quasirandom import SobolEngine
 
 import mpgrad
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 
 class Dice(random.Random):

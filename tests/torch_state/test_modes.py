@@ -15,7 +15,7 @@ import torch
 import mpgrad
 from mpgrad.torch_state import modes
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 
 def test_no_grad(pool: mpgrad.Pool) -> None:

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mpgrad
 from mpgrad.torch_state import modes, private
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torch_inventory.py"
 SETTINGS = {setting.name: setting for setting in private.every_setting()}
@@ -164,7 +164,7 @@ def test_a_call_that_is_run_again_has_those_of_its_forward(graphs: Any) -> None:
         return x * x * (2 if torch.sparse.check_sparse_tensor_invariants.is_enabled() else 1)
 
     x = torch.ones(3, requires_grad=True)
-    with mpgrad.Pool(1, graphs=graphs, send="always") as pool:
+    with mpgrad.Pool(1, graphs=graphs) as pool:
         with torch.sparse.check_sparse_tensor_invariants():
             (y,) = pool.map(product, [x])
         with torch.autograd.graph.disable_saved_tensors_hooks("no"):
@@ -215,7 +215,7 @@ def test_calls_in_threads_put_back_what_the_caller_has(changed: Any, within: boo
 
 
 def test_an_initializers_settings_stay_where_the_caller_has_the_default() -> None:
-    with mpgrad.Pool(1, initializer=torch.set_flush_denormal, initargs=(True,), send="always") as pool:
+    with mpgrad.Pool(1, initializer=torch.set_flush_denormal, initargs=(True,)) as pool:
         assert pool.apply(torch.mul, (torch.tensor(1e-40), 1)).item() == 0
         with torch.sparse.check_sparse_tensor_invariants():
             assert pool.apply(torch.mul, (torch.tensor(1e-40), 1)).item() == 0
@@ -472,7 +472,7 @@ def test_a_checkpoint_with_a_policy_around_a_call(pool2: mpgrad.Pool) -> None:
 def test_workers_begin_with_no_modes_of_their_makers(context: str | None) -> None:
     """With "fork", a worker has what the thread had that made it; only a thread's start was thought of."""
     with Doubles(), torch.device("meta"), torch.sparse.check_sparse_tensor_invariants():
-        pool = mpgrad.Pool(1, context=context, send="always")
+        pool = mpgrad.Pool(1, context=context)
     with pool:
         there = pool.apply(lambda: (torch.zeros(1).device.type, torch.sparse.check_sparse_tensor_invariants.is_enabled()))
         assert there == ("cpu", False)

@@ -20,7 +20,7 @@ from mpgrad.submission.feeding import Feeder
 from mpgrad.wire.tensor_packing import Packer, Payload, Together
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, lent, view, view_at, views
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("calls_are_sent")]
+pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
 

@@ -11,8 +11,6 @@ import torch
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 
 def test_a_former_result_of_a_worker_that_has_died(fresh_pool: mpgrad.Pool) -> None:
     # symptom: InternalError(KeyError). cause: the memory was forgotten with the worker, although a result still lay in it.

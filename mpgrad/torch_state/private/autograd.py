@@ -17,7 +17,6 @@ from mpgrad.errors import contextmanager
 __all__ = [
     "NODE_IN_PYTHON",
     "CallCounter",
-    "SharedHooks",
     "apply",
     "current_graph_task",
     "edge_that_keeps",
@@ -138,23 +137,6 @@ def set_priority(node: Any, number: int) -> None:
 def node_type(function: type[torch.autograd.Function]) -> Any:
     """The type of the nodes that `function` leaves in a graph."""
     return function._backward_cls
-
-
-class SharedHooks:
-    """Hooks for the gradients of many tensors, put in and taken out for all at once; while there are none they cost little.
-
-    Each tensor has to be the only output of its node.
-    """
-
-    def __init__(self) -> None:
-        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
-        # PyTorch takes them from a tensor: from none that is watched, so that its own hooks do not get into them
-        self._holder = torch.zeros((), device="cpu").requires_grad_()
-        self._holder._backward_hooks = self.hooks
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        node: Any = tensor.grad_fn
-        node._register_hook_dict(self._holder)
 
 
 class CallCounter:

@@ -15,7 +15,6 @@ __all__ = [
     "load_script",
     "parametrize_again",
     "replica_of",
-    "script_operations",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -47,12 +46,6 @@ def load_script(code: bytes) -> torch.jit.ScriptModule:
             warnings.simplefilter("ignore", category)  # said to the one who scripted it
         module: torch.jit.ScriptModule = load(io.BytesIO(code))
     return module
-
-
-def script_operations() -> dict[int, str]:
-    """What TorchScript takes functions for that it does not compile, by the function's id."""
-    table: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
-    return table
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:

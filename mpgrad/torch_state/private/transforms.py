@@ -29,7 +29,6 @@ __all__ = [
     "transforms_are_active",
     "unbatched",
     "unbatched_the_older_way",
-    "unwrapped",
     "vmap_levels",
     "vmap_the_older_way",
     "within_dual_level",
@@ -45,13 +44,6 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
 def has_ended(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is the wrapper of a `torch.func.grad`, `vjp` or `jvp` that is over."""
     return bool(torch._C._functorch.is_dead_tensor_wrapper(tensor))  # type: ignore[attr-defined]
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What such a wrapper holds, beneath all transforms; it says nothing of batch dimensions."""
-    while is_functorch_wrapped(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def transforms_are_active() -> bool:

@@ -173,19 +173,6 @@ def leaves_and_their_hooks() -> None:
     expect((True, True), (bool(x._backward_hooks), bool(x._post_accumulate_grad_hooks)))
 
 
-@behaviour("hooks of many tensors may lie in one dictionary")
-def hooks_in_a_dictionary() -> None:
-    shared, x = private.SharedHooks(), leaf()
-    watched = x * 1
-    shared.watch(watched)
-    shared.hooks[0] = lambda grad: grad * 5
-    (grad,) = torch.autograd.grad(watched.sum(), [x], retain_graph=True)
-    expect([5.0, 5.0], grad.tolist())
-    shared.hooks.clear()
-    (grad,) = torch.autograd.grad(watched.sum(), [x])
-    expect([1.0, 1.0], grad.tolist())
-
-
 class Doubling(OrderedDict[int, Any]):
     """Hooks whose results are doubled."""
 

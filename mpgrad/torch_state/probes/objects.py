@@ -23,11 +23,6 @@ def modules_made_again() -> None:
     expect(module(x).tolist(), copy(x).tolist())
 
 
-@behaviour("TorchScript knows its own operations by PyTorch's functions")
-def operations_of_scripts() -> None:
-    expect("aten::as_strided", private.script_operations().get(id(torch.as_strided)))
-
-
 @behaviour("the tensors in a structure can be had, and replaced")
 def tensors_in_structures() -> None:
     plain = torch.ones(2, device="cpu")

@@ -36,8 +36,8 @@ SYSTEMS = {
     "Ray actors": Kind(RayActors, "ray", bears_stopping=False),
     "dask.distributed": Kind(Dask, "distributed", bears_stopping=False),
     "mpi4py.futures": Kind(Mpi, "mpi4py"),
-    "mpgrad, keep": Kind(partial(Mpgrad, graphs="keep", send="always"), "mpgrad"),
-    "mpgrad, ahead": Kind(partial(Mpgrad, graphs="ahead", send="always"), "mpgrad"),
+    "mpgrad, keep": Kind(partial(Mpgrad, graphs="keep"), "mpgrad"),
+    "mpgrad, ahead": Kind(partial(Mpgrad, graphs="ahead"), "mpgrad"),
     "mpgrad": Kind(Mpgrad, "mpgrad"),  # the defaults: what a user gets who asks for nothing
 }
 SERIAL = [name for name in SYSTEMS if name.startswith("serial")]

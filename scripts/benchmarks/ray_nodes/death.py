@@ -58,7 +58,7 @@ def death(plan: Plan) -> Iterator[Figure]:
 
 @contextlib.contextmanager
 def pool() -> Iterator[Way]:
-    with mpgrad.Pool(NODES, engine="ray", graphs="ahead", send="always") as opened:
+    with mpgrad.Pool(NODES, engine="ray", graphs="ahead") as opened:
         while sum(worker.calls > 0 for worker in opened.stats().workers) < NODES:
             opened.map(time.sleep, [0.02] * NODES, 1)
         yield partial(mapped, opened.map)

@@ -64,6 +64,6 @@ def bench_classes(pools: Pools, plan: Plan) -> Iterator[Figure]:
         right, found = map(tensors_in, ([function(item) for item in items], pools.keep.map(function, items)))
         if not all(map(torch.equal, found, right)):
             raise WrongResultError(f"{name}: a value differs from the serial loop's")
-    row = f"classes: x * 2 on {FLOATS} floats, forward only, pool forced"
+    row = f"classes: x * 2 on {FLOATS} floats, forward only"
     for name, rounds in interleaved({name: partial(seconds, job) for name, job in jobs.items()}, plan.repeats).items():
         yield median_figure(row, name, [1e6 * value for value in rounds], "us/item")

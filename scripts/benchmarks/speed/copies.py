@@ -193,7 +193,7 @@ def bench_deterministic(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for loop in loops.values():
         captured.check(loop)
     results = interleaved({name: partial(captured.seconds, loop) for name, loop in loops.items()}, plan.repeats)
-    row = f"deterministic: an item uses {FEW_PARAMETERS} small captures, forward and backward, pools forced"
+    row = f"deterministic: an item uses {FEW_PARAMETERS} small captures, forward and backward"
     for name, seconds in results.items():
         yield median_figure(row, name, [1e6 * value / plan.deterministic_items for value in seconds], "us/item")
     _, pool, deterministic = results.values()

@@ -1,7 +1,6 @@
-"""The least that the caller of any pool with gradients has to do for a tiny item, sent or run in the caller.
+"""The least that the caller of any pool with gradients has to do for a tiny item.
 
-Sent: a bare loop, in which nothing is checked, sent or waited for; what a worker does is thought to cost nothing. Run in the
-caller: the serial loop over private copies, so that what a call writes to is not the caller's.
+A bare loop, in which nothing is checked, sent or waited for; what a worker does is thought to cost nothing.
 
     item ──► its bytes    bytes ──► result ──► node of its own ──► one node for all ──► gate ──► leaf
 """
@@ -16,8 +15,8 @@ from typing import Any
 
 import torch
 from common import Function, tiny_items
-from figures import Figure, interleaved, median_figure, ratios
-from losses import copied, doubled
+from figures import Figure, interleaved, median_figure
+from losses import doubled
 from torch import Tensor
 
 from speed.plan import Plan, Pools
@@ -55,17 +54,13 @@ def bench_floor(pools: Pools, plan: Plan) -> Iterator[Figure]:
     loops: dict[str, Callable[[Sequence[Tensor]], list[float]]] = {
         "floor": floor,
         "serial": partial(serial, doubled),
-        "copies": partial(serial, lambda item: doubled(copied(item))),
     }
     spent = interleaved({name: partial(loop, items) for name, loop in loops.items()}, plan.repeats)
     row = "floor: CPU time of the caller that no pool can leave out, x * 2, forward and backward"
     for step, values in zip(STEPS, zip(*spent["floor"], strict=True), strict=True):
         yield median_figure(row, step, values, "us/item")
     yield median_figure(row, "all", list(map(sum, spent["floor"])), "us/item")
-    own, copies = (list(map(sum, spent[name])) for name in ("serial", "copies"))
-    yield median_figure(row, "the serial loop", own, "us/item")
-    yield median_figure(row, "the serial loop over private copies", copies, "us/item")
-    yield median_figure(row, "the serial loop over that", ratios(own, copies), "x")
+    yield median_figure(row, "the serial loop", list(map(sum, spent["serial"])), "us/item")
 
 
 def floor(items: Sequence[Tensor]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -32,7 +31,6 @@ from speed.plan import Plan, Pools
 PYTHON_KEEP_AIMS = {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4}
 PYTHON_AIMS = {"ahead": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2}, "auto": {10: 1.9, 1: 1.6}}
 OP_AIMS = {"ahead": {10: 1.9, 1: 1.75, 0.1: 1.15}, "auto": {10: 1.7, 1: 1.45}}
-ADAPTIVE_AIM = (">=", 0.95)
 LIMIT = "loops at once"  # in as many processes, between which nothing travels
 BARE = "bare pool"  # see `speed.bare`
 LONGEST_BARE = 0.3  # ms: it cuts maps into equal chunks, which is no limit for items that take longer
@@ -43,13 +41,13 @@ LONGEST_BARE = 0.3  # ms: it cuts maps into equal chunks, which is no limit for 
 
 def bench_tiny(pools: Pools, plan: Plan) -> Iterator[Figure]:
     maps: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map, BARE: pools.bare.map}
-    row = "tiny: x * 2, forward and backward, pool forced"
+    row = "tiny: x * 2, forward and backward"
     yield from tiny_figures(row, backward_of_all, maps, plan.tiny_items, plan.repeats, 40.0)
 
 
 def bench_forward(pools: Pools, plan: Plan) -> Iterator[Figure]:
     maps: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map, BARE: pools.bare.map}
-    row = "forward: x * 2, forward only, no gradient, pool forced"
+    row = "forward: x * 2, forward only, no gradient"
     yield from tiny_figures(row, forward, maps, plan.tiny_items, plan.repeats, 15.0)
 
 
@@ -58,7 +56,7 @@ def bench_lengths(pools: Pools, plan: Plan) -> Iterator[Figure]:
     for count in plan.tiny_lengths:
         for way, run, most in (("forward and backward", backward_of_all, 40.0), ("forward only, no gradient", forward, 15.0)):
             maps: dict[str, Loop] = {"serial": serial, "pool": pools.keep.map}
-            row = f"lengths: x * 2, {count:,} items in a map, {way}, pool forced"
+            row = f"lengths: x * 2, {count:,} items in a map, {way}"
             yield from tiny_figures(row, run, maps, count, plan.repeats, most)
 
 
@@ -141,22 +139,3 @@ def best_order(results: dict[str, Measured]) -> list[float]:
 def absolute(row: str, results: Iterable[Measured]) -> Iterator[Figure]:
     for result in results:
         yield median_figure(row, result.name, [1e3 * seconds for seconds in result.seconds], "ms/item")
-
-
-def bench_adaptive(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    loops = {"keep": pools.adaptive, "ahead": pools.adaptive_ahead}
-    for work in (PYTHON, OP):
-        least: dict[str, float] = dict.fromkeys(loops, float("inf"))
-        for ms in plan.adaptive_ms:
-            function, items = items_of(work, ms / 1e3, plan.work_seconds)
-            results = side_by_side(function, items, loops, plan.repeats)
-            row = f"adaptive: {work.name} items of {ms:g} ms, forward and backward, warm pool that may run them inline"
-            for graphs in loops:
-                over_one = ratios(results["serial"].seconds, results[graphs].seconds)
-                over_best = ratios(best_order(results), results[graphs].seconds)
-                yield median_figure(row, f"{graphs} over one backward", over_one, "x", ADAPTIVE_AIM)
-                yield median_figure(row, f"{graphs} over the best order", over_best, "x")
-                least[graphs] = min(least[graphs], statistics.median(over_one))
-        row = f"adaptive: {work.name}, the smallest of all grains"
-        for graphs in loops:
-            yield Figure(row, f"{graphs} over one backward", least[graphs], "x", ADAPTIVE_AIM)

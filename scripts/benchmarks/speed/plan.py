@@ -23,7 +23,6 @@ class Plan:
     tiny_lengths: Sequence[int] = (500, 1000, 2000, 5000, 20_000)
     work_seconds: float = 0.3  # of a serial run
     grains_ms: Sequence[float] = (10, 1, 0.3, 0.1)
-    adaptive_ms: Sequence[float] = (0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, 10, 50)
     tensors: int = 32
     largest_bytes: int = 16_000_000
     capture_bytes: int = 100_000_000
@@ -42,7 +41,6 @@ QUICK = Plan(
     tiny_lengths=(20, 40),
     work_seconds=0.02,
     grains_ms=(1,),
-    adaptive_ms=(0, 1),
     tensors=4,
     largest_bytes=1_000_000,
     capture_bytes=1_000_000,
@@ -86,25 +84,17 @@ class Pools:
 
     @cached_property
     def keep(self) -> mpgrad.Pool:
-        return self._started(graphs="keep", send="always")
-
-    @cached_property
-    def deterministic(self) -> mpgrad.Pool:
-        return self._started(graphs="keep", send="always", deterministic=True)
-
-    @cached_property
-    def ahead(self) -> mpgrad.Pool:
-        return self._started(graphs="ahead", send="always")
-
-    @cached_property
-    def adaptive(self) -> mpgrad.Pool:
         return self._started(graphs="keep")
 
     @cached_property
-    def adaptive_ahead(self) -> mpgrad.Pool:
+    def deterministic(self) -> mpgrad.Pool:
+        return self._started(graphs="keep", deterministic=True)
+
+    @cached_property
+    def ahead(self) -> mpgrad.Pool:
         return self._started(graphs="ahead")
 
     @cached_property
     def default(self) -> mpgrad.Pool:
-        """As it is for whoever gives no options: it learns which graphs to keep, and which calls to send."""
+        """As it is for whoever gives no options: it learns which graphs to keep."""
         return self._started()

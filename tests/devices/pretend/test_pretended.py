@@ -22,8 +22,6 @@ import mpgrad
 from mpgrad.memory.accelerator import INSTALLED
 from mpgrad.testing import assert_same_as_serial
 
-pytestmark = pytest.mark.usefixtures("calls_are_sent")
-
 Tensor = torch.Tensor
 ZERO, ONE = "pretend:0", "pretend:1"
 
