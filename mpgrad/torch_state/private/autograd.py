@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 
-ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-NODE_IN_PYTHON: Any = getattr(torch._C, "_FunctionBase", None)
+ENGINE: Any = torch.autograd.Variable._execution_engine
+NODE_IN_PYTHON: Any = torch._C._FunctionBase
 
 
 def current_graph_task() -> int:
