@@ -179,7 +179,24 @@ def disable_saved_tensors_hooks(message: str | None) -> None:
         torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
+def use_deterministic_algorithms(level: int) -> None:
+    torch.use_deterministic_algorithms(level > 0, warn_only=level == 1)
+
+
+def anomaly_detection() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def set_anomaly_detection(both: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*both)
+
+
 def others() -> Iterator[Setting]:
+    yield Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    level: Any = torch.get_deterministic_debug_mode
+    yield Setting("torch.use_deterministic_algorithms", level, use_deterministic_algorithms, 0)
+    name = "torch.autograd.set_detect_anomaly"
+    yield Setting(name, anomaly_detection, set_anomaly_detection, (False, True))
     get, use = functools.partial(torch.get_autocast_dtype, "cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
     yield Setting("torch.set_autocast_dtype", get, use, torch.bfloat16, of_thread=True)
     cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
