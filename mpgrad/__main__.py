@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import mpgrad
 from mpgrad import doctor
-from mpgrad.timeline import command as timeline
 
 INTERRUPTED = 130  # as a shell has it
 
@@ -20,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mpgrad {mpgrad.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_command(commands)
-    timeline.add_command(commands)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding is no reason to fail

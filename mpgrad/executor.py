@@ -195,8 +195,8 @@ class Executor(concurrent.futures.Executor):
         """
         return self._pool.stats()
 
-    def timeline(self, path: str | os.PathLike[str] | None = None, *, profile: bool = False) -> Timeline:
-        """As `Pool.timeline`: what each worker and each thread of the caller does in a block, and when.
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
+        """As `Pool.timeline`: which worker runs which item in a block, and when.
 
         Example:
             >>> import mpgrad
@@ -206,7 +206,7 @@ class Executor(concurrent.futures.Executor):
             >>> [event["pid"] for event in timeline.events if event.get("cat") == "forward"]      # on worker 1
             [2]
         """
-        return self._pool.timeline(path, profile=profile)
+        return self._pool.timeline(path)
 
     def progress(self, progress: Progress = True) -> contextlib.AbstractContextManager[None]:
         """As `Pool.progress`: a bar over what is done in a block, futures and backwards.

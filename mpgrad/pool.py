@@ -44,7 +44,6 @@ from mpgrad.submission.options import (
     PoolOptions,
     pickled_initializer,
     positive,
-    true_or_false,
 )
 from mpgrad.submission.source import Source, iterator
 from mpgrad.submission.submitter import Submitter
@@ -707,24 +706,18 @@ class Pool:
         """
         return self._scheduler.stats()
 
-    def timeline(self, path: str | os.PathLike[str] | None = None, *, profile: bool = False) -> Timeline:
-        """Record, in a `with` block, what each worker and each thread of the caller does, and when.
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
+        """Record, in a `with` block, which worker runs which item's forward and backward, and when.
 
-        Waits, packing, transfer, forward, backward, which item on which worker, what is run again after a death. The object
-        prints as the ten lines that matter; `Timeline.events` are in Chrome's trace event format. Calls that were sent before
-        the block are left out.
+        Also where threads of the caller pack, wait and make results. Calls that were sent before the block are left out.
 
         Args:
-            path: a file to write at the end of the block, also where that raises. It opens in https://ui.perfetto.dev, and
-                ``python -m mpgrad timeline FILE`` draws it.
-            profile: with PyTorch's operations in the workers, within the calls that ran them, from `torch.profiler`. That
-                slows workers down, and the block ends when they have ended what they run. Only for workers that are processes.
+            path: a file to write at the end of the block, also where that raises. It opens in https://ui.perfetto.dev.
 
         Raises:
-            TypeError: `path` is no name of a file, or `profile` neither True nor False.
-            ValueError: `profile` is for workers that are processes.
+            TypeError: `path` is no name of a file.
             RuntimeError: when the block begins: this pool records a timeline already, or this object was used before.
-                `Timeline.events` and `Timeline.save` raise it until the block ends.
+                `Timeline.events`, `Timeline.save` and `Timeline.draw` raise it until the block ends.
             OSError: when the block begins: the file cannot be written.
 
         Example:
@@ -738,13 +731,7 @@ class Pool:
         """
         if not isinstance(path, str | os.PathLike | None):
             raise TypeError(f"path must name a file, or be None (path: {path!r})")
-        true_or_false("profile", profile)
-        if profile and not self._options.traits.is_process:
-            engine = self._options.engine
-            raise ValueError(
-                f"profile=True is for workers that are processes; use torch.profiler yourself (engine: {engine!r})"
-            )
-        return Timeline(self._scheduler, path, profile, self._options.engine)
+        return Timeline(self._scheduler, path)
 
     @contextmanager
     def progress(self, progress: Progress = True) -> Iterator[None]:

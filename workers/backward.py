@@ -80,6 +80,7 @@ class BackwardHandler:
             for position, call in enumerate(calls):
                 if self._tracker.is_skipped(chunk):
                     break
+                stage.position = position
                 steps = deque([*call.before, call])
                 try:
                     found: Differentiated | None = None

@@ -71,6 +71,7 @@ class ForwardHandler:
                     break
                 self._tracker.begin(chunk, position)
                 stage, begun = self.new_stage(), time.perf_counter()
+                stage.position = position
                 outcome = self._run(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
                 outcomes.append(outcome)
                 self._station.finish()  # raises where the device cannot go on after an error, which ends the worker

@@ -42,19 +42,15 @@ from mpgrad.workers.strays import noting_those_of_initializer
 from mpgrad.workers.streams import Outlet
 from mpgrad.workers.worker import Worker
 
-__all__ = ["begin", "refuse_and_exit", "serve", "serve_and_exit", "serve_in_process", "serve_link", "serve_spawned"]
+__all__ = ["begin", "refuse_and_exit", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
 
 PR_SET_PDEATHSIG = 1
 LIVES: list[socket.socket] = []  # kept for as long as this process
 
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
-    """`serve_link`, with a socket of which the caller's side has the other end."""
-    serve_link(Channel(end, blocking=True), number, in_process)
-
-
-def serve_link(link: Link, number: int, in_process: bool) -> None:
-    """Answer frames until `Stop` or the end of the link."""
+    """Answer frames until `Stop` or the end of the link; the caller's side has the other end of the socket."""
+    link = Channel(end, blocking=True)
     outlet = None
     setting = contextlib.ExitStack()
     try:
@@ -62,13 +58,12 @@ def serve_link(link: Link, number: int, in_process: bool) -> None:
         assert first is not None
         start = first.messages[0]
         assert isinstance(start, Start)
-        if start.remote and isinstance(link, Channel):
+        if start.remote:
             link.lend_by_bytes()
         if in_process:
             settle(start, number)
             outlet = Outlet(link, start.log_levels)
-            if link.takes_descriptors:
-                promise_last_words(link)
+            promise_last_words(link)
         begin_as_new(is_process=in_process)
         worker = begin(number, link, start, setting)
         if outlet is not None and worker is not None:

@@ -10,6 +10,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.phase = "forward"
+        self.position = 0  # of the call, in its chunk
         self.offset = 0  # of the item, in a bundle
         self.given = ""  # to the function, where it raised
         self.own_seconds = 0.0  # in the function

@@ -7,7 +7,6 @@ Guarantees: whoever reads the chunk, the position and the chunk again, and finds
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from mpgrad.memory.arena import Arena
 from mpgrad.wire.asides import Whereabouts, in_order
@@ -18,9 +17,7 @@ __all__ = ["Tracker"]
 class Tracker:
     """Written by the worker, but for the chunks that are skipped: these are the caller's."""
 
-    def __init__(self, arena: Arena, tell: Callable[[int, int], None] | None) -> None:
-        """`tell`: says what begins to a caller who cannot look, or to a timeline."""
-        self.tell = tell
+    def __init__(self, arena: Arena) -> None:
         self._slot = arena.allocate(8 * Whereabouts.COUNT)
         self._numbers = self._slot.memory.cast("q")
         self.address = self._slot.address
@@ -42,8 +39,6 @@ class Tracker:
             numbers[Whereabouts.POSITION] = position
             in_order()
             numbers[Whereabouts.CHUNK] = chunk
-        if self.tell is not None:
-            self.tell(chunk, position)
 
     def begin_item(self, offset: int) -> None:
         """Of a bundle: for who has to say which one a worker died of. -1: none."""

@@ -3,7 +3,7 @@
     requests   Forward ─► ForwardHandler ─► Results        Backward, Collect ─► BackwardHandler ─► Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
-    timelines  Record ─► Recorder ─► Recorded, with each answer; Profiled
+    timelines  Record ─► Recorder ─► Recorded, with each answer
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
 Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again.
 """
@@ -20,7 +20,6 @@ from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     Backward,
-    Begun,
     Collect,
     Define,
     Direct,
@@ -30,13 +29,13 @@ from mpgrad.wire.messages import (
     Message,
     NewSlab,
     Ready,
+    Record,
     Release,
     Returned,
     SlabsGone,
     SlabsMissing,
     Try,
 )
-from mpgrad.wire.records import Record
 from mpgrad.wire.tensor_packing import Payload
 from mpgrad.workers.backward import BackwardHandler
 from mpgrad.workers.call_run import CallRunner
@@ -61,7 +60,7 @@ class Worker:
         self._station = station
         self.before_answer: Callable[[], None] = lambda: None
         self._loans = loans = Loans(number, link, station)
-        self._tracker = tracker = Tracker(loans.arena, None if self._has_onlooker else self._tell_begun)
+        self._tracker = tracker = Tracker(loans.arena)
         self._warnings = task_warnings = TaskWarnings()
         functions = FunctionTable(loans, station)
         runner = CallRunner(loans, tracker, station)
@@ -73,9 +72,7 @@ class Worker:
             Collect: backward.collect,
             Try: loans.try_out,
         }
-        self._functions = functions
         self._recorder: Recorder | None = None
-        self._plain_requests = self._requests
         self._news: dict[type[Any], Callable[[Any], None]] = {
             Follow: lambda message: FOLLOWER.follow(message.environment),
             Define: functions.define,
@@ -90,17 +87,12 @@ class Worker:
             Record: self._record,
         }
 
-    @property
-    def _has_onlooker(self) -> bool:
-        """The caller, or the site, reads where we are."""
-        return self._link.shares_memory or self._link.takes_descriptors
-
     def take_warnings(self) -> None:
         """Send the warnings of tasks to the parent, whose filters say what becomes of them, as they do for a serial loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
-        if self._link.takes_descriptors and not self._link.shares_memory:  # for the site: it looks there for the caller
+        if not self._link.shares_memory:  # for the site: it looks there for the caller
             here = WhereaboutsHere(self._tracker.address & OFFSET_MASK, 8 * Whereabouts.COUNT)
             self._link.send([here], (), [self._tracker.descriptor])
         self._send(Ready(pid, self._tracker.address))
@@ -111,8 +103,12 @@ class Worker:
         for message in frame.messages:
             kind = type(message)
             if has_answered := kind in self._requests:
-                answer, payload = self._requests[kind](message, frame.payload)
-                self._send(answer, payload.parts)
+                answer = self._requests[kind]
+                if self._recorder is None or kind is Try:
+                    answered, payload = answer(message, frame.payload)
+                else:
+                    answered, payload = self._recorder.timed(answer, message, frame.payload)
+                self._send(answered, payload.parts)
             else:
                 self._news[kind](message)
         if not has_answered and (returns := self._loans.take_returns()):  # nobody knows when the next answer comes
@@ -120,16 +116,8 @@ class Worker:
 
     def _record(self, message: Record) -> None:
         """What runs meanwhile, inline, goes on as it began."""
-        if self._recorder is not None:
-            self._link.send([*self._recorder.end()])
-        self._recorder = recorder = Recorder(self._tracker, message.profile) if message.on else None
-        self._requests = self._plain_requests if recorder is None else recorder.requests(self._plain_requests)
-        self._news[Define] = self._functions.define if recorder is None else recorder.timed(self._functions.define)
+        self._recorder = recorder = Recorder() if message.on else None
         self._forward.new_stage = self._backward.new_stage = Stage if recorder is None else recorder.new_stage
-
-    def _tell_begun(self, chunk: int, position: int) -> None:
-        self._loans.announce_slabs()  # what was lent meanwhile is carried with it
-        self._link.send([Begun(chunk, position)])
 
     def _send(self, answer: Message, parts: Sequence[bytes] = ()) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""

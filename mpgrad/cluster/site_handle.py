@@ -277,7 +277,7 @@ class SiteHandle:
 class SiteLink:
     """The caller's end of the link to a worker at a site, a `WorkerLink`."""
 
-    shares_memory = takes_descriptors = False
+    shares_memory = False
     keeps_time = True
 
     def __init__(self, number: int, site: SiteHandle) -> None:

@@ -33,7 +33,7 @@ class Loopback:
     has_place = True
     could_start = keeps_time = is_leaving = False
     overrun: tuple[int, int] | None = None
-    shares_memory = takes_descriptors = True
+    shares_memory = True
     whereabouts = None
 
     def __init__(self, number: int) -> None:

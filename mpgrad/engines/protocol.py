@@ -3,7 +3,7 @@
                          scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To write one: say its
-`Traits`, start workers that run `mpgrad.workers.main.serve_link` with their end of a link, and add it to `kinds.ENGINES`. Where
+`Traits`, start workers that run `mpgrad.workers.main.serve` with their end of a pipe, and add it to `kinds.ENGINES`. Where
 the two sides share no memory, the links mirror it (see `wire.mirror`).
 """
 
@@ -42,7 +42,7 @@ class WorkerLink(Link, Protocol):
 
     @property
     def whereabouts(self) -> memoryview | None:
-        """A copy of the worker's `Whereabouts`, of int64; None: they are shared, or the worker tells us what it begins."""
+        """A copy of the worker's `Whereabouts`, of int64; None: they are shared."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class WorkerLink(Link, Protocol):
         ...
 
     def skip(self, place: int, chunk: int) -> None:
-        """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where nobody can."""
+        """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where it does."""
         ...
 
     def follow(self, seconds: float) -> None:

@@ -15,7 +15,6 @@ from mpgrad.engines.launch import Launcher
 from mpgrad.system import resident_bytes
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
-from mpgrad.wire.mirror import Mirror
 from mpgrad.wire.pipe import Traffic
 
 __all__ = ["SocketEngine"]
@@ -35,7 +34,7 @@ class SocketLink(Channel):
     whereabouts = None
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
-        super().__init__(end, blocking=False, traffic=engine.traffic, mirror=Mirror() if engine.mirrored else None)
+        super().__init__(end, blocking=False, traffic=engine.traffic)
         self.number = number
         self.skipped: dict[int, int] = {}
         self._engine = engine
@@ -53,10 +52,10 @@ class SocketLink(Channel):
         return self._engine.has_more(self)
 
     def skip(self, place: int, chunk: int) -> None:
-        """Nothing but bytes passes, and these are read when the worker has done what it is at."""
+        """Both ends look at the same memory."""
 
     def follow(self, seconds: float) -> None:
-        """The worker tells us what it begins."""
+        """Both ends look at the same memory."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         """The worker's clock is ours."""
@@ -76,10 +75,8 @@ class SocketLink(Channel):
 class SocketEngine:
     """Guarantees: no polling: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe."""
 
-    def __init__(self, launcher: Launcher, mirrored: bool = False) -> None:
-        """`mirrored`: workers share no memory with us, so they need a mirror at their end, too."""
+    def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        self.mirrored = mirrored
         self.copies_caller = launcher.copies_caller
         self.traffic = Traffic()
         self.room: int | None = None

@@ -19,7 +19,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Backward, Message, Rerun
+from mpgrad.wire.messages import Backward, Message, Record, Rerun
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]
@@ -52,20 +52,11 @@ class Deliveries:
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
-        if self.notes.recording is None:
-            self._give(worker)
-            return
-        since, under_way = time.monotonic_ns(), worker.under_way.chunks
-        before = len(under_way)
-        self._give(worker)
-        if len(under_way) > before:
-            self.notes.sent(worker, next(reversed(under_way)), since)
-
-    def _give(self, worker: WorkerHandle) -> None:
         if worker.backlog:
-            messages, payload = worker.backward(next(self._chunk_numbers))
+            number = next(self._chunk_numbers)
+            messages, payload = worker.backward(number)
             self.recomputed += sum(map(recomputed_by, messages))
-            self.transmit(worker, messages, payload)
+            self._transmit_chunk(worker, number, messages, payload)
             return
         if worker.retiring:
             self.retire(worker)
@@ -74,7 +65,18 @@ class Deliveries:
             return
         share = self._line.next_for(worker)
         if share is not None:
-            self.transmit(worker, *worker.forward(next(self._chunk_numbers), *share))
+            number = next(self._chunk_numbers)
+            self._transmit_chunk(worker, number, *worker.forward(number, *share))
+
+    def _transmit_chunk(self, worker: WorkerHandle, number: int, messages: list[Message], payload: Payload) -> None:
+        if self.notes.recording is not None:
+            self.notes.sent(worker, number)
+        self.transmit(worker, messages, payload)
+
+    def record(self, worker: WorkerHandle) -> None:
+        """For a timeline: have it say what it does from now on."""
+        self.notes.know(worker)
+        self.transmit(worker, [Record(True)])
 
     def transmit(self, worker: WorkerHandle, messages: list[Message], payload: Payload | None = None) -> None:
         """Send, with all that has to be told. A worker that cannot be reached counts as dead when its link is read next."""

@@ -79,14 +79,13 @@ class Dispatcher(Scheduler):
         # has run dry. Only one of the two can run anyway, so the caller sleeps until the dispatcher does.
         if threading.current_thread() is self._thread:
             return
-        since = 0 if self.notes.recording is None else time.monotonic_ns()
         turn = threading.Lock()
         turn.acquire()
         self._handed_over.append(turn)
         self.wake()
         if not self.life.has_ended:
-            turn.acquire(timeout=LONGEST_TURN)
-        self.notes.waited(since)
+            with self.notes.lap("waits"):
+                turn.acquire(timeout=LONGEST_TURN)
 
     def nudge(self) -> None:
         if self._sleeping_soundly:
@@ -98,7 +97,6 @@ class Dispatcher(Scheduler):
             return True
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback of the pool cannot wait for the pool; hand the work to another thread")
-        since = 0 if self.notes.recording is None else time.monotonic_ns()
         waiter = Waiter(satisfied, threading.Lock())
         waiter.lock.acquire()
         self._waiters.append(waiter)
@@ -107,14 +105,14 @@ class Dispatcher(Scheduler):
             if satisfied():
                 return True
             if not self._is_over:
-                waiter.lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
+                with self.notes.lap("waits"):
+                    waiter.lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
             if self._is_over and not satisfied():  # nobody is left to bring that about
                 raise one_more(self.life.ended or InternalError("the dispatcher ended before the pool"))
             return satisfied()
         finally:
             with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
                 self._waiters.remove(waiter)
-            self.notes.waited(since)
 
     def join(self) -> None:
         self.life.check_process()

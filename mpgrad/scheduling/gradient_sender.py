@@ -78,7 +78,6 @@ class GradientSender:
             call_off_if_interrupted(order.graph_task, self)
             self.last_backward = order.graph_task
             self._environment = None if self._since is None else self._since.changes()
-            self._driver.notes.backward_begins()
         what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes, self._environment)
         reply = GradientReply(self._wait_until, worker, order.graph_task)
         sent = SentGradients(what, reply, graph.home.timeout, again)

@@ -24,7 +24,6 @@ from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.asides import LastWords, Whereabouts
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
-    Begun,
     Collected,
     Gradients,
     Logged,
@@ -32,6 +31,7 @@ from mpgrad.wire.messages import (
     NewSlab,
     Printed,
     Ready,
+    Recorded,
     Result,
     Results,
     Returned,
@@ -41,7 +41,6 @@ from mpgrad.wire.messages import (
     Tried,
 )
 from mpgrad.wire.pipe import UnreadableFrame
-from mpgrad.wire.records import Profiled, Record, Recorded
 
 __all__ = ["Receiver"]
 
@@ -150,11 +149,7 @@ class Receiver:
                 case Ready():
                     self._ready(worker, message)
                 case Recorded():
-                    self._notes.answered(worker, message, frame)
-                case Profiled():
-                    self._notes.profiled(worker, message)
-                case Begun():
-                    worker.under_way.note_begun(message.chunk, message.position)
+                    self._notes.answered(worker, message)
                 case Printed() | Logged():
                     given_again(message)
                 case Tried() if self._memory.crossing is not None:
@@ -166,8 +161,6 @@ class Receiver:
                 case _:
                     raise UnreadableFrame(f"no worker sends such a message now ({type(message).__name__})")
         self._reading = False
-        if self._notes.recording is not None:
-            self._notes.handled()
 
     def _ready(self, worker: WorkerHandle, message: Ready) -> None:
         if worker.link.shares_memory:
@@ -177,17 +170,15 @@ class Receiver:
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
                 worker.under_way.can_skip = True
         else:
-            copy = worker.link.whereabouts
-            worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q") if copy is None else copy
+            worker.under_way.whereabouts = worker.link.whereabouts
             worker.under_way.link = worker.link
         worker.pid = message.pid
         worker.ready_at = time.monotonic()
         worker.ready = True
         self._staff.note_ready()
         recording = self._notes.recording
-        if recording is not None and recording.is_known and recording.ended is None:  # else it hears with the others
-            self._notes.know(worker)
-            self._deliveries.transmit(worker, [Record(True, recording.profile)])
+        if recording is not None and recording.is_known:  # else it hears with the others
+            self._deliveries.record(worker)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.loans.take_back(address, times)

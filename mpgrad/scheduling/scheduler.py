@@ -47,7 +47,7 @@ from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
 from mpgrad.timeline.recording import Recording
 from mpgrad.torch_state.modes import Watch
-from mpgrad.wire.records import Record
+from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
@@ -219,39 +219,26 @@ class Scheduler(ABC):
         self.notes.begin(recording)
 
         def tell_all() -> None:
-            self._tell_all(Record(True, recording.profile))
-            for worker in self.workers.values():
+            for worker in list(self.workers.values()):
                 if worker.ready:
-                    self.notes.know(worker)
+                    self.deliveries.record(worker)
             recording.is_known = True
 
         self.post(tell_all)
 
     def end_recording(self) -> None:
-        """Waits for the workers' operations, where these were asked for. Nothing is noted any more, also after an exception."""
-        recording, notes = self.notes.recording, self.notes
-        if recording is None:
+        """Nothing is noted any more."""
+        if self.notes.recording is None:
             return
-        ended = False
+        self.notes.recording.end()
+        self.notes.recording = None
 
         def tell_all() -> None:
-            nonlocal ended
-            notes.profiling = {each.number for each in self.workers.values() if each.ready} if recording.profile else set()
-            self._tell_all(Record(False))
-            ended = True
-            self.tell_waiters()
+            for worker in list(self.workers.values()):
+                if worker.ready:
+                    self.deliveries.transmit(worker, [Record(False)])
 
-        recording.end()
-        try:
-            self.post(tell_all)
-            self.wait_until(lambda: ended and not any(number in self.workers for number in list(notes.profiling)))
-        finally:
-            notes.recording = None
-
-    def _tell_all(self, message: Record) -> None:
-        for worker in list(self.workers.values()):
-            if worker.ready:
-                self.deliveries.transmit(worker, [message])
+        self.post(tell_all)
 
     # --- any thread: the pool's life
 

@@ -186,7 +186,7 @@ class Staff:
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.notes.recording is not None:
-            self._driver.notes.died(worker, begun[0])
+            self._driver.notes.died(worker)
         died = WorkerDiedError(None, "forward", worker.number, None)
         died.exit_code = worker.exit_code = self.bury(worker, died)
         self.deaths += 1

@@ -2,8 +2,7 @@
 
 A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and looks there, before each
 call, whether the caller has called the chunk off. Where no memory is shared a site reads and writes there for us, some time
-later: so of a chunk that runs nothing can be taken back, but what was skipped in time comes back unrun. Without a site the
-worker sends `Begun`.
+later: so of a chunk that runs nothing can be taken back, but what was skipped in time comes back unrun.
 
 Assumes: called by the scheduling thread.
 """
@@ -47,14 +46,6 @@ class UnderWay:
         if not self.chunks:
             self.since = time.monotonic()
         self.chunks[number] = chunk
-
-    def note_begun(self, chunk: int, position: int) -> None:
-        """As the worker would write it, by our clock: where there is neither shared memory nor a site."""
-        assert self.whereabouts is not None
-        self.whereabouts[Whereabouts.STARTED] = time.monotonic_ns()
-        self.whereabouts[Whereabouts.OFFSET] = -1
-        self.whereabouts[Whereabouts.POSITION] = position
-        self.whereabouts[Whereabouts.CHUNK] = chunk
 
     def take(self, number: int) -> Chunk:
         """It is answered."""

@@ -47,7 +47,6 @@ class WorkerHandle:
         self.retiring = False  # see `send_home`
         self.is_last = False  # when it has ended no other will make again what is missing
         self.pid = -1
-        self.hired_at = time.monotonic()
         self.ready_at = 0.0  # since when it is, on the clock of time.monotonic
         self.calls_done = 0
 

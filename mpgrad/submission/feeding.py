@@ -48,22 +48,19 @@ class Feeder:
         scheduler = self._scheduler
         packer = scheduler.packer if borrow else scheduler.copying_packer
         wave, packed, copied = self._first_wave(operation), 0, packer.bytes_copied
-        lap = scheduler.notes.laps()
         try:
-            for call in self._packed(operation, iter(calls), packer, shared, total):
-                operation.add(call)
-                packed += call.items
-                if packed >= wave or packer.bytes_copied - copied > WAVE_BYTES:
-                    lap("packs", operation.function.number, last_items(operation, packed), packer.bytes_copied - copied)
-                    scheduler.admit(operation, waits=borrow)
-                    lap = scheduler.notes.laps()
-                    let_collector_look()
-                    wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
-                if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
-                    break
-            operation.sealed = True
-            lap("packs", operation.function.number, last_items(operation, packed), packer.bytes_copied - copied)
-            scheduler.admit(operation, waits=borrow)
+            with scheduler.notes.lap("packs", operation.function.names.function):
+                for call in self._packed(operation, iter(calls), packer, shared, total):
+                    operation.add(call)
+                    packed += call.items
+                    if packed >= wave or packer.bytes_copied - copied > WAVE_BYTES:
+                        scheduler.admit(operation, waits=borrow)
+                        let_collector_look()
+                        wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
+                    if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
+                        break
+                operation.sealed = True
+                scheduler.admit(operation, waits=borrow)
         except BaseException:
             scheduler.call_off(operation)
             raise
@@ -109,8 +106,3 @@ class Feeder:
         if seconds is None:
             return None
         return bundle_size(seconds, total, total - operation.items, self._scheduler.settings.workers)
-
-
-def last_items(operation: Operation, count: int) -> range:
-    """Those that were added last."""
-    return range(operation.items - count, operation.items)

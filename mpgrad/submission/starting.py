@@ -70,17 +70,15 @@ class Starter:
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.
         """
-        notes = self._scheduler.notes
-        lap, name = notes.laps(), name_of(function)
+        name = name_of(function)
         is_own = type(function).__module__.startswith("mpgrad.")
         self.check_modes()
         function = under_global_hooks(under_hooks(callable_of(function)))
         seconds = self._options.seconds(options.timeout)
         self._scheduler.life.check_open()
-        with outside_transforms():
+        with self._scheduler.notes.lap("pickles", name), outside_transforms():
             request = requested(options.device, self._options.device_codes)
             pickled = pickled_function(function, self._scheduler.packer.kind, like)
-        lap("pickles")
         seed = self.draw_seed() if modes is None else None
         streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
         pickled = pickled._replace(captures=drawn(pickled.captures))
@@ -98,19 +96,15 @@ class Starter:
     ) -> Operation:
         """[2] `one_by_one`: its results are fetched so, and differentiated."""
         pickled, options, request, seconds, streams, modes, seed, name, is_own = prepared
-        lap = self._scheduler.notes.laps()
         scheduler, deterministic = self._scheduler, self._options.deterministic
         now = modes or current_modes(scheduler.packer.kind)
-        with outside_transforms():
+        with scheduler.notes.lap("pickles", name), outside_transforms():
             is_named = not (is_own or name.endswith("<lambda>"))
             names = CallNames(name if is_named else "", noun)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
             home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, self._options.guesses)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        if (recording := scheduler.notes.recording) is not None:
-            recording.functions[shared.number] = name
-        lap("pickles", shared.number, None, shared.nbytes)
         ahead = RunAhead.NO
         expected = scheduler.expected(pickled.pickled) if self._options.guesses else None
         if self._options.runs_ahead or expected is not None:

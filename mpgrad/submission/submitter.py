@@ -94,10 +94,8 @@ class Submitter:
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.call_off(operation)
             raise
-        lap = self._scheduler.notes.laps()
-        with collector_held():
+        with collector_held(), self._scheduler.notes.lap("makes results"):
             results = operation.values()
-        lap("makes results")
         is_fair = source.at_rest and modes is None and options.on_error == "raise" and not prepared.is_own
         if is_fair and self._cheap_calls is not None:
             self._cheap_calls.note(operation, prepared.function_name, time.perf_counter() - started, answers)
@@ -131,7 +129,6 @@ class Submitter:
         prepared = self.starter.prepare(function, options, like, items=source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
         total = self._to_bundle(source, options)
-        fetch = self._scheduler.notes.timed("makes results", fetch)
         on_awaited = reporting(options.progress, operation, source.total)
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected, on_awaited)
         with contextlib.nullcontext() if total is None else collector_held():  # a generator may take long

@@ -7,16 +7,15 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from mpgrad.timeline.recording import Recording
-from mpgrad.timeline.summary import Summary
-from mpgrad.timeline.trace import Event, trace_of
+from mpgrad.timeline.trace import Event, events_of
 
 __all__ = ["Timeline"]
 
 
-class Recorded(Protocol):
+class Recordable(Protocol):
     """A scheduler."""
 
     def begin_recording(self, recording: Recording) -> None: ...
@@ -34,13 +33,12 @@ class Timeline:
         >>> sorted({event["pid"] for event in timeline.events})
         [1, 2]
         >>> timeline.save(os.devnull)      # or as trace.json, for https://ui.perfetto.dev
+        >>> timeline.draw("run.png")       # doctest: +SKIP
     """
 
-    def __init__(self, scheduler: Recorded, path: str | os.PathLike[str] | None, profile: bool, engine: str) -> None:
+    def __init__(self, scheduler: Recordable, path: str | os.PathLike[str] | None) -> None:
         self._scheduler = scheduler
         self._path = None if path is None else Path(path)
-        self._profile = profile
-        self._engine = engine
         self._file: TextIO | None = None
         self._recording: Recording | None = None
 
@@ -53,7 +51,7 @@ class Timeline:
         """
         if self._recording is not None:
             raise RuntimeError("a timeline is recorded once; ask the pool for another one")
-        recording = Recording(self._profile, self._engine)
+        recording = Recording()
         self._scheduler.begin_recording(recording)
         try:
             if self._path is not None:
@@ -70,43 +68,41 @@ class Timeline:
         finally:
             if self._file is not None:
                 with self._file:
-                    self._file.write(json.dumps(self._trace))
+                    self._file.write(self._trace)
 
     @functools.cached_property
-    def _trace(self) -> dict[str, Any]:
-        if self._recording is None:
-            raise RuntimeError("the timeline has not been recorded; put the calls into a block: `with timeline:`")
-        if self._recording.ended is None:
-            raise RuntimeError("the timeline is still being recorded; ask for it after its `with` block")
-        return trace_of(self._recording)
-
-    @property
     def events(self) -> list[Event]:
         """In the format of Chrome's traces. "ph" is "M" for names, "X" for slices, with "ts" and "dur" in microseconds.
 
         Process 1 is the caller, process 1 + n worker n. "cat" is what kind of slice it is, as `docs/timeline.md` lists them.
         """
-        events: list[Event] = self._trace["traceEvents"]
-        return events
+        if self._recording is None:
+            raise RuntimeError("the timeline has not been recorded; put the calls into a block: `with timeline:`")
+        if self._recording.ended is None:
+            raise RuntimeError("the timeline is still being recorded; ask for it after its `with` block")
+        return events_of(self._recording)
+
+    @property
+    def _trace(self) -> str:
+        return json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, as JSON that https://ui.perfetto.dev opens."""
-        Path(path).write_text(json.dumps(self._trace))
+        Path(path).write_text(self._trace)
 
-    def __str__(self) -> str:
-        """The ten lines that matter: how busy each worker was, the longest items, what time was lost to.
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture, in the format that the name ends in: .png, .pdf or .svg.
 
-        Before the end of the block only how far it has come.
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
         """
-        if self._recording is None or self._recording.ended is None:
-            return repr(self)
-        return "\n".join(Summary(self._trace).lines())
+        from mpgrad.timeline.picture import draw  # matplotlib takes a second to import, and need not be there
+
+        draw(self.events, path)
 
     def __repr__(self) -> str:
         if self._recording is None:
             return "<mpgrad timeline, not begun>"
-        return (
-            "<mpgrad timeline, being recorded>"
-            if self._recording.ended is None
-            else f"<mpgrad timeline, {len(self.events)} events>"
-        )
+        if self._recording.ended is None:
+            return "<mpgrad timeline, being recorded>"
+        return f"<mpgrad timeline, {len(self.events)} events>"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.wire.messages import Message, NewSlab
-from mpgrad.wire.mirror import Mirror, Outward
+from mpgrad.wire.mirror import Mirror
 from mpgrad.wire.pipe import MAX_DESCRIPTORS, Pipe, Traffic, UnreadableFrame, framed
 
 __all__ = ["Channel", "Frame", "drained", "in_frames", "unframed"]
@@ -28,13 +28,10 @@ class Frame(NamedTuple):
 class Channel(Pipe):
     """One end of a socket pair, a `wire.link.Link`."""
 
-    def __init__(
-        self, end: socket.socket, blocking: bool, traffic: Traffic | None = None, mirror: Mirror | None = None
-    ) -> None:
-        """`mirror`: nothing but bytes passes between the two ends."""
+    def __init__(self, end: socket.socket, blocking: bool, traffic: Traffic | None = None) -> None:
         super().__init__(end, blocking, traffic)
-        self._mirror = mirror
-        self.shares_memory = self.takes_descriptors = mirror is None
+        self._mirror: Mirror | None = None  # that the other end has of what is lent to it
+        self.shares_memory = True
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send one frame, or queue what the pipe does not take now (`has_outgoing`).
@@ -49,7 +46,7 @@ class Channel(Pipe):
 
     def lend_by_bytes(self) -> None:
         """From now on: the other end is a site's, which passes frames on to another machine, and cannot look into them."""
-        self._mirror = Outward()
+        self._mirror = Mirror()
         self.shares_memory = False
 
     def introduce(self, slabs: Sequence[Any]) -> None:
@@ -73,11 +70,7 @@ class Channel(Pipe):
         raw = self.receive_raw()
         if raw is None:
             return None
-        messages, payload = unframed(*raw)
-        if self._mirror is not None:
-            messages, payload, mirrors = self._mirror.open(messages, payload)
-            self._descriptors.extend(mirrors)
-        return Frame(messages, payload)
+        return Frame(*unframed(*raw))
 
 
 def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Message], memoryview]:

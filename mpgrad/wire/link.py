@@ -21,7 +21,6 @@ class Link(Protocol):
     """
 
     shares_memory: bool
-    takes_descriptors: bool  # who is at the other end of the pipe, which may be a site
 
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """The caller's end never waits. Descriptors pass where memory is shared.

@@ -1,9 +1,10 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
     parent ► worker   Start Follow Define Forget Forward Backward Collect Release Stop
-    worker ► parent   LastWords Ready StartFailed Begun Results Gradients Collected Printed Logged
+    worker ► parent   LastWords Ready StartFailed Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
-    devices           Try Direct to the worker, Tried to the parent       timelines: `wire.records`
+    devices           Try Direct to the worker, Tried to the parent
+    timelines         Record to the worker, Recorded to the parent
 A site says something of its own, too: see `asides`.
 NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
 """
@@ -21,14 +22,12 @@ from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
-from mpgrad.wire.records import Records
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
     "FAREWELL",
     "Backward",
     "BackwardCall",
-    "Begun",
     "Carried",
     "Collect",
     "Collected",
@@ -50,6 +49,8 @@ __all__ = [
     "Parts",
     "Printed",
     "Ready",
+    "Record",
+    "Recorded",
     "Rederive",
     "Release",
     "Rerun",
@@ -59,6 +60,7 @@ __all__ = [
     "RunAhead",
     "SlabsGone",
     "SlabsMissing",
+    "Span",
     "Start",
     "StartFailed",
     "Stop",
@@ -75,13 +77,8 @@ FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck
 Structure = int | bytes | None
 # Of each of many items, or results, whose tensors travel in a row: their structure and number. See `bundles`.
 Parts = Sequence[tuple[Structure, int]]
-
-
-class Begun(NamedTuple):
-    """What `asides.Whereabouts` say of a call, from a worker that shares no memory with the caller."""
-
-    chunk: int
-    position: int
+# What a worker did: its phase, position of the call, offset of the item, first and last moment.
+Span = tuple[str, int, int, int, int]
 
 
 # --- both ways: memory
@@ -137,6 +134,27 @@ class Tried(NamedTuple):
 
 class Direct(NamedTuple):
     """From here on results may travel as slots on the device: both sides can read each other's."""
+
+
+# --- timelines
+
+
+class Record(NamedTuple):
+    """Say what you do from now on; or, not `on`, no more."""
+
+    on: bool
+
+
+class Recorded(NamedTuple):
+    """What was done for a chunk, before its answer in the same frame.
+
+    Times are nanoseconds of the worker's `time.monotonic_ns`: on one machine that is the caller's clock too.
+    """
+
+    chunk: int
+    began: int
+    ended: int
+    spans: list[Span]
 
 
 # --- parent to worker
@@ -458,7 +476,6 @@ Message = (
     | Stop
     | LastWords
     | Ready
-    | Begun
     | StartFailed
     | Results
     | Gradients
@@ -468,5 +485,6 @@ Message = (
     | Try
     | Tried
     | Direct
-    | Records
+    | Record
+    | Recorded
 )

@@ -17,7 +17,7 @@ from mpgrad.memory.addresses import OFFSET_BITS, OFFSET_MASK, slab_of
 from mpgrad.memory.arena import Borrowed, Slab, Slot
 from mpgrad.wire.messages import Carried, Message, NewSlab, SlabsGone
 
-__all__ = ["Mirror", "Outward", "address_of"]
+__all__ = ["Mirror", "address_of"]
 
 
 class Mirror:
@@ -88,13 +88,6 @@ class Mirror:
             slab.memory[offset : offset + nbytes] = behind[:nbytes]
             behind = behind[nbytes:]
         return messages[1:], payload, descriptors
-
-
-class Outward(Mirror):
-    """Of a worker whose site, on the same machine, mirrors the caller's memory, and shares the mirror with it."""
-
-    def open(self, messages: list[Message], payload: memoryview) -> tuple[list[Message], memoryview, list[int]]:
-        return messages, payload, []
 
 
 def address_of(holder: Slot | Borrowed) -> int:

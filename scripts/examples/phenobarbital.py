@@ -59,7 +59,6 @@ GRADIENT_TOLERANCE = 1e-9  # serial against pool: the same terms, added in anoth
 
 GRADIENT_ENOUGH = 1e-4  # in every scaled parameter; the objective is then within 1e-9 of its minimum
 ENGINES = ("process", "thread", "inline", "ray")
-RECORDED = 3  # evaluations in a timeline
 TAKEN = 0.25  # CPUs that others may take before it is worth a remark
 ROUNDS = 15  # of serial and pool in turns; about as many as the fit has evaluations
 
@@ -313,11 +312,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_fit(fitted, with_nonmem)
         path = [evaluation.parameters for evaluation in fitted.evaluations]
         comparison = compare(pool.map, infants, path, ROUNDS)
-        if options.timeline is not None:
-            with pool.timeline(options.timeline) as timeline:
-                for parameters in path[-RECORDED:]:
-                    evaluate(pool.map, infants, parameters)
-            print(f"{timeline}\n\ntimeline of {RECORDED} evaluations: {options.timeline}\n")
     report_comparison(comparison)
     workers = f"pool, engine {options.engine}" + (f" × {options.processes}" if options.processes else "")
     draw(infants, fitted, comparison, workers).savefig(options.output, dpi=150)
@@ -337,7 +331,6 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, default=DATA, help="CSV file, as data/README.md has it (default: shipped)")
     parser.add_argument("--output", type=picture, default="phenobarbital.png", help="picture (default: %(default)s)")
-    parser.add_argument("--timeline", type=file_to_write, metavar="FILE", help="record some evaluations, for Perfetto")
     return parser
 
 

@@ -140,6 +140,18 @@ def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
         assert time.monotonic() < deadline
 
 
+def test_what_lies_with_one_worker_is_carried_to_another(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+    """Results that are given on, also after the caller has written to one."""
+    pool, _ = on_two_nodes
+    first = pool.map(lambda k: torch.full((30_000,), float(k)), range(4), 1)
+    first[1].mul_(10)
+    second = pool.map(lambda x: x + 1, first, 1)
+    first[1].add_(5)
+    third = pool.map(lambda x: x + 1, first, 1)
+    assert [int(x[0]) for x in second] == [1, 11, 3, 4]
+    assert [int(x[-1]) for x in third] == [1, 16, 3, 4]
+
+
 def test_errors_and_stats_name_the_node(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     staffed(pool, 4)
@@ -409,7 +421,7 @@ def test_calls_that_end_their_worker(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.slow
 def test_the_core_tests_pass_on_two_nodes() -> None:
-    passes_with(HERE / "local_cluster.py", "map", "captures")
+    passes_with(HERE / "local_cluster.py", "map", "backward", "reduction", "captures", "higher_order")
 
 
 # --- what a node lacks

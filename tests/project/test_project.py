@@ -276,6 +276,7 @@ SHOWN_BY = {
     "Pool.processes": "Pool.resize",
     "PoolStats.as_dict": "PoolStats",
     "ResultIterator.next": "ResultIterator",
+    "Timeline.draw": "Timeline",
     "Timeline.events": "Timeline",
     "Timeline.save": "Timeline",
     "WorkerStats.as_dict": "WorkerStats",

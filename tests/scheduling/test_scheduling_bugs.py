@@ -399,7 +399,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
 
     for module in ("mpgrad.workers.whereabouts", "mpgrad.scheduling.under_way"):
         monkeypatch.setattr(f"{module}.in_order", lambda: did.append("in order"))
-    tracker: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT), tell=None)
+    tracker: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT))
     Tracker.begin(tracker, 7, 3)
     assert did[-5:] == [(0, Whereabouts.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
     under_way: Any = UnderWay()

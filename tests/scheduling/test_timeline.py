@@ -6,10 +6,9 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ import torch
 from matplotlib.figure import Figure
 
 import mpgrad
-from mpgrad.__main__ import main
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline.recording import Chunk, Recording, Worker
-from mpgrad.timeline.summary import Summary, minus
-from mpgrad.timeline.trace import trace_of
-from mpgrad.wire.records import Did
+from mpgrad.timeline.recording import Chunk, NotedCall, Recording, Worker
+from mpgrad.timeline.trace import events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12
@@ -65,7 +61,7 @@ def check(events: Events) -> None:
             tracks[each["pid"], each["tid"]].append((round(1e3 * each["ts"]), round(1e3 * (each["ts"] + each["dur"]))))
     named = {(each["pid"], each["tid"]) for each in events if each["name"] == "thread_name"}
     for track, spans in tracks.items():
-        assert track in named or track[1] > 1
+        assert track in named
         around: list[int] = []  # ends of those that are open
         last = 0
         for start, end in spans:
@@ -85,15 +81,16 @@ def fonts() -> None:
     figure.savefig(io.BytesIO())
 
 
-ONE = {"ph": "X", "pid": 1, "tid": 2, "name": "a", "cat": "call", "ts": 1.0, "dur": 2.0, "args": {}}
+ONE = {"ph": "X", "pid": 1, "tid": 2, "name": "a", "cat": "chunk", "ts": 1.0, "dur": 2.0, "args": {}}
+NAME = {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": "MainThread"}}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("change", [{"ts": 2.0}, {"ts": 0.5}, {"ts": -1.0}, {"dur": -1.0}, {"pid": "1"}, {"ph": "B"}])
 def test_the_check_sees_what_is_wrong(change: dict[str, Any]) -> None:
-    check([ONE, ONE | {"ts": 1.5, "dur": 1.0}, ONE | {"ts": 3.0}])
+    check([NAME, ONE, ONE | {"ts": 1.5, "dur": 1.0}, ONE | {"ts": 3.0}])
     with pytest.raises((AssertionError, TypeError)):
-        check([ONE, ONE | change])
+        check([NAME, ONE, ONE | change])
 
 
 @pytest.mark.quick
@@ -107,11 +104,13 @@ def test_every_item_is_there_once_and_nothing_changes(pool: mpgrad.Pool) -> None
     assert [each.grad.tolist() for each in items] == [each.grad.tolist() for each in expected]  # type: ignore[union-attr]
     every = Counter(range(ITEMS))
     assert items_in(slices(events, "forward")) == items_in(slices(events, "backward")) == every
-    calls = slices(events, "call")
-    assert items_in([each for each in calls if each["args"]["phase"] == "forward"]) == every
-    assert {"packs", "pickles", "sends", "receives", "makes results"} <= {each["cat"] for each in slices(events)}
-    assert sum(each["args"]["bytes"] for each in slices(events, "packs")) == 12 * ITEMS
-    assert all(each["pid"] > 1 for each in calls)
+    assert {each["args"]["function"] for each in slices(events, "forward", "backward")} == {"wave"}
+    chunks = slices(events, "chunk")
+    assert Counter(item for each in chunks if each["name"] == "calls" for item in each["args"]["items"]) == every
+    assert all(each["pid"] > 1 for each in chunks)
+    of_caller = {each["name"] for each in slices(events) if each["pid"] == 1}
+    assert of_caller - {"waits"} == {"packs wave", "pickles wave", "makes results"}
+    assert "waits" in of_caller or pool.processes == 1  # inline
 
 
 @pytest.mark.quick
@@ -121,11 +120,9 @@ def test_a_bundle_shows_its_items(pool2: mpgrad.Pool) -> None:
         differentiated(pool2, leaves(400))
     check(timeline.events)
     every = Counter(range(400))
-    assert items_in(slices(timeline.events, "forward")) == every
-    calls = slices(timeline.events, "call")
-    assert any(isinstance(each["args"]["item"], list) for each in calls if each["args"]["phase"] == "forward")
-    assert items_in([each for each in calls if each["args"]["phase"] == "forward"]) == every
-    assert items_in(slices(timeline.events, "backward")) == every
+    assert items_in(slices(timeline.events, "forward")) == items_in(slices(timeline.events, "backward")) == every
+    bundles = [item for each in slices(timeline.events, "chunk") for item in each["args"]["items"] if each["name"] == "calls"]
+    assert any(isinstance(each, list) for each in bundles)
 
 
 def test_backwards_ahead_stand_behind_their_forwards(nursery: mpgrad.Pool) -> None:
@@ -138,21 +135,15 @@ def test_backwards_ahead_stand_behind_their_forwards(nursery: mpgrad.Pool) -> No
             assert items_in(forward) == items_in(backward) == Counter(range(ITEMS))
             ends = {each["args"]["item"]: each["ts"] + each["dur"] for each in forward}
             assert all(each["ts"] >= ends[each["args"]["item"]] for each in backward)
-    assert f"{ITEMS} forward, 0 backward; backwards of {ITEMS} items ran right after their forwards" in str(timeline)
+    assert {each["name"] for each in slices(timeline.events, "chunk")} == {"calls"}
 
 
 def test_graphs_that_are_made_again(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, graphs="recompute") as pool, pool.timeline() as timeline:
         differentiated(pool, leaves(3))
     check(timeline.events)
-    again = [each for each in slices(timeline.events, "forward") if each["args"].get("again")]
-    assert items_in(again) == Counter(range(3)) and {each["name"] for each in again} == {"forward again"}
-    assert Summary({"traceEvents": timeline.events, "mpgrad": about(timeline)}).shares()["run again"] > 0
-
-
-def about(timeline: Any) -> dict[str, Any]:
-    found: dict[str, Any] = timeline._trace["mpgrad"]
-    return found
+    again = [each for each in slices(timeline.events, "forward") if each["name"] == "forward again"]
+    assert items_in(again) == Counter(range(3))
 
 
 class DiesOnce:
@@ -171,12 +162,9 @@ def test_a_death_and_what_is_done_again(fresh_pool: mpgrad.Pool, tmp_path: Path)
     with fresh_pool.timeline() as timeline:
         torch.stack(fresh_pool.map(DiesOnce(tmp_path, 5), leaves(), chunksize=3)).sum().backward()
     check(timeline.events)
-    (lost,) = slices(timeline.events, "lost")
-    assert lost["name"] == "died at item 5"
-    forward = slices(timeline.events, "forward")
-    assert items_in(forward) == Counter(range(ITEMS))
-    assert {each["args"]["item"] for each in forward if each["args"].get("again")} == {3, 4, 5}
-    assert "deaths: 1" in str(timeline)
+    (lost,) = slices(timeline.events, "unanswered")
+    assert lost["name"] == "the worker died" and lost["args"]["items"] == [3, 4, 5]
+    assert items_in(slices(timeline.events, "forward")) == Counter(range(ITEMS))
 
 
 def test_a_backward_whose_worker_dies(fresh_pool: mpgrad.Pool) -> None:
@@ -200,7 +188,7 @@ def test_the_file_is_there_also_after_an_exception(pool2: mpgrad.Pool, tmp_path:
     assert items_in(slices(events, "forward")) == Counter(range(ITEMS))
     with pool2.timeline() as timeline:
         pass
-    assert not slices(timeline.events, "call", "forward")
+    assert not slices(timeline.events, "chunk", "forward")
 
 
 @pytest.mark.quick
@@ -211,7 +199,7 @@ def test_a_call_that_fails_and_those_behind_it(pool2: mpgrad.Pool) -> None:
     with pool2.timeline() as timeline, pytest.raises(ZeroDivisionError):
         pool2.map(divided, leaves(), chunksize=1)
     check(timeline.events)
-    assert 2 in items_in([each for each in slices(timeline.events, "call") if each["args"]["phase"] == "forward"])
+    assert 2 in [item for each in slices(timeline.events, "chunk") for item in each["args"]["items"]]
 
 
 @pytest.mark.quick
@@ -221,7 +209,7 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
             pass
         with pytest.raises(RuntimeError, match="still being recorded"):
             timeline.save(tmp_path / "early.json")
-        assert str(timeline) == "<mpgrad timeline, being recorded>"
+        assert repr(timeline) == "<mpgrad timeline, being recorded>"
         differentiated(pool, leaves(2), chunksize=1)
     with pytest.raises(RuntimeError, match="recorded once"), timeline:
         pass
@@ -230,14 +218,14 @@ def test_one_timeline_of_a_pool_at_a_time(pool: mpgrad.Pool, pool2: mpgrad.Pool,
         pass
     with pool.timeline() as one, mpgrad.Pool(1) as own, own.timeline() as other:
         differentiated(own, leaves(2), chunksize=1)
-    assert not slices(one.events, "call") and len(slices(other.events, "forward")) == 2
+    assert not slices(one.events, "chunk") and len(slices(other.events, "forward")) == 2
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["process", "inline"])
 def test_a_pool_that_ends_within_the_block(nursery: mpgrad.Pool, engine: str, tmp_path: Path) -> None:
     pool = mpgrad.Pool(1, engine=engine)
-    with pool.timeline(tmp_path / "run.json", profile=engine == "process"):
+    with pool.timeline(tmp_path / "run.json"):
         differentiated(pool, leaves(2), chunksize=1)
         pool.terminate()
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
@@ -263,7 +251,7 @@ def test_calls_that_are_sent_before_the_workers_hear_of_it(nursery: mpgrad.Pool)
         differentiated(pool, leaves(2), chunksize=1)
         timeline.__exit__(None, None, None)
     check(timeline.events)
-    assert items_in(slices(timeline.events, "forward")) == Counter(range(2)) and not slices(timeline.events, "open")
+    assert items_in(slices(timeline.events, "forward")) == Counter(range(2)) and not slices(timeline.events, "unanswered")
 
 
 def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Pool, tmp_path: Path) -> None:
@@ -286,9 +274,9 @@ def test_a_call_that_is_still_running_and_a_worker_that_comes(nursery: mpgrad.Po
         go.touch()
         assert result.get() == 1.0
     check(timeline.events)
-    (still,) = slices(timeline.events, "open")
-    assert still["name"] == "not answered yet: item 0"
-    (number,) = {each["pid"] for each in slices(timeline.events, "call")}
+    (still,) = slices(timeline.events, "unanswered")
+    assert still["name"] == "not answered" and still["args"]["items"] == [0]
+    (number,) = {each["pid"] for each in slices(timeline.events, "chunk")}
     assert number != still["pid"] and items_in(slices(timeline.events, "forward")) == Counter(range(1))
 
 
@@ -309,48 +297,6 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
     assert packers == {tracks["mine 0"], tracks["mine 1"]}
 
 
-@pytest.mark.slow
-def test_operations_stand_within_the_calls(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(2) as pool, pool.timeline(profile=True) as timeline:
-        differentiated(pool, leaves(), chunksize=1)
-    check(timeline.events)
-    found = slices(timeline.events, "operation")
-    names = Counter(each["name"] for each in found)
-    assert 4 * ITEMS < names["aten::sin"] <= 5 * ITEMS  # the profiler's clock is not ours, to some microseconds
-    assert names["aten::cos"]  # of the backward
-    for each in found:
-        if each["name"] == "aten::sin":
-            around = [one for one in slices(timeline.events, "forward") if one["pid"] == each["pid"]]
-            assert any(one["ts"] <= each["ts"] and each["ts"] + each["dur"] <= one["ts"] + one["dur"] for one in around)
-    assert not slices(timeline.events, "open")
-    started = [each["name"] for each in slices(timeline.events, "start")]
-    assert started.count("starts the profiler") == 2
-    summary = Summary({"traceEvents": timeline.events, "mpgrad": about(timeline)})
-    assert summary.shares()["starting"] > 0 and sum(summary.shares().values()) == pytest.approx(1)
-    assert summary.operations()["aten::sin"] > 0 and sum(summary.operations().values()) == pytest.approx(1)
-    assert "operations: " in str(timeline) and len(str(timeline).splitlines()) <= 10
-
-
-@pytest.mark.quick
-def test_operations_count_without_those_within_them() -> None:
-    spans = {"outer": (0, 10), "inner": (1, 4), "innermost": (2, 1), "next": (12, 3), "elsewhere": (1, 5)}
-    one = {"ph": "X", "pid": 2, "tid": 1, "cat": "operation", "args": {}}
-    events = [one | {"name": name, "ts": ts, "dur": dur} for name, (ts, dur) in spans.items()]
-    events[-1]["tid"] = 2
-    about = {"seconds": 1, "workers": []}
-    shares = Summary({"traceEvents": events, "mpgrad": about}).operations()
-    assert shares == {"outer": 6 / 18, "inner": 3 / 18, "innermost": 1 / 18, "next": 3 / 18, "elsewhere": 5 / 18}
-    after, before = 1 / 1e3, 9 / 1e3  # the one begins where the other ends, which floats of microseconds do not show
-    events = [one | {"name": "a", "ts": after, "dur": before - after}, one | {"name": "b", "ts": before, "dur": 1.0}]
-    assert Summary({"traceEvents": events, "mpgrad": about}).operations() == {"a": 8 / 1008, "b": 1000 / 1008}
-
-
-@pytest.mark.quick
-def test_a_profile_is_for_processes(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, engine="inline") as pool, pytest.raises(ValueError, match=r"engine: 'inline'"):
-        pool.timeline(profile=True)
-
-
 @pytest.mark.quick
 def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
     from mpgrad.workers.stage import Stage
@@ -359,13 +305,13 @@ def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
         worker = pool._scheduler.engine._worker  # type: ignore[attr-defined]
 
         def kept() -> tuple[Any, ...]:
-            return worker._requests, worker._forward.new_stage, worker._backward.new_stage, worker._tracker.tell
+            return worker._forward.new_stage, worker._backward.new_stage, worker._recorder
 
         before = kept()
         with pool.timeline():
             differentiated(pool, leaves(2))
             assert all(one is not other for one, other in zip(kept(), before, strict=True))
-        assert kept() == before and before[1] is Stage and worker._recorder is None
+        assert kept() == before == (Stage, Stage, None)
 
 
 # --- the trace of a recording made by hand
@@ -373,31 +319,50 @@ def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
 MS = 1_000_000
 
 
-def recorded(shift: int = 0, node: str = "") -> dict[str, Any]:
+def recorded(shift: int = 0, node: str = "") -> Events:
     """Worker 1 ran item 0 from 2 to 6 ms, its backward from 7 to 9; its clock shows `shift` more than ours."""
-    recording = Recording(profile=False, engine="process")
+    recording = Recording()
     start = recording.began
     recording.workers[1] = Worker(1, 4242, "cpu", node)
-    recording.functions[7] = "wave"
 
-    def chunk(number: int, phase: str, sent: int, spans: Iterable[tuple[int, int, int]]) -> Chunk:
-        theirs = [(did, 0, 0, start + shift + a * MS, start + shift + b * MS) for did, a, b in spans]
-        began, ended = theirs[0][3], theirs[0][4]
-        noted = Chunk(1, number, phase, 7, [0], frozenset(), 8, start + sent * MS, start + (sent + 1) * MS)
-        noted.began, noted.ended, noted.spans, noted.answered = began, ended, theirs, ended - shift + MS
+    def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> Chunk:
+        theirs = [start + shift + each * MS for each in (began, *span)]
+        noted = Chunk(1, phase, [NotedCall(0, "wave")], start + sent * MS)
+        noted.began, noted.ended, noted.spans = theirs[0], theirs[2], [(phase, 0, 0, theirs[1], theirs[2])]
+        noted.answered = noted.ended - shift + MS
         return noted
 
-    recording.chunks.append(chunk(1, "forward", 1, [(Did.CALL, 2, 6), (Did.FORWARD, 3, 6)]))
-    recording.chunks.append(chunk(2, "backward", 2, [(Did.CALL, 7, 9), (Did.BACKWARD, 7, 9)]))
+    recording.chunks.append(chunk("forward", 1, 2, (3, 6)))
+    recording.chunks.append(chunk("backward", 2, 7, (7, 9)))
     recording.ended = start + 10 * MS
-    return trace_of(recording)
+    return events_of(recording)
+
+
+@pytest.mark.quick
+def test_the_slices_of_a_recording() -> None:
+    events = recorded()
+    check(events)
+    found = [(each["name"], each["ts"], each["dur"], each["args"]) for each in slices(events)]
+    item = {"item": 0, "function": "wave"}
+    chunk = {"items": [0]}
+    assert found == [
+        ("calls", 2000.0, 4000.0, chunk),
+        ("forward", 3000.0, 3000.0, item),
+        ("backwards", 7000.0, 2000.0, chunk),
+        ("backward", 7000.0, 2000.0, item),
+    ]
+    assert [each["args"] for each in events if each["ph"] == "M"] == [
+        {"name": "caller"},
+        {"name": "worker 1 (pid 4242, cpu)"},
+        {"name": "calls"},
+    ]
 
 
 @pytest.mark.quick
 def test_the_clock_of_another_machine() -> None:
     here, there = recorded(), recorded(shift=10**15, node="beta")
-    check(there["traceEvents"])
-    pairs = list(zip(slices(here["traceEvents"]), slices(there["traceEvents"]), strict=True))
+    check(there)
+    pairs = list(zip(slices(here), slices(there), strict=True))
     assert [one["name"] for one, _ in pairs] == [other["name"] for _, other in pairs]
     for one, other in pairs:
         assert one["dur"] == pytest.approx(other["dur"], abs=1000)
@@ -405,82 +370,24 @@ def test_the_clock_of_another_machine() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("hired", "ready", "shown"), [(2, 5, (2.0, 3.0)), (-3, 5, (0.0, 5.0)), (-9, -2, None)])
-def test_a_worker_that_starts(hired: int, ready: int, shown: tuple[float, float] | None) -> None:
-    """The profiler seems to start before it by a clock that is known roughly."""
-    recording = Recording(profile=True, engine="ray")
-    start = recording.began
-    recording.workers[1] = Worker(1, 10, "cpu", "", (start + hired * MS, start + ready * MS))
-    spans = [(Did.START, 0, 0, start + max(0, ready - 1) * MS, start + 7 * MS)]
-    times = {"sent": start + 6 * MS, "sent_whole": start + 6 * MS, "answered": start + 9 * MS}
-    times |= {"began": start + 7 * MS, "ended": start + 8 * MS}
-    recording.chunks.append(Chunk(1, 1, "forward", 0, [0], frozenset(), 0, spans=spans, **times))
-    recording.ended = start + 10 * MS
-    trace = trace_of(recording)
-    check(trace["traceEvents"])
-    found = {each["name"]: (each["ts"] / 1e3, each["dur"] / 1e3) for each in slices(trace["traceEvents"], "start")}
-    profiler = found.pop("starts the profiler")
-    assert profiler == (max(0, ready), 7 - max(0, ready)) and found.get("starts") == shown
-    assert Summary(trace).shares()["starting"] == pytest.approx((profiler[1] + (shown[1] if shown else 0)) / 10)
-
-
-@pytest.mark.quick
 def test_idle_workers_are_there(pool: mpgrad.Pool) -> None:
     pool.map(abs, range(pool.processes), chunksize=1)
     with pool.timeline() as timeline:
         pool.map(abs, [1], chunksize=1)
-    assert len(about(timeline)["workers"]) == pool.processes
+    assert len({each["pid"] for each in timeline.events if each["name"] == "process_name"} - {1}) == pool.processes
 
 
-@pytest.mark.quick
-def test_the_summary_of_a_recording() -> None:
-    trace = recorded()
-    check(trace["traceEvents"])
-    summary = Summary(trace)
-    assert summary.busy() == {1: pytest.approx(0.6)}
-    shares = {name: round(share, 6) for name, share in summary.shares().items() if share > 1e-9}
-    assert shares == {"forward": 0.3, "backward": 0.2, "around calls": 0.1, "transfer": 0.2, "idle": 0.2}
-    assert summary.idle()["the caller did something else"] == pytest.approx(0.2)
-    assert [each["dur"] for each in summary.longest()] == [3000.0, 2000.0]
-    lines = summary.lines()
-    assert lines[0] == "0.01 s, engine process, 1 worker" and lines[1] == "busy: worker 1 60%"
-    assert "longest: item 0 of wave forward 3.0 ms (worker 1); item 0 of wave backward 2.0 ms (worker 1)" in lines
-    assert len(lines) <= 10
-
-
-@pytest.mark.quick
-def test_spans_without_others() -> None:
-    assert minus([(0, 10), (20, 30)], [(-1, 1), (2, 3), (9, 25), (26, 27)]) == [(1, 2), (3, 9), (25, 26), (27, 30)]
-    assert minus([(0, 1)], []) == [(0, 1)] and minus([(0, 1)], [(0, 1)]) == []
-
-
-def test_the_command(pool2: mpgrad.Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.json"
-    with pool2.timeline(path) as timeline:
+def test_the_picture(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    with pool2.timeline() as timeline:
         differentiated(pool2, leaves(), chunksize=1)
-    assert main(["timeline", str(path)]) == 0
-    assert capsys.readouterr().out == f"{timeline}\npicture: {tmp_path / 'run.png'}\n"
+    timeline.draw(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["{", "[]", '{"traceEvents": []}', None])
-def test_the_command_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None) -> None:
-    path = tmp_path / "run.json"
-    if text is not None:
-        path.write_text(text)
-    assert main(["timeline", str(path)]) == 1
-    assert str(path) in capsys.readouterr().err
-
-
-@pytest.mark.quick
-def test_the_command_without_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(recorded()))
-    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
-    assert main(["timeline", str(path)]) == 1
-    told = capsys.readouterr()
-    assert "busy: worker 1 60%" in told.out and "pip install matplotlib" in told.err
+def test_a_saved_timeline_is_a_trace(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    with pool2.timeline(tmp_path / "one.json") as timeline:
+        differentiated(pool2, leaves(), chunksize=1)
+    timeline.save(tmp_path / "other.json")
+    one, other = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "other.json"))
+    assert one == other == {"traceEvents": timeline.events, "displayTimeUnit": "ms"}
