@@ -43,6 +43,7 @@ from common import (
     print_figures,
     print_surroundings,
     report,
+    sent,
     status_bytes,
     surroundings,
 )
@@ -193,7 +194,7 @@ def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
     runs = {"forward": forward, "forward and backward": forward_and_backward}
     found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
     for workers in plan.workers:
-        with mpgrad.Pool(workers) as pool:
+        with mpgrad.Pool(workers, **sent(mpgrad.Pool)) as pool:
             for name, run in runs.items():
                 found[name][workers] = costs(pool, run, plan)
     yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
@@ -238,7 +239,7 @@ def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
 
 def point(name: str, count: int, rounds: int) -> dict[str, float]:
     """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory beyond the start's."""
-    with mpgrad.Pool(WORKERS) as pool:
+    with mpgrad.Pool(WORKERS, **sent(mpgrad.Pool)) as pool:
         AXES[name].job(pool, min(count, 10))
         before = peaks(pool)
         runs = [AXES[name].job(pool, count) for _ in range(rounds)]

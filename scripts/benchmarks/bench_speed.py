@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import itertools
 import json
 import os
@@ -49,6 +48,7 @@ from common import (
     print_surroundings,
     ratios,
     report,
+    sent,
     surroundings,
 )
 from jobs import (
@@ -102,9 +102,6 @@ PARAMETERS = 64
 PROGRAM_LIMIT = 100  # seconds
 MOST_PROGRAMS = 5  # of one kind
 
-# Older versions may run cheap calls in the caller, unless they are told to send them all.
-SENT: Record = {"send": "always"} if "send" in inspect.signature(mpgrad.Pool).parameters else {}
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -150,7 +147,7 @@ class Pools:
     def __getitem__(self, graphs: str) -> mpgrad.Pool:
         """The pool with these graphs; "auto" is a pool without options."""
         if graphs not in self._started:
-            options: Record = {} if graphs == "auto" else {"graphs": graphs, **SENT}
+            options: Record = {} if graphs == "auto" else {"graphs": graphs, **sent(mpgrad.Pool)}
             pool: mpgrad.Pool = mpgrad.Pool(self._processes, **options)
             self._started[graphs] = self._stack.enter_context(pool)
         return self._started[graphs]
@@ -376,7 +373,7 @@ with Pool(processes, **options) as pool:
 
 
 def run_program(program: str, plan: Plan) -> Any:
-    settings = json.dumps([plan.processes, plan.further_workers, SENT, plan.idle_seconds])
+    settings = json.dumps([plan.processes, plan.further_workers, sent(mpgrad.Pool), plan.idle_seconds])
     command = [sys.executable, "-c", STARTED + program, settings]
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT)
     return json.loads(ended.stdout)

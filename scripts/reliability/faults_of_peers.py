@@ -27,9 +27,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -274,10 +274,12 @@ def cannot_be_loaded(peer: Peer, folder: Path) -> str:
 
 
 def caller_killed(peer: Peer, folder: Path) -> str:
+    """Who watches is told what the caller has started."""
     function = functools.partial(busy, folder)
     threading.Thread(target=peer.map, args=(function, range(PROCESSES)), daemon=True).start()
     for number in range(PROCESSES):
         word(folder, f"busy-{number}")
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     return "never said"
 
@@ -335,18 +337,26 @@ def watched(fault: str, name: str, limit: float) -> str:
         )
         lines: list[str] = []
         assert process.stdout is not None
-        reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
+        reader = threading.Thread(target=read, args=(process.stdout, lines), daemon=True)
         reader.start()
-        started = waited(START_LIMIT, lambda: bool(lines) or process.poll() is not None)
-        everyone = psutil.Process(process.pid).children(recursive=True) if started and process.poll() is None else []
-        ended = waited(limit, lambda: process.poll() is not None)
-        gone_after = seconds_until_gone(everyone) if fault == "parent" else ""
+        waited(START_LIMIT, lambda: bool(lines) or process.poll() is not None)
+        told = waited(limit, lambda: len(lines) > 1 or process.poll() is not None)
+        ended = told and waited(limit, lambda: process.poll() is not None)
+        if fault == "parent":
+            lines[1:] = [seconds_until_gone(int(pid) for pid in lines[1].split())]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         reader.join(1)
-    said = [line.strip() for line in list(lines)[1:]]
-    return gone_after or "; ".join([*said, *([] if ended else ["hangs"])])
+    if not told:
+        return "hangs"
+    said = "; ".join(lines[1:])
+    return said if ended else f"{said}; does not end"
+
+
+def read(stdout: IO[str], lines: list[str]) -> None:
+    for line in stdout:
+        lines.append(line.strip())
 
 
 def waited(seconds: float, until: Callable[[], bool]) -> bool:
@@ -359,9 +369,13 @@ def waited(seconds: float, until: Callable[[], bool]) -> bool:
     return True
 
 
-def seconds_until_gone(processes: Sequence[psutil.Process]) -> str:
+def seconds_until_gone(pids: Iterable[int]) -> str:
     began = time.monotonic()
-    _, left = psutil.wait_procs(list(processes), PATIENCE)
+    left = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(left, PATIENCE)
     return f"not in {PATIENCE:g} s" if left else f"after {time.monotonic() - began:.1f} s"
 
 
