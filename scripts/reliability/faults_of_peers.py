@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -326,37 +326,31 @@ def run_case(fault: str, name: str, folder: str) -> int:
 
 def watched(fault: str, name: str, limit: float) -> str:
     with tempfile.TemporaryDirectory(prefix="faults_", ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, __file__, "--case", fault, name, folder]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        lines: list[str] = []
-        assert process.stdout is not None
-        reader = threading.Thread(target=read, args=(process.stdout, lines), daemon=True)
-        reader.start()
-        waited(START_LIMIT, lambda: bool(lines) or process.poll() is not None)
-        told = waited(limit, lambda: len(lines) > 1 or process.poll() is not None)
+        file = Path(folder) / "said"
+        with file.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--case", fault, name, folder],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        waited(START_LIMIT, lambda: bool(said(file)) or process.poll() is not None)
+        told = waited(limit, lambda: len(said(file)) > 1 or process.poll() is not None)
         ended = told and waited(limit, lambda: process.poll() is not None)
+        lines = said(file)[1:]
         if fault == "parent":
-            lines[1:] = [seconds_until_gone(int(pid) for pid in lines[1].split())]
+            lines = [seconds_until_gone(int(pid) for pid in lines[0].split())]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        reader.join(1)
     if not told:
         return "hangs"
-    said = "; ".join(lines[1:])
-    return said if ended else f"{said}; does not end"
+    return "; ".join([*lines, *([] if ended else ["does not end"])])
 
 
-def read(stdout: IO[str], lines: list[str]) -> None:
-    for line in stdout:
-        lines.append(line.strip())
+def said(file: Path) -> list[str]:
+    return file.read_text().splitlines()
 
 
 def waited(seconds: float, until: Callable[[], bool]) -> bool:
