@@ -51,7 +51,7 @@ SHORTEST, LONGEST = 0.02, 0.2  # seconds from sending a batch to its end, betwee
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException
 # the others are the process's
-MODES_OF_A_THREAD = "grad", "inference", "autocast", "autocast_dtype", "autocast_cache", "device", "thread_settings"
+MODES_OF_A_THREAD = "grad", "inference", "autocast", "device", "thread_settings"
 
 
 def register(make_default: bool = False) -> None:

@@ -3,7 +3,8 @@
 Both sides. Imports PyTorch, `errors`, `system`, `tracebacks`; nothing here knows of workers or messages.
 
     private       every name of PyTorch's that is not public, in one package, by subject
-    behaviours    tries each of them before the first pool of a process is made, by `probes`
+    behaviours    asks for each of these before the first pool of a process is made, and tries by `probes` what would give wrong
+                  gradients without a word
     modes         grad mode, autocast, default dtype, random generators: noted, set, put back
     generators    those that functions and items hold: a stream for each item; seed_sequences: numpy's
     leaves        leaves behind a result that nobody gave to the call

@@ -1,34 +1,28 @@
 """Whether PyTorch does what mpgrad relies on beyond its public interface: asked once a process, before a pool is made.
 
 A release of PyTorch may rename its private parts, or have them do something else, and a version number says nothing about
-that. So what they do is tried, each behaviour by itself, in some milliseconds: a pool on a version that differs raises
-`UnsupportedTorchError` instead of giving wrong gradients. `probes` has the behaviours, and says what they guarantee.
+that. So it is asked for each private name, and what would give wrong gradients without a word if it were otherwise is tried
+(`probes`), in some milliseconds: a pool on a version that differs raises `UnsupportedTorchError` and says in what.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import re
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 
 import torch
 
 import mpgrad.system  # noqa: F401  # says what a system lacks: that is no fault of PyTorch's
 from mpgrad.errors import UnsupportedTorchError
 from mpgrad.place import PLACE
-from mpgrad.torch_state.probes.expectations import BEHAVIOURS, Behaviour
 
-try:
-    from mpgrad.torch_state.probes import autograd, memory, modes, objects, transforms  # noqa: F401  # fill the list
-except (AttributeError, ImportError) as error:  # said by the first probe
-    MISSING: Exception | None = error
-else:
-    MISSING = None
-
-__all__ = ["BEHAVIOURS", "TRIED", "check", "check_compiler", "failures", "was_tried"]
+__all__ = ["NAMES", "TRIED", "check", "check_compiler", "failures", "was_tried"]
 
 # Python versions by minor version of torch: on which pairs the tests have passed, see docs/compatibility.md
 TRIED: dict[str, tuple[str, ...]] = {
@@ -42,15 +36,51 @@ TRIED: dict[str, tuple[str, ...]] = {
     "2.15": ("3.13",),
 }
 
+# PyTorch's private names in our code, and what is reached through one, by what has them: a test compares them with the code.
+# Not among them are those of the compiler, which are tried where they are used (`check_compiler`).
+NAMES: dict[str, str] = {
+    "torch": "_add_batch_dim _functorch _remove_batch_dim _tensor_str",
+    "torch.Tensor": ("_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version"),
+    "torch.UntypedStorage": "_new_shared_fd_cpu _share_fd_cpu_",
+    "torch._C": (
+        "DisableTorchFunction _DisableAutocast _EnableTorchFunction _FunctionBase "
+        "_TorchDispatchModeKey _are_functorch_transforms_active _autograd "
+        "_current_graph_task_id _dispatch_keys _functorch _get_dispatch_mode _get_tracing_state "
+        "_len_torch_dispatch_stack _len_torch_function_stack _nn _pop_torch_dispatch_stack "
+        "_set_grad_enabled _supported_qengines _vmapmode_decrement_nesting "
+        "_vmapmode_increment_nesting _will_engine_execute_node"
+    ),
+    "torch._C._autograd": (
+        "_get_current_graph_task_keep_graph _pop_saved_tensors_default_hooks _profiler_enabled "
+        "_push_saved_tensors_default_hooks _saved_tensors_hooks_disable "
+        "_saved_tensors_hooks_enable _saved_tensors_hooks_get_disabled_error_message "
+        "_top_saved_tensors_default_hooks"
+    ),
+    "torch._C._functorch": (
+        "TransformType _add_batch_dim _unwrap_batched get_interpreter_stack "
+        "is_batchedtensor is_dead_tensor_wrapper is_functorch_wrapped_tensor "
+        "is_legacy_batchedtensor maybe_get_level"
+    ),
+    "torch._C._functorch.TransformType": "Vmap",
+    "torch._C._nn": "flatten_dense_tensors",
+    "torch._functorch": "eager_transforms",
+    "torch._functorch.eager_transforms": "JVP_NESTING",
+    "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
+    "torch._tensor_str": "PRINT_OPTS",
+    "torch._vmap_internals": "_vmap",
+    "torch.autograd.Function": "_backward_cls",
+    "torch.autograd.Variable": "_execution_engine",
+    "torch.autograd.forward_ad": "_current_level _set_fwd_grad_enabled",
+    "torch.autograd.function.BackwardCFunction": "_register_hook_dict _set_sequence_nr",
+    "torch.nn.Module": "_replicate_for_data_parallel",
+    "torch.nn.modules.module": "_global_is_full_backward_hook",
+    "torch.nn.utils.parametrize": "_cache_enabled _inject_new_class _inject_property",
+    "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
+    "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode_stack",
+    "torch.utils._pytree": "tree_leaves tree_map_only",
+}
+
 LOGGER = logging.getLogger("mpgrad")
-
-
-def imported() -> None:
-    if MISSING is not None:
-        raise MISSING
-
-
-BEHAVIOURS.insert(0, Behaviour("the parts of PyTorch that mpgrad imports are there", imported))
 
 
 class Check:
@@ -74,7 +104,7 @@ os.register_at_fork(after_in_child=unlock_in_child)
 
 
 def check() -> None:
-    """Try all behaviours, unless this process has done so, or is the worker of one that has.
+    """Ask for all names, and try all behaviours, unless this process has done so, or is the worker of one that has.
 
     Raises:
         UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its version and those tried.
@@ -115,7 +145,7 @@ def check_compiler() -> None:
         if CHECK.compiler_passed:
             return
         try:
-            from mpgrad.torch_state.probes.compiler import what_it_was_made_with_can_be_read
+            from mpgrad.torch_state.probes import what_it_was_made_with_can_be_read
 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -127,20 +157,35 @@ def check_compiler() -> None:
 
 
 def failures() -> list[tuple[str, Exception]]:
-    """Of each behaviour that PyTorch does not have: its name, and what went wrong."""
-    found: list[tuple[str, Exception]] = []
-    with CHECK.lock:
-        thread = threading.Thread(target=try_all, args=(found,), name="mpgrad-check")
-        thread.start()
-        thread.join()
+    """Of each name or behaviour that PyTorch does not have: what it is, and what went wrong."""
+    found = list(missing_names())
+    if not found:
+        with CHECK.lock:
+            thread = threading.Thread(target=try_all, args=(found,), name="mpgrad-check")
+            thread.start()
+            thread.join()
     return found
 
 
+def missing_names() -> Iterator[tuple[str, Exception]]:
+    for owner, names in NAMES.items():
+        for name in names.split():
+            try:
+                getattr(pkgutil.resolve_name(owner), name)
+            except (AttributeError, ImportError) as error:
+                yield f"there is {owner}.{name}", error
+
+
 def try_all(found: list[tuple[str, Exception]]) -> None:
-    """Put those that fail into `found`."""
+    """Put the behaviours that fail into `found`."""
+    try:
+        from mpgrad.torch_state import probes
+    except (AttributeError, ImportError) as error:
+        found.append(("the parts of PyTorch that mpgrad imports are there", error))
+        return
     with warnings.catch_warnings():  # of what only the probes do; the caller's filters may make errors of them
         warnings.simplefilter("ignore")
-        for name, probe in BEHAVIOURS:
+        for name, probe in probes.BEHAVIOURS.items():
             try:
                 probe()
             except Exception as error:  # whatever it is, it is no longer what mpgrad was written for

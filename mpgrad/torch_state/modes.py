@@ -13,7 +13,6 @@ worker runs an item, in what order, or how often.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import random
@@ -76,16 +75,9 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    default_dtype: str
     autocast: bool
-    autocast_dtype: str
-    autocast_cache: bool
-    deterministic: bool
-    deterministic_warn_only: bool
-    anomaly: bool
-    anomaly_nan: bool
     differentiating: bool  # a derivative of ours is being taken
-    device_autocast: tuple[str, str] | None = None  # the kind of device, and the dtype, where that is on
+    device_autocast: tuple[str, torch.dtype] | None = None  # the kind of device, and the dtype, where that is on
     device: str | None = None  # where tensors are made if nobody says where
     settings: Changed = ()  # of the process
     thread_settings: Changed = ()
@@ -96,35 +88,20 @@ class Modes(NamedTuple):
         return self[1:]
 
     @property
-    def determinism(self) -> tuple[bool, bool]:
-        return self.deterministic, self.deterministic_warn_only
-
-    @property
-    def detection(self) -> tuple[bool, bool]:
-        return self.anomaly, self.anomaly_nan
+    def anomaly(self) -> bool:
+        return any(name == "torch.autograd.set_detect_anomaly" for name, _ in self.settings)
 
 
 def current_modes(kind: str = "") -> Modes:
     """`kind` is that of the pool's devices, if it has some."""
-    settings, thread_settings = changed_settings()
-    return modes_but_settings(kind)._replace(settings=settings, thread_settings=thread_settings)
-
-
-def modes_but_settings(kind: str = "") -> Modes:
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        str(torch.get_default_dtype()),
         torch.is_autocast_enabled("cpu"),
-        str(torch.get_autocast_dtype("cpu")),
-        torch.is_autocast_cache_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.is_anomaly_enabled(),
-        torch.is_anomaly_check_nan_enabled(),
         DIFFERENTIATING.now,
-        (kind, str(torch.get_autocast_dtype(kind))) if kind and torch.is_autocast_enabled(kind) else None,
+        (kind, torch.get_autocast_dtype(kind)) if kind and torch.is_autocast_enabled(kind) else None,
         default_device(),
+        *TABLE.changed(),
     )
 
 
@@ -150,14 +127,7 @@ class Table:
         return found
 
 
-@functools.cache
-def table() -> Table:
-    """Made when it is needed: importing this module needs no private name of PyTorch's."""
-    return Table()
-
-
-def changed_settings() -> list[Changed]:
-    return table().changed()
+TABLE = Table()
 
 
 class Enclosing(threading.local):
@@ -178,7 +148,7 @@ def under_settings(changed: Changed) -> Iterator[None]:
         yield
         return
     wanted = {**outer, **dict(changed)}
-    every = table().settings
+    every = TABLE.settings
     settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
     with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:
         ENCLOSING.before = {**outside, **outer}
@@ -254,7 +224,7 @@ def set_where_different(settings: Sequence[Setting], wanted: Mapping[str, Any]) 
 def default_settings() -> Iterator[None]:
     """`under` in the body knows no other settings than those that it is given: the body runs in the caller's thread."""
     outer = ENCLOSING.before
-    ENCLOSING.before = {name: setting.default for name, setting in table().settings.items()}
+    ENCLOSING.before = {name: setting.default for name, setting in TABLE.settings.items()}
     try:
         yield
     finally:
@@ -268,7 +238,7 @@ def begin_as_new(is_process: bool) -> None:
     SHARED.with_caller = not is_process
     if is_process:
         remove_global_hooks()
-    own = [setting for setting in table().settings.values() if is_process or setting.of_thread]
+    own = [setting for setting in TABLE.settings.values() if is_process or setting.of_thread]
     set_where_different(own, {setting.name: setting.default for setting in own})
 
 
@@ -312,70 +282,28 @@ def remedy(mode: object) -> str:
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """Run the body as the caller would run it, then go back to what was."""
-    held = bool(SHARED.held)  # asked first: one that ends meanwhile has put them back when they are read
-    before = modes_but_settings()
-    wanted = process_modes(modes)
     ENCLOSING.depth += 1
     try:
         with contextlib.ExitStack() as stack:
-            if held or wanted != process_modes(before):
-                stack.enter_context(SHARED.set_to(PROCESS_MODES, wanted, ENCLOSING.depth > 1))
             stack.enter_context(under_settings(modes.settings + modes.thread_settings))
             if modes.differentiating:
                 stack.enter_context(DIFFERENTIATING.entered())
-            if modes.device != before.device:
+            if modes.device != default_device():
                 stack.enter_context(under_default_device(modes.device))
             if modes.inference:
                 stack.enter_context(torch.inference_mode())
             else:
-                if before.inference:
+                if torch.is_inference_mode_enabled():
                     stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.set_grad_enabled(modes.grad))
-            if modes.autocast:
-                dtype = dtype_named(modes.autocast_dtype)
-                stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=modes.autocast_cache))
-            elif before.autocast:
-                stack.enter_context(torch.autocast("cpu", enabled=False))
+            if modes.autocast != torch.is_autocast_enabled("cpu"):
+                # its dtype and its cache are settings
+                stack.enter_context(torch.autocast("cpu", enabled=modes.autocast))
             if modes.device_autocast is not None:
-                kind, name = modes.device_autocast
-                stack.enter_context(torch.autocast(kind, dtype_named(name), cache_enabled=modes.autocast_cache))
+                stack.enter_context(torch.autocast(*modes.device_autocast))
             yield
     finally:
         ENCLOSING.depth -= 1
-
-
-# the modes that belong to the process rather than to a thread
-PROCESS_MODES = (
-    Setting(
-        "torch.set_default_dtype",
-        lambda: str(torch.get_default_dtype()),
-        lambda name: torch.set_default_dtype(dtype_named(name)),
-        "torch.float32",
-    ),
-    Setting(
-        "torch.use_deterministic_algorithms",
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
-        (False, False),
-    ),
-    Setting(
-        "torch.autograd.set_detect_anomaly",
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda both: torch.autograd.set_detect_anomaly(*both),
-        (False, True),
-    ),
-)
-
-
-def process_modes(modes: Modes) -> dict[str, Any]:
-    values = modes.default_dtype, modes.determinism, modes.detection
-    return {setting.name: value for setting, value in zip(PROCESS_MODES, values, strict=True)}
-
-
-def dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 class UnderHooks:

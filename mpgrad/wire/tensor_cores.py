@@ -21,7 +21,6 @@ from mpgrad.wire.tensor_refs import (
     Sparse,
     TensorRef,
     flags_of,
-    span_of,
     strided,
 )
 
@@ -62,11 +61,16 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
             core = core.narrow(dim, 0, 1)
     if not (core.is_conj() or core.is_neg()):
         span = span_of(core.shape, stride)
-        if span <= GAPPED * core.numel() or span * core.element_size() <= RIDE_BYTES:
+        if span <= GAPPED * core.numel():
             return core.as_strided((span,), (1,)), stride, 0
     elif is_dense(core):
         return core.resolve_conj().resolve_neg(), stride, 0
     return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD
+
+
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory lie from the first to the last one of a tensor that is not empty, these two included."""
+    return 1 + sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
 
 
 def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:

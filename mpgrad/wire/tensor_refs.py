@@ -52,7 +52,6 @@ __all__ = [
     "place_of",
     "redirected",
     "rows_of",
-    "span_of",
     "stand_in",
     "strided",
     "unit_of",
@@ -311,11 +310,6 @@ def place_of(refs: Sequence[TensorRef | None], ref: TensorRef) -> int:
 def redirected(ref: TensorRef, code: int) -> TensorRef:
     """The same tensor, to be had on another device."""
     return ref._replace(flags=ref.flags % DEVICE + code * DEVICE)
-
-
-def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory lie from the first to the last one of a tensor that is not empty, these two included."""
-    return 1 + sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
 
 
 def strided(memory: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], flags: int) -> torch.Tensor:

@@ -14,22 +14,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
-import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
-from common import WrongResultError, at_least_1, limited, surroundings
+from common import (
+    Figure,
+    WrongResultError,
+    add_options,
+    at_least_1,
+    fail,
+    interleaved,
+    limited,
+    median_figure,
+    print_figures,
+    print_surroundings,
+    report,
+    status_bytes,
+    surroundings,
+)
 from torch import Tensor
 
 import mpgrad
@@ -41,7 +53,6 @@ RTOL = 1e-10  # float64; ways differ in the order of sums
 CHUNK = 64  # rows or columns, where a way is bounded in memory
 SMALL = (5, 2)  # entries and parameters of a warm-up
 MIB = 2**20
-Record = dict[str, Any]
 Size = tuple[int, int]  # entries of y, parameters in c
 
 
@@ -124,14 +135,6 @@ def ways() -> list[Way]:
     ]
 
 
-LEGEND = f"""\
-ways: by default in the caller, with ", pool" in mpgrad.Pool
-  loop of grad      torch.autograd.grad of one entry after the other, and torch.stack: the reference
-  reverse ... auto  mpgrad.jacobian(routine, c, x, argnums=0, mode=...); "by {CHUNK}" with chunk_size={CHUNK}
-  per item          mpgrad.per_item_grad of a map that makes every entry an item of its own
-  torch.func.*      for comparison"""
-
-
 # --- the clock
 
 
@@ -143,45 +146,30 @@ class Plan:
     sizes: Sequence[Size] = ((10, 1000), (100, 100), (300, 100), (1000, 10), (1000, 1), (3000, 100))
     memory: Sequence[Size] = ((10, 1000), (3000, 100))
     ways_in_memory: Sequence[str] = tuple(way.name for way in ways())
-    seconds: int = 900  # the whole run is stopped then
+    limit: int = 900  # the whole run is stopped then
 
 
 QUICK = Plan(1, ((6, 3), (3, 6)), ((6, 3),), ("batched", "reverse, pool"), 120)
 
 
-def bench_times(plan: Plan, pool: mpgrad.Pool) -> list[Record]:
-    print("\nms for all derivatives, by (entries, parameters)")
-    seconds: dict[Size, dict[str, list[float]]] = {size: measured(size, plan.repeats, pool) for size in plan.sizes}
-    print_row(["", *map(str, plan.sizes)])
-    for way in ways():
-        print_row([f"  {way.name}", *(f"{1e3 * statistics.median(seconds[size][way.name]):.2f}" for size in plan.sizes)])
-    return [
-        {
-            "entries": size[0],
-            "parameters": size[1],
-            "ways": [
-                {"way": name, "median_ms": 1e3 * statistics.median(each), "seconds": each}
-                for name, each in seconds[size].items()
-            ],
-        }
-        for size in plan.sizes
-    ]
+def bench_times(plan: Plan, pool: mpgrad.Pool) -> Iterator[Figure]:
+    for size in plan.sizes:
+        row = f"times: {size[0]} entries, {size[1]} parameters"
+        for name, seconds in measured(size, plan.repeats, pool).items():
+            yield median_figure(row, name, [1e3 * value for value in seconds], "ms")
 
 
 def measured(size: Size, repeats: int, pool: mpgrad.Pool) -> dict[str, list[float]]:
     c, x = arguments(size)
     check(ways(), c, x, pool)
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways()}
-    turns = ways()
-    shuffle = random.Random(0).shuffle
-    for _ in range(repeats):
-        shuffle(turns)
-        for way in turns:
-            began = time.perf_counter()
-            found = way.derivative(c, x, pool if way.pooled else None)
-            del found
-            seconds[way.name].append(time.perf_counter() - began)
-    return seconds
+
+    def seconds(way: Way) -> float:
+        began = time.perf_counter()
+        found = way.derivative(c, x, pool if way.pooled else None)
+        del found
+        return time.perf_counter() - began
+
+    return interleaved({way.name: partial(seconds, way) for way in ways()}, repeats)
 
 
 def check(contenders: Sequence[Way], c: Tensor, x: Tensor, pool: mpgrad.Pool) -> None:
@@ -198,19 +186,12 @@ def check(contenders: Sequence[Way], c: Tensor, x: Tensor, pool: mpgrad.Pool) ->
 # --- memory
 
 
-def bench_memory(plan: Plan, processes: int) -> list[Record]:
-    print("\npeak memory, MiB, by (entries, parameters); the result alone, then what a fresh process rises by, once")
-    print_row(["", *map(str, plan.memory)])
-    print_row(["  the result", *(f"{8 * entries * parameters / MIB:.1f}" for entries, parameters in plan.memory)])
-    records = []
-    for name in plan.ways_in_memory:
-        peaks = [fresh_peak(name, size, processes) for size in plan.memory]
-        print_row([f"  {name}", *(f"{peak / MIB:.1f}" for peak in peaks)])
-        records += [
-            {"way": name, "entries": size[0], "parameters": size[1], "peak_bytes": peak}
-            for size, peak in zip(plan.memory, peaks, strict=True)
-        ]
-    return records
+def bench_memory(plan: Plan, processes: int) -> Iterator[Figure]:
+    for size in plan.memory:
+        row = f"peak memory: {size[0]} entries, {size[1]} parameters"
+        yield Figure(row, "the result alone", 8 * size[0] * size[1] / MIB, "MiB")
+        for name in plan.ways_in_memory:
+            yield Figure(row, name, fresh_peak(name, size, processes) / MIB, "MiB")
 
 
 def fresh_peak(name: str, size: Size, processes: int) -> int:
@@ -227,11 +208,11 @@ def own_peak(name: str, size: Size, processes: int) -> int:
             way.derivative(*arguments(SMALL), pool)
         c, x = arguments(size)
         everyone = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        before = {pid: status_of(pid, "VmRSS") for pid in everyone}
+        before = {pid: status_bytes(pid, "VmRSS") for pid in everyone}
         for pid in everyone:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # puts the mark of the largest resident set back
         found = way.derivative(c, x, pool)
-        peak = sum(max(0, status_of(pid, "VmHWM") - before[pid]) for pid in everyone)
+        peak = sum(max(0, status_bytes(pid, "VmHWM") - before[pid]) for pid in everyone)
         del found
     return peak
 
@@ -245,74 +226,16 @@ def pool_for(way: Way, processes: int) -> Iterator[mpgrad.Pool | None]:
         yield pool
 
 
-def status_of(pid: int, name: str) -> int:
-    """Bytes, from the kernel's account of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return 1024 * int(value.split()[0])
-    raise KeyError(name)
-
-
-# --- which wins
-
-
-def winners(times: Sequence[Record]) -> list[Record]:
-    pooled = {way.name for way in ways() if way.pooled}
-    rows = []
-    for record in times:
-        medians = {each["way"]: each["median_ms"] for each in record["ways"]}
-        loop = medians["loop of grad"]
-        alone, in_pool = (
-            min((name for name in medians if (name in pooled) == inside), key=medians.__getitem__) for inside in (False, True)
-        )
-        row = {key: record[key] for key in ("entries", "parameters")}
-        rows.append(
-            row
-            | {"alone": alone, "alone_speed_up": loop / medians[alone]}
-            | {"in_pool": in_pool, "in_pool_speed_up": loop / medians[in_pool], "auto_speed_up": loop / medians["auto"]}
-        )
-    return rows
-
-
-def print_winners(rows: Sequence[Record]) -> None:
-    print("\nthe fastest, and how many times faster than the loop of grad")
-    print_row(["  (entries, parameters)", "auto", "alone", "", "in the pool"])
-    for row in rows:
-        size = f"  ({row['entries']}, {row['parameters']})"
-        times = [f"{row[key]:.1f}" for key in ("auto_speed_up", "alone_speed_up", "in_pool_speed_up")]
-        print_row([size, times[0], row["alone"], times[1], row["in_pool"], times[2]])
-
-
 # --- the whole
 
 
-def print_row(cells: Sequence[str]) -> None:
-    first, *others = cells
-    print((f"{first:26}" + "".join(f"{cell:>20}" for cell in others)).rstrip(), flush=True)
-
-
-def bench(plan: Plan, processes: int) -> Record:
-    around = surroundings(processes)
-    versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
-    print(f"{versions}, Python {around['python']}, {around['date']}")
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}")
-    print(f"{processes} processes of one intra-op thread; load average {around['load_average']:.2f} before")
-    print(f"medians of {plan.repeats} rounds, the ways in turns; float64, all agree to a relative {RTOL:g}\n\n{LEGEND}")
+def bench(plan: Plan, processes: int) -> list[Figure]:
     torch.set_num_threads(1)  # as the workers have
     with mpgrad.Pool(processes) as pool:
-        times = bench_times(plan, pool)
-    fastest = winners(times)
-    print_winners(fastest)
-    memory = bench_memory(plan, processes)
-    return {
-        "surroundings": around,
-        "repeats": plan.repeats,
-        "relative_tolerance": RTOL,
-        "times": times,
-        "fastest": fastest,
-        "memory": memory,
-    }
+        figures = list(bench_times(plan, pool))
+    figures += bench_memory(plan, processes)
+    print_figures(figures)
+    return figures
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -321,8 +244,7 @@ def command_line() -> argparse.ArgumentParser:
     cpus = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=at_least_1, default=cpus, metavar="N", help="default: %(default)s")
     parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, only to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("batch_derivatives.json"), metavar="FILE", help="default: %(default)s")
+    add_options(parser)
     parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)  # what a fresh process is started with
     return parser
 
@@ -334,16 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(own_peak(name, (int(entries), int(parameters)), options.processes))
         return 0
     plan = QUICK if options.quick else Plan()
-    if options.repeats is not None:
-        plan = replace(plan, repeats=options.repeats)
+    plan = replace(plan, repeats=options.repeats or plan.repeats)
+    around = surroundings(options.processes)
+    print_surroundings(around)
     try:
-        with limited(plan.seconds):
-            record = bench(plan, options.processes)
+        with limited(plan.limit):
+            figures = bench(plan, options.processes)
     except (WrongResultError, TimeoutError) as error:
-        print(f"batch_derivatives.py: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nall rounds: {options.out}")
+        return fail(error)
+    report(options, around, figures, repeats=plan.repeats)
     return 0
 
 

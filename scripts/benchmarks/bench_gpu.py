@@ -15,20 +15,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import Record, WrongResultError, at_least_1, surroundings
+from common import (
+    Figure,
+    WrongResultError,
+    add_options,
+    at_least_1,
+    fail,
+    interleaved,
+    median_figure,
+    print_figures,
+    print_surroundings,
+    ratios,
+    report,
+    surroundings,
+)
 from torch import Tensor
 
 import mpgrad
@@ -37,8 +46,9 @@ EPILOG = "exit status: 0 if everything was measured, or there is no GPU; 1 if a 
 NO_GPU = "bench_gpu.py: there is no CUDA GPU here, so nothing was measured (torch.cuda.is_available() is False)"
 
 SMALLEST, LARGEST = 4, 64  # systems in an ensemble: far too few to fill a GPU
-WARM_UPS = 2  # untimed rounds: contexts, kernels and slots are made there
 TIME_STEP = 0.005
+SERIAL = "serial loop"
+MIB = 2**20
 
 
 class Simulation(NamedTuple):
@@ -80,43 +90,53 @@ def drawn(plan: Plan, device: torch.device) -> list[Simulation]:
     ]
 
 
+# --- the contenders
+
 Loop = Callable[[list[Simulation]], list[Tensor]]
-Outcome = list[Tensor]
-
-
-class Contender(NamedTuple):
-    name: str
-    loop: Loop
-
-
-def run(loop: Loop, simulations: list[Simulation]) -> Outcome:
-    """Values, and gradients of the parameters."""
-    losses = loop(simulations)
-    return [*losses, *torch.autograd.grad(losses, [each.parameters for each in simulations])]
 
 
 def serial(simulations: list[Simulation]) -> list[Tensor]:
     return [simulate(each) for each in simulations]
 
 
-def in_pool(pool: mpgrad.Pool, simulations: list[Simulation]) -> list[Tensor]:
-    return pool.map(simulate, simulations)
-
-
-@contextlib.contextmanager
-def contender(name: str, options: dict[str, Any] | None) -> Iterator[Contender]:
-    if options is None:
-        yield Contender(name, serial)
-    else:
-        with mpgrad.Pool(**options) as pool:
-            yield Contender(name, partial(in_pool, pool))
-
-
 def contenders(workers: Sequence[int], device: str) -> dict[str, dict[str, Any] | None]:
-    found: dict[str, dict[str, Any] | None] = {"serial loop": None}
+    """The options of each contender's pool; None for the serial loop."""
+    found: dict[str, dict[str, Any] | None] = {SERIAL: None}
     found |= {f"{count} workers": {"devices": [device] * count} for count in workers}
     found |= {f"{count} streams": {"devices": [device] * count, "engine": "stream"} for count in workers if count > 1}
     return found
+
+
+@contextlib.contextmanager
+def started(options: dict[str, Any] | None) -> Iterator[Loop]:
+    if options is None:
+        yield serial
+    else:
+        with mpgrad.Pool(**options) as pool:
+            yield partial(pool.map, simulate)
+
+
+def run(loop: Loop, simulations: list[Simulation]) -> list[Tensor]:
+    """Values, and gradients of the parameters."""
+    losses = loop(simulations)
+    return [*losses, *torch.autograd.grad(losses, [each.parameters for each in simulations])]
+
+
+def check(name: str, loop: Loop, simulations: list[Simulation], expected: list[Tensor]) -> None:
+    for found, reference in zip(run(loop, simulations), expected, strict=True):
+        if not torch.equal(found, reference):
+            raise WrongResultError(f"{name}: a value or gradient is not the serial loop's ({found} != {reference})")
+
+
+# --- the clock
+
+
+def timed(loop: Loop, simulations: list[Simulation], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run(loop, simulations)
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 def used_bytes(device: torch.device) -> int:
@@ -125,65 +145,32 @@ def used_bytes(device: torch.device) -> int:
     return int(total - free)
 
 
-def timed(loop: Loop, simulations: list[Simulation], device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    run(loop, simulations)
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
-def check(each: Contender, simulations: list[Simulation], expected: Outcome) -> None:
-    for found, reference in zip(run(each.loop, simulations), expected, strict=True):
-        if not torch.equal(found, reference):
-            raise WrongResultError(f"{each.name}: a value or gradient is not the serial loop's ({found} != {reference})")
-
-
-def bench(plan: Plan, workers: Sequence[int], name: str) -> Record:
+def bench(plan: Plan, workers: Sequence[int], name: str) -> list[Figure]:
     device = torch.device(name)
     simulations = drawn(plan, device)
     expected = run(serial, simulations)
-    seconds: dict[str, list[float]] = {}
+    turns: dict[str, Callable[[], float]] = {}
     memory: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        there = []
         for label, options in contenders(workers, name).items():
             before = used_bytes(device)
-            each = stack.enter_context(contender(label, options))
-            for _ in range(WARM_UPS):
-                check(each, simulations, expected)
-            there.append(each)
+            loop = stack.enter_context(started(options))
+            check(label, loop, simulations, expected)
+            turns[label] = partial(timed, loop, simulations, device)
             memory[label] = used_bytes(device) - before
-        for _ in range(plan.repeats):
-            for each in random.sample(there, len(there)):
-                seconds.setdefault(each.name, []).append(timed(each.loop, simulations, device))
-    rows = [row(label, plan, seconds[label], seconds["serial loop"], memory[label]) for label in memory]
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "date": datetime.date.today().isoformat(),
-        "cuda": torch.version.cuda,
-        "surroundings": surroundings(max(workers)),
-        "plan": vars(plan),
-        "rows": rows,
-    }
+        seconds = interleaved(turns, plan.repeats)
+    row = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: {plan.simulations} simulations"
+    return list(figures_of(row, plan, seconds, memory))
 
 
-def row(name: str, plan: Plan, seconds: list[float], serial_seconds: list[float], nbytes: int) -> Record:
-    return {
-        "contender": name,
-        "simulations a second": plan.simulations / statistics.median(seconds),
-        "speed-up": statistics.median(theirs / own for theirs, own in zip(serial_seconds, seconds, strict=True)),
-        "further MiB of the GPU": nbytes / 2**20,
-        "seconds": seconds,
-    }
+def figures_of(row: str, plan: Plan, seconds: Mapping[str, Sequence[float]], memory: Mapping[str, int]) -> Iterator[Figure]:
+    for name, values in seconds.items():
+        yield median_figure(row, name, [plan.simulations / value for value in values], "1/s")
+        yield median_figure(row, f"{name} over the serial loop", ratios(seconds[SERIAL], values), "x")
+        yield Figure(row, f"{name}, further memory of the GPU", memory[name] / MIB, "MiB")
 
 
-def show(record: Record) -> None:
-    print(f"{record['gpu']}, CUDA {record['cuda']}, torch {torch.__version__}, {record['date']}\n")
-    print("| contender | simulations a second | speed-up | further MiB of the GPU |\n| --- | --- | --- | --- |")
-    for each in record["rows"]:
-        rate, gain, size = each["simulations a second"], each["speed-up"], each["further MiB of the GPU"]
-        print(f"| {each['contender']} | {rate:.1f} | {gain:.2f} | {size:,.0f} |")
+# --- the whole
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -191,8 +178,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--workers", type=at_least_1, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--device", default="cuda:0", help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, only to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("bench_gpu.json"), metavar="FILE", help="default: %(default)s")
+    add_options(parser)
     return parser
 
 
@@ -201,14 +187,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU)
         return 0
+    plan = QUICK if options.quick else Plan()
+    around = surroundings(max(options.workers))
+    print_surroundings(around)
     try:
-        record = bench(QUICK if options.quick else Plan(), options.workers, options.device)
+        figures = bench(plan, options.workers, options.device)
     except WrongResultError as error:
-        print(f"bench_gpu.py: {error}", file=sys.stderr)
-        return 1
-    show(record)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nall rounds: {options.out}")
+        return fail(error)
+    print_figures(figures)
+    report(options, around, figures, repeats=plan.repeats)
     return 0
 
 

@@ -7,9 +7,7 @@ g / (W p)) busy, and are 80 % busy from this grain on:
 
     g = max(0.8 W p, 4 w)
 
-Balance: calls that sleep, in proportion to their size, so that there may be more workers than CPUs; over the best schedule.
-
-Growth: each point in a fresh process (growth.py); seconds and peaks of memory; slopes of the last points in a log-log
+Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a log-log
 picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
 
     python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png     # some ten minutes
@@ -20,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -27,15 +26,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 import torch
-from common import at_least_1, limited, surroundings
-from descendants import cpu_seconds
-from figures import Figure, Record, add_options, fail, interleaved, median_figure, picture_to_write, print_figures, report
-from growth import AXES, FLOATS, Axis, point
-from jobs import log_normal, longest_first
-from losses import doubled
+from common import (
+    Figure,
+    Record,
+    add_options,
+    at_least_1,
+    cpu_seconds,
+    fail,
+    limited,
+    median_figure,
+    picture_to_write,
+    print_figures,
+    print_surroundings,
+    report,
+    sent,
+    status_bytes,
+    surroundings,
+)
+from jobs import doubled
+from torch import Tensor
 
 import mpgrad
 
@@ -48,7 +61,84 @@ MIB = 2**20
 ENOUGH_BYTES = 16 * MIB  # growth of memory below this is pages here and there
 CROWDS = (16, 64, 256)  # workers whose grain is computed
 POINT_LIMIT = 900  # seconds
-SIGMA, MEAN_SLEEP, SLEEP_A_FLOAT = 1.0, 20e-3, 2e-6  # of costs that differ; seconds
+WORKERS = 2  # where it is growth that is measured
+FLOATS = 10  # of a tiny tensor
+MAPS_ITEMS = 3
+CAPTURES_ITEMS = 16
+TENSORS_ITEMS = 2
+
+
+# --- what grows
+
+
+class Taken(NamedTuple):
+    forward: float  # seconds
+    backward: float
+
+
+def all_doubled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x * 2 for x in tensors]
+
+
+def times_sum(captures: Sequence[Tensor], x: Tensor) -> Tensor:
+    return x * torch.stack(tuple(captures)).sum()
+
+
+def leaves(count: int, floats: int = FLOATS) -> list[Tensor]:
+    return [torch.ones(floats, requires_grad=True) for _ in range(count)]
+
+
+def taken(forward: Callable[[], list[Tensor]]) -> Taken:
+    began = time.perf_counter()
+    values = forward()
+    there = time.perf_counter()
+    torch.autograd.backward(values, [torch.ones_like(value) for value in values])
+    return Taken(there - began, time.perf_counter() - there)
+
+
+def items(pool: mpgrad.Pool, count: int) -> Taken:
+    return taken(partial(pool.map, doubled, leaves(count)))
+
+
+def tensors(pool: mpgrad.Pool, count: int) -> Taken:
+    lists = [leaves(count) for _ in range(TENSORS_ITEMS)]
+    return taken(lambda: [value for values in pool.map(all_doubled, lists) for value in values])
+
+
+def captures(pool: mpgrad.Pool, count: int) -> Taken:
+    return taken(partial(pool.map, partial(times_sum, leaves(count)), leaves(CAPTURES_ITEMS)))
+
+
+def maps(pool: mpgrad.Pool, count: int) -> Taken:
+    each = [leaves(MAPS_ITEMS) for _ in range(count)]
+    return taken(lambda: [value for own in each for value in pool.map(doubled, own)])
+
+
+def size(pool: mpgrad.Pool, count: int) -> Taken:
+    return taken(partial(pool.map, doubled, leaves(1, count // 4)))
+
+
+Job = Callable[[mpgrad.Pool, int], Taken]
+
+
+class Axis(NamedTuple):
+    job: Job
+    sizes: Sequence[int]
+    what: str
+    bytes_each: int  # memory of everybody, roughly, for one more
+
+
+def decades(first: int, last: int) -> list[int]:
+    return [10**power for power in range(first, last + 1)]
+
+
+AXES: dict[str, Axis] = {
+    "items": Axis(items, decades(1, 6), "items of a map", 15_000),
+    "tensors": Axis(tensors, decades(0, 4), f"tensors in each of {TENSORS_ITEMS} items", 20_000),
+    "captures": Axis(captures, decades(0, 4), f"tensors captured by a function of {CAPTURES_ITEMS} items", 20_000),
+    "maps": Axis(maps, decades(0, 4), f"maps of {MAPS_ITEMS} items alive", 60_000),
+    "size": Axis(size, [4 * 32**power for power in range(6)] + [2**30, 2**32], "bytes of a tensor", 8),
+}
 
 
 @dataclass(frozen=True)
@@ -60,12 +150,10 @@ class Plan:
     repeats: int = 5
     largest: float = math.inf  # of an axis
     axes: Sequence[str] = tuple(AXES)
-    crews: Sequence[int] = (2, 16)  # workers whose balance is measured
-    rounds: Sequence[int] = (4, 16, 64)  # calls for each of them
     limit: int = 3600
 
 
-QUICK = Plan(workers=(2, 4), items=100, repeats=1, largest=100, crews=(2,), rounds=(4,), limit=120)
+QUICK = Plan(workers=(2, 4), items=100, repeats=1, largest=100, limit=120)
 
 
 # --- dispatch
@@ -78,21 +166,21 @@ class Costs(list[tuple[float, float, float]]):
         return statistics.median(row[column] for row in self)
 
 
-def forward(pool: mpgrad.Pool, items: Sequence[torch.Tensor]) -> None:
+def forward(pool: mpgrad.Pool, items: Sequence[Tensor]) -> None:
     with torch.no_grad():
         pool.map(doubled, items)
 
 
-def forward_and_backward(pool: mpgrad.Pool, items: Sequence[torch.Tensor]) -> None:
+def forward_and_backward(pool: mpgrad.Pool, items: Sequence[Tensor]) -> None:
     leaves = [item.clone().requires_grad_() for item in items]
     torch.autograd.backward(pool.map(doubled, leaves), list(items))
 
 
-def costs(pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[torch.Tensor]], None], plan: Plan) -> Costs:
+def costs(pool: mpgrad.Pool, run: Callable[[mpgrad.Pool, Sequence[Tensor]], None], plan: Plan) -> Costs:
     items = [torch.ones(FLOATS) for _ in range(plan.items)]
     found = Costs()
     for number in range(plan.repeats + 1):
-        workers = {psutil.Process(worker.pid) for worker in pool.stats().workers}
+        workers = [worker.pid for worker in pool.stats().workers]
         before = (time.perf_counter(), time.process_time(), cpu_seconds(workers))
         run(pool, items)
         after = (time.perf_counter(), time.process_time(), cpu_seconds(workers))
@@ -106,7 +194,7 @@ def bench_dispatch(plan: Plan) -> Iterator[Sequence[Figure]]:
     runs = {"forward": forward, "forward and backward": forward_and_backward}
     found: dict[str, dict[int, Costs]] = {name: {} for name in runs}
     for workers in plan.workers:
-        with mpgrad.Pool(workers) as pool:
+        with mpgrad.Pool(workers, **sent(mpgrad.Pool)) as pool:
             for name, run in runs.items():
                 found[name][workers] = costs(pool, run, plan)
     yield [figure for name in runs for figure in dispatch_figures(name, found[name])]
@@ -131,42 +219,6 @@ def smallest_grain(crowd: int, by_workers: dict[int, Costs]) -> float:
     return max(0.8 * crowd * cost.median(1), 4 * cost.median(2))
 
 
-# --- balance
-
-
-def bench_balance(plan: Plan) -> Iterator[Sequence[Figure]]:
-    for workers in plan.crews:
-        with mpgrad.Pool(workers) as pool:
-            while len(pool.stats().workers) < workers:
-                pool.map(abs, range(workers))
-            for rounds in plan.rounds:
-                yield list(balance_figures(pool, workers, rounds * workers, plan.repeats))
-
-
-def balance_figures(pool: mpgrad.Pool, workers: int, count: int, repeats: int) -> Iterator[Figure]:
-    """`imap` begins calls in the order of the items, `map` the largest first."""
-    seconds = [MEAN_SLEEP * cost for cost in log_normal(count, SIGMA)]
-    items = [torch.zeros(max(1, round(each / SLEEP_A_FLOAT))) for each in seconds]
-    ways: dict[str, Callable[[], object]] = {
-        "map": lambda: pool.map(sleeping, items),
-        "imap": lambda: list(pool.imap(sleeping, items)),
-    }
-    row = f"balance: {count} calls on {workers} workers, log-normal (sigma {SIGMA:g}, mean {1e3 * MEAN_SLEEP:g} ms)"
-    for name, walls in interleaved({name: partial(wall, way) for name, way in ways.items()}, repeats).items():
-        over = [each / longest_first(seconds, workers) for each in walls]
-        yield median_figure(row, f"{name} over the best schedule", over, "x")
-
-
-def sleeping(x: torch.Tensor) -> None:
-    time.sleep(SLEEP_A_FLOAT * len(x))
-
-
-def wall(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 # --- growth
 
 
@@ -183,6 +235,26 @@ def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
                 continue
             points[size] = fresh_point(name, size, 1 if size == axis.sizes[-1] else 3)
         yield list(point_figures(row, points))
+
+
+def point(name: str, count: int, rounds: int) -> dict[str, float]:
+    """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory beyond the start's."""
+    with mpgrad.Pool(WORKERS, **sent(mpgrad.Pool)) as pool:
+        AXES[name].job(pool, min(count, 10))
+        before = peaks(pool)
+        runs = [AXES[name].job(pool, count) for _ in range(rounds)]
+        parent, workers = (now - then for now, then in zip(peaks(pool), before, strict=True))
+    return {
+        "forward": min(run.forward for run in runs),
+        "backward": min(run.backward for run in runs),
+        "parent": parent,
+        "workers": workers,
+    }
+
+
+def peaks(pool: mpgrad.Pool) -> tuple[int, int]:
+    """The most bytes that the parent, and all workers together, have ever had."""
+    return status_bytes(os.getpid(), "VmHWM"), sum(status_bytes(worker.pid, "VmHWM") for worker in pool.stats().workers)
 
 
 def fresh_point(axis: str, size: int, rounds: int) -> Record:
@@ -240,7 +312,6 @@ def draw(figures: Sequence[Figure], axes: dict[str, Axis], file: str) -> None:
 
 PARTS: dict[str, Callable[[Plan], Iterator[Sequence[Figure]]]] = {
     "dispatch": bench_dispatch,
-    "balance": bench_balance,
     "growth": bench_growth,
 }
 
@@ -263,12 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if options.point is not None:
         axis, size, rounds = options.point
-        print(json.dumps(point(axis, int(size), 2, int(rounds), {"send": "always"})))
+        print(json.dumps(point(axis, int(size), int(rounds))))
         return 0
     given = {"axes": options.axes, "largest": options.largest, "repeats": options.repeats}
     plan = replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})
-    around = surroundings(2)
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, load average {around['load_average']:.2f} before")
+    around = surroundings(WORKERS)
+    print_surroundings(around)
     figures: list[Figure] = []
     try:
         with limited(plan.limit):

@@ -5,62 +5,503 @@ Whatever gives values and gradients is compared with the serial loop before it i
 speed-up over the serial loop with one backward over all items; "over the best order" that over the faster of it and a
 backward right after each item.
 
-    row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json, ratios to an older --json
+    row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json
+
+With --compare each row is measured with the code of another checkout, and right afterwards with this one's.
 
     python scripts/benchmarks/bench_speed.py                             # all rows, some ten minutes
-    python scripts/benchmarks/bench_speed.py --rows tiny forward --repeats 15
+    python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
+import os
 import random
+import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from common import WrongResultError, at_least_1, limited, surroundings
-from figures import Figure, add_options, fail, print_figures, report
-from speed import budget, classes, copies, floor, grains, processes, tail
-from speed.plan import QUICK, Plan, Pools
+from common import (
+    Figure,
+    Record,
+    WrongResultError,
+    add_options,
+    at_least_1,
+    cpu_seconds,
+    fail,
+    interleaved,
+    limited,
+    median_figure,
+    print_figures,
+    print_surroundings,
+    ratios,
+    report,
+    sent,
+    surroundings,
+)
+from jobs import (
+    OP,
+    PYTHON,
+    Function,
+    Loop,
+    Run,
+    Work,
+    backward_at_once,
+    backward_with_ones,
+    batch_of,
+    calibrated,
+    copied,
+    doubled,
+    forward,
+    large_items,
+    measured,
+    one_backward,
+    python_item,
+    python_loss,
+    serial,
+    timed,
+    tiny_items,
+    work_items,
+)
+from torch import Tensor
+
+import mpgrad
 
 EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong or the time is up, 2 for wrong arguments"
 
-Row = Callable[[Pools, Plan], Iterator[Figure]]
-ROWS: dict[str, Row] = {
-    "tiny": grains.bench_tiny,
-    "forward": grains.bench_forward,
-    "lengths": grains.bench_lengths,
-    "budget": budget.bench_budget,
-    "cpu": budget.bench_cpu,
-    "floor": floor.bench_floor,
-    "python": grains.bench_python,
-    "op": grains.bench_op,
-    "transfer": copies.bench_transfer,
-    "captures": copies.bench_captures,
-    "deterministic": copies.bench_deterministic,
-    "classes": classes.bench_classes,
-    "tail": tail.bench_tail,
-    "start": processes.bench_start,
-    "memory": processes.bench_memory,
-    "idle": processes.bench_idle,
-    "phenobarbital": processes.bench_phenobarbital,
+Aims = Mapping[str, Mapping[float, float]]
+TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an item
+# speed-ups by grain in ms: "keep" over one backward; "ahead", and a pool without options ("auto"), over the best order
+PYTHON_AIMS: Aims = {
+    "keep": {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4},
+    "ahead": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2},
+    "auto": {10: 1.9, 1: 1.6},
+}
+OP_AIMS: Aims = {"ahead": {10: 1.9, 1: 1.75, 0.1: 1.15}, "auto": {10: 1.7, 1: 1.45}}
+START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
+MEMORY_AIM = ("<=", 30.0)  # MiB
+NOTHING = ("<=", 0.0)
+PHENOBARBITAL_AIM = (">=", 1.85)
+
+GRAPHS = ("keep", "ahead", "auto")
+CALLS = 50  # in a chunk of calls that go one by one
+CAPTURE_SECONDS = 5e-4  # of an item of the map with captures
+PARAMETERS = 64
+PROGRAM_LIMIT = 100  # seconds
+MOST_PROGRAMS = 5  # of one kind
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    processes: int = 2
+    repeats: int = 9
+    tiny_items: int = 1000
+    work_seconds: float = 0.3  # of a serial run
+    grains_ms: Sequence[float] = (10, 1, 0.3, 0.1)
+    tensors: int = 32
+    largest_bytes: int = 16_000_000
+    capture_bytes: int = 100_000_000
+    capture_items: int = 512
+    further_workers: int = 8
+    idle_seconds: float = 10.0
+    limit: int = 3000  # seconds; the whole run is stopped then
+
+
+QUICK = Plan(
+    repeats=1,
+    tiny_items=20,
+    work_seconds=0.02,
+    grains_ms=(1,),
+    tensors=4,
+    largest_bytes=1_000_000,
+    capture_bytes=1_000_000,
+    capture_items=16,
+    further_workers=1,
+    idle_seconds=0.2,
+    limit=120,
+)
+
+
+class Pools:
+    """Each pool starts when a row first wants it, and is kept to the end: an idle one costs the others nothing."""
+
+    def __init__(self, processes: int, stack: contextlib.ExitStack) -> None:
+        self._processes = processes
+        self._stack = stack
+        self._started: dict[str, mpgrad.Pool] = {}
+
+    def __getitem__(self, graphs: str) -> mpgrad.Pool:
+        """The pool with these graphs; "auto" is a pool without options."""
+        if graphs not in self._started:
+            options: Record = {} if graphs == "auto" else {"graphs": graphs, **sent(mpgrad.Pool)}
+            pool: mpgrad.Pool = mpgrad.Pool(self._processes, **options)
+            self._started[graphs] = self._stack.enter_context(pool)
+        return self._started[graphs]
+
+
+# --- tiny tensors
+
+
+def bench_tiny(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    yield from tiny_figures("tiny: x * 2, forward and backward", backward_with_ones, pools, plan)
+
+
+def bench_forward(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    yield from tiny_figures("forward: x * 2, forward only, no gradient", forward, pools, plan)
+
+
+def tiny_figures(row: str, way: Callable[..., Any], pools: Pools, plan: Plan) -> Iterator[Figure]:
+    loops: dict[str, Loop] = {"serial": serial, "pool": pools["keep"].map}
+    contenders: dict[str, Run] = {name: partial(way, loop, doubled) for name, loop in loops.items()}
+    for name, seconds in measured(contenders, tiny_items(plan.tiny_items), plan.repeats).items():
+        aim = TINY_AIMS[row.partition(":")[0]] if name == "pool" else None
+        yield median_figure(row, name, [1e6 * value for value in seconds], "us/item", aim)
+
+
+PARTS = ("caller, forward", "workers, forward", "caller, backward", "workers, backward")
+
+
+def bench_budget(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """Whose CPU time a tiny call takes."""
+    items = [item.requires_grad_() for item in tiny_items(2 * plan.tiny_items)]
+    ways = {"one by one": CALLS, "in bundles": None}
+    turns = {name: partial(cpu_of_parts, pools["keep"], items, chunksize) for name, chunksize in ways.items()}
+    for name, rounds in interleaved(turns, plan.repeats).items():
+        row = f"budget: CPU time of x * 2, forward and backward, calls {name}"
+        for part, values in zip(PARTS, zip(*rounds, strict=True), strict=True):
+            yield median_figure(row, part, values, "us/item")
+
+
+def cpu_of_parts(pool: mpgrad.Pool, items: Sequence[Tensor], chunksize: int | None) -> list[float]:
+    """Microseconds an item, of each of PARTS."""
+    for item in items:
+        item.grad = None
+    moments = [cpu_so_far(pool)]
+    results = pool.map(doubled, items, chunksize)
+    moments.append(cpu_so_far(pool))
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+    moments.append(cpu_so_far(pool))
+    spent = [now - then for before, after in itertools.pairwise(moments) for then, now in zip(before, after, strict=True)]
+    return [1e6 * seconds / len(items) for seconds in spent]
+
+
+def cpu_so_far(pool: mpgrad.Pool) -> tuple[float, float]:
+    """Seconds of CPU that the caller, and the workers, have used up to now."""
+    return time.process_time(), cpu_seconds(worker.pid for worker in pool.stats().workers)
+
+
+# --- speed-ups, by how long an item takes
+
+
+def bench_python(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    for ms in plan.grains_ms:
+        yield from grain_figures("python", PYTHON, ms, PYTHON_AIMS, pools, plan)
+
+
+def bench_op(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    for ms in plan.grains_ms:
+        yield from grain_figures("op", OP, ms, OP_AIMS, pools, plan)
+
+
+def grain_figures(name: str, work: Work, ms: float, aims: Aims, pools: Pools, plan: Plan) -> Iterator[Figure]:
+    function, items = work_items(work, ms / 1e3, plan.work_seconds)
+    contenders: dict[str, Run] = {
+        "serial": partial(one_backward, serial, function),
+        "serial, at once": partial(backward_at_once, function),
+    }
+    for graphs in GRAPHS:
+        contenders[graphs] = partial(one_backward, pools[graphs].map, function)
+    seconds = measured(contenders, items, plan.repeats)
+    best = min(seconds["serial"], seconds["serial, at once"], key=statistics.median)
+    row = f"{name}: {work.name} items of {ms:g} ms, forward and backward"
+    for contender, values in seconds.items():
+        yield median_figure(row, contender, [1e3 * value for value in values], "ms/item")
+    for graphs in GRAPHS:
+        least = aims.get(graphs, {}).get(ms)
+        aim = None if least is None else (">=", least)
+        over_one, over_best = (aim, None) if graphs == "keep" else (None, aim)
+        mine = seconds[graphs]
+        yield median_figure(row, f"{graphs} over one backward", ratios(seconds["serial"], mine), "x", over_one)
+        yield median_figure(row, f"{graphs} over the best order", ratios(best, mine), "x", over_best)
+
+
+# --- what moves much memory
+
+
+def bench_transfer(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    items = large_items(plan.tensors, plan.largest_bytes)
+    megabytes = sum(item.nbytes for item in items) / 1e6
+    row = f"transfer: x.clone(), {len(items)} tensors, {megabytes:.0f} MB, forward and backward"
+    contenders: dict[str, Run] = {
+        "serial": partial(backward_with_ones, serial, copied),
+        "pool": partial(backward_with_ones, pools["keep"].map, copied),
+    }
+    for name, seconds in measured(contenders, items, plan.repeats).items():
+        yield median_figure(row, name, [1e3 * value for value in seconds], "ms/item")
+
+
+def with_captures(weights: Sequence[Tensor], x: Tensor, steps: int) -> Tensor:
+    """Each item uses one of the parameters, the whole of it."""
+    return python_loss(x, steps) * weights[x.numel() % len(weights)].sum()
+
+
+def bench_captures(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    floats = plan.capture_bytes // 4 // PARAMETERS
+    weights = [torch.full((floats,), 1 / floats, requires_grad=True) for _ in range(PARAMETERS)]
+    steps = calibrated(PYTHON, CAPTURE_SECONDS)
+    items = [python_item(steps) for _ in range(plan.capture_items)]
+    captured = Captured(weights, partial(with_captures, weights, steps=steps), items)
+    loops: dict[str, Loop] = {"serial": serial, "pool": pools["keep"].map}
+    captured.check(loops["pool"])
+    seconds = interleaved({name: partial(captured.seconds, loop) for name, loop in loops.items()}, plan.repeats)
+    row = f"captures: {PARAMETERS} parameters, {plan.capture_bytes / 1e6:g} MB, {len(items)} items, forward and backward"
+    for name, values in seconds.items():
+        yield median_figure(row, name, [1e3 * value for value in values], "ms")
+
+
+class Captured:
+    """A function and the parameters that it captures, which change before every run, as an optimiser would change them."""
+
+    def __init__(self, weights: Sequence[Tensor], function: Function, items: Sequence[Tensor]) -> None:
+        self._weights = weights
+        self._function = function
+        self._items = items
+
+    def seconds(self, loop: Loop) -> float:
+        self._step()
+        return timed(partial(one_backward, loop, self._function), batch_of(self._items))
+
+    def check(self, loop: Loop) -> None:
+        right, given = (self._gradients(each) for each in (serial, loop))
+        try:
+            torch.testing.assert_close(given, right)
+        except AssertionError as error:
+            raise WrongResultError("pool: a gradient of a capture differs from the serial loop's") from error
+
+    def _gradients(self, loop: Loop) -> list[Tensor | None]:
+        self._step()
+        batch = batch_of(self._items)
+        one_backward(loop, self._function, batch)
+        return [tensor.grad for tensor in (*batch.items, *self._weights)]
+
+    def _step(self) -> None:
+        with torch.no_grad():
+            for weight in self._weights:
+                weight.mul_(1)
+                weight.grad = None
+
+
+# --- processes, each time in a fresh program, so that no other pool's nursery is warm and nothing else is idle
+
+STARTED = """
+import time
+started = time.monotonic()
+import torch
+imported = time.monotonic()
+import json, os, pathlib, sys
+import psutil
+from mpgrad import Pool  # the package imports what is asked for; the clock is for what it does then
+
+processes, further, options, seconds = json.loads(sys.argv[1])
+
+def all_answer(pool, workers):
+    seen = set()
+    while len(seen) < workers:  # a call sleeps, else one worker would take all
+        seen |= set(pool.map(lambda _: (time.sleep(2e-3), os.getpid())[1], range(2 * workers)))
+
+def differentiated(pool):
+    leaf = torch.ones(3, requires_grad=True)
+    sum(pool.map(torch.exp, [leaf] * 4 * processes)).sum().backward()
+"""
+
+START = """
+began = time.monotonic()
+with Pool(processes, **options) as pool:
+    pool.map(torch.neg, [torch.ones(3)])
+    first = time.monotonic()
+    all_answer(pool, processes)
+    before = time.monotonic()
+    pool.resize(processes + further)
+    all_answer(pool, processes + further)
+    print(json.dumps([imported - started, first - began, (time.monotonic() - before) / further]))
+"""
+
+MEMORY = """
+with Pool(processes, **options) as pool:
+    all_answer(pool, processes)
+    first = {worker.pid for worker in pool.stats().workers}
+    pool.resize(processes + further)
+    all_answer(pool, processes + further)
+    differentiated(pool)
+    pids = [worker.pid for worker in pool.stats().workers if worker.pid not in first]
+    print(json.dumps([psutil.Process(pid).memory_full_info().uss / 2**20 for pid in pids]))
+"""
+
+IDLE = """
+def used(tasks):
+    '''Nanoseconds that these threads ran, and how often they were given a CPU.'''
+    runs = [list(map(int, (task / "schedstat").read_text().split())) for task in tasks]
+    return [sum(run[0] for run in runs), sum(run[2] for run in runs)]
+
+def state():
+    everyone = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    tasks = [task for pid in everyone for task in pathlib.Path(f"/proc/{pid}/task").iterdir()]
+    return used([task for task in tasks if task.name != str(os.getpid())])  # this thread sleeps and reads
+
+with Pool(processes, **options) as pool:
+    all_answer(pool, processes)
+    differentiated(pool)
+    time.sleep(seconds / 4)  # what follows a map at once is not idling
+    before = state()
+    time.sleep(seconds)
+    print(json.dumps([now - then for now, then in zip(state(), before)]))
+"""
+
+
+def run_program(program: str, plan: Plan) -> Any:
+    settings = json.dumps([plan.processes, plan.further_workers, sent(mpgrad.Pool), plan.idle_seconds])
+    command = [sys.executable, "-c", STARTED + program, settings]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT)
+    return json.loads(ended.stdout)
+
+
+def bench_start(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    runs = [run_program(START, plan) for _ in range(min(plan.repeats, MOST_PROGRAMS))]
+    imports, firsts, furthers = zip(*runs, strict=True)
+    row = f"start: of a pool of {plan.processes} in a fresh program"
+    yield median_figure(row, "import torch", imports, "s")
+    yield median_figure(row, "from Pool() to the first result", firsts, "s")
+    yield median_figure(row, "from Pool() to the first result over import torch", ratios(firsts, imports), "x", START_AIM)
+    milliseconds = [1e3 * seconds for seconds in furthers]
+    yield median_figure(row, "each further worker, until it has answered", milliseconds, "ms", FURTHER_AIM)
+
+
+def bench_memory(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    row = f"memory: {plan.further_workers} further workers after a small map, forward and backward"
+    yield median_figure(row, "USS of an idle worker", run_program(MEMORY, plan), "MiB", MEMORY_AIM)
+
+
+def bench_idle(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    nanoseconds, switches = run_program(IDLE, plan)
+    row = f"idle: a pool of {plan.processes} that has nothing to do for {plan.idle_seconds:g} s"
+    yield Figure(row, "CPU of the pool", nanoseconds / 1e6, "ms", NOTHING)
+    yield Figure(row, "how often it ran", switches, "times", NOTHING)
+
+
+# --- a whole program
+
+
+def bench_phenobarbital(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    import phenobarbital as script  # needs '.[scripts]', which the other rows do not
+    from foce import scaled
+    from infants import read_infants
+
+    infants = read_infants(script.DATA)
+    parameters = scaled(torch.tensor(script.START, dtype=torch.float64))
+    loops: dict[str, script.Loop] = {"serial": script.serial}
+    loops |= {graphs: pools[graphs].map for graphs in GRAPHS}
+    right = script.evaluate(script.serial, infants, parameters)
+    for name, loop in loops.items():
+        difference = float((script.evaluate(loop, infants, parameters).gradient - right.gradient).abs().max())
+        if not difference <= script.GRADIENT_TOLERANCE:  # true for nan
+            raise WrongResultError(f"{name}: the gradient differs from the serial loop's by {difference:g}")
+
+    def seconds(name: str) -> float:
+        return float(script.evaluate(loops[name], infants, parameters).seconds)
+
+    results = interleaved({name: partial(seconds, name) for name in loops}, plan.repeats)
+    row = f"phenobarbital: {len(infants)} infants, objective and gradient"
+    for name, values in results.items():
+        yield median_figure(row, name, [1e3 * value for value in values], "ms")
+    for name in GRAPHS:
+        over = ratios(results["serial"], results[name])
+        yield median_figure(row, f"{name} over serial", over, "x", PHENOBARBITAL_AIM)
+
+
+# --- another checkout
+
+
+def figures_of_checkout(checkout: Path, row: str, options: argparse.Namespace) -> list[Figure]:
+    """Measure a row with this script and the package of another checkout."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--rows", row, "--json", file.name, "--processes", str(options.processes)]
+        command += ["--quick"] if options.quick else []
+        command += ["--repeats", str(options.repeats)] if options.repeats else []
+        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        return [figure_of(record) for record in json.loads(Path(file.name).read_text())["figures"]]
+
+
+def figure_of(record: Record) -> Figure:
+    return Figure(record["row"], record["name"], record["value"], record["unit"])
+
+
+def print_comparison(old: Sequence[Figure], new: Sequence[Figure]) -> None:
+    before = {(figure.row, figure.name): figure.value for figure in old}
+    print("\nold, new, old / new")
+    for figure in new:
+        value = before.get((figure.row, figure.name))
+        if value is None:
+            print(f"  {figure.row}, {figure.name}: new")
+        else:
+            ratio = f"{value / figure.value:.2f}" if figure.value else "-"
+            print(f"  {figure.row}, {figure.name}: {value:.4g} {figure.value:.4g} {ratio} {figure.unit}")
+
+
+def older_checkout(text: str) -> Path:
+    path = Path(text).resolve()
+    if not (path / "mpgrad" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"no checkout of mpgrad ({text!r}); make one with git worktree add")
+    return path
+
+
+# --- the whole
+
+ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
+    "tiny": bench_tiny,
+    "forward": bench_forward,
+    "budget": bench_budget,
+    "python": bench_python,
+    "op": bench_op,
+    "transfer": bench_transfer,
+    "captures": bench_captures,
+    "start": bench_start,
+    "memory": bench_memory,
+    "idle": bench_idle,
+    "phenobarbital": bench_phenobarbital,
 }
 
 
-def bench(rows: Sequence[str], plan: Plan) -> list[Figure]:
+def bench(options: argparse.Namespace, plan: Plan) -> list[Figure]:
     torch.manual_seed(0)
     random.seed(0)
     torch.set_num_threads(1)  # as the workers have
-    figures = []
+    figures, old = [], []
     with contextlib.ExitStack() as stack:
         pools = Pools(plan.processes, stack)
-        for name in rows:
+        for name in options.rows:
+            if options.compare is not None:
+                old += figures_of_checkout(options.compare, name, options)
             found = list(ROWS[name](pools, plan))
             print_figures(found)
             figures += found
+    if options.compare is not None:
+        print_comparison(old, figures)
     return figures
 
 
@@ -70,6 +511,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--processes", type=at_least_1, default=2, metavar="N", help="workers (default: %(default)s)")
     parser.add_argument("--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 9, quick: 1)")
+    compare = "measure each row with the code of this checkout, too, and print the ratios"
+    parser.add_argument("--compare", type=older_checkout, metavar="CHECKOUT", help=compare)
     add_options(parser)
     return parser
 
@@ -79,11 +522,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = replace(QUICK if options.quick else Plan(), processes=options.processes)
     plan = replace(plan, repeats=options.repeats or plan.repeats)
     around = surroundings(plan.processes)
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, load average {around['load_average']:.2f} before")
-    print(f"{plan.processes} workers of one intra-op thread; medians of {plan.repeats} rounds")
+    print_surroundings(around)
+    print(f"medians of {plan.repeats} rounds; the code in {Path(mpgrad.__file__).parent}")
     try:
-        with limited(plan.limit):
-            figures = bench(options.rows, plan)
+        with limited(plan.limit * (1 if options.compare is None else 2)):
+            figures = bench(options, plan)
     except (WrongResultError, TimeoutError) as error:
         return fail(error)
     report(options, around, figures, repeats=plan.repeats)

@@ -1,203 +1,139 @@
-"""What the benchmarks share: contenders, the clock, items and work of a given length, what a machine is, limits of a run.
+"""What the benchmarks share: the clock, figures and their files, what a machine is, the limits of a run.
 
-A contender turns a batch of items into values and gradients. It has to give what the serial loop gives before it is timed.
-Contenders take turns in a random order within a round, so that noise of the machine meets them all alike; a ratio or a
-difference is taken within a round.
-
-Assumes nothing of mpgrad, which this module does not import: scripts about other systems use it too. Scripts in the
-folders beside this one put this folder on their path.
+Contenders take turns in a random order within a round, so that noise of the machine meets them all alike. A figure is the
+median over rounds, and a ratio is taken within a round. Assumes nothing of mpgrad, which this module does not import:
+scripts about other systems use it too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
-import logging
-import math
+import inspect
+import json
 import os
 import platform
 import random
 import signal
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import psutil
-import torch
-from torch import Tensor
 
-SHORTEST_ITEM, LONGEST_ITEM = 10, 200  # floats of a tiny tensor
-MOST_ITEMS = 400  # in one run
-WARM_UPS = 2  # untimed rounds; pools learn there what a call costs
-
-# mpgrad says once of each tiny function that it costs more to send than to run: here that is what is measured
-logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
-
-Function = Callable[[Tensor], Tensor]
-Loop = Callable[[Function, list[Tensor]], Sequence[Tensor]]  # `serial`, or a pool's `map`
+T = TypeVar("T")
 Record = dict[str, Any]
 
-
-# --- contenders
-
-
-class Batch(NamedTuple):
-    """What one run gets: leaves that require gradients, and ones for the outputs, which have the items' shapes."""
-
-    items: list[Tensor]
-    ones: list[Tensor]
-
-
-class Outcome(NamedTuple):
-    values: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]  # of the items; empty if only forward was asked for
-
-
-class Contender(NamedTuple):
-    name: str
-    run: Callable[[Batch], Outcome]
-    most_items: int = MOST_ITEMS
-
-
-def serial(function: Function, items: list[Tensor]) -> list[Tensor]:
-    return [function(item) for item in items]
-
-
-def forward(loop: Loop, function: Function, batch: Batch) -> Outcome:
-    with torch.no_grad():
-        return Outcome(loop(function, batch.items), [])
-
-
-def one_backward(loop: Loop, function: Function, batch: Batch) -> Outcome:
-    values = loop(function, batch.items)
-    torch.autograd.backward(values, batch.ones)
-    return Outcome(values, [item.grad for item in batch.items])
-
-
-def backward_at_once(function: Function, batch: Batch) -> Outcome:
-    values = []
-    for item, one in zip(*batch, strict=True):
-        value = function(item)
-        torch.autograd.backward(value, one)
-        values.append(value.detach())
-    return Outcome(values, [item.grad for item in batch.items])
-
-
-# --- the clock
-
-
-class Measured(NamedTuple):
-    name: str
-    seconds: list[float]  # an item, one figure a round
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    def beyond(self, other: Measured) -> float:
-        """Seconds an item more than `other`."""
-        return statistics.median(mine - its for mine, its in zip(self.seconds, other.seconds, strict=True))
-
-    def speed_up(self, other: Measured) -> float:
-        """How many times faster than `other`."""
-        return statistics.median(its / mine for mine, its in zip(self.seconds, other.seconds, strict=True))
-
-    def record(self) -> Record:
-        return {"contender": self.name, "median_us_per_item": 1e6 * self.median, "seconds_per_item": self.seconds}
-
-
-def batch_of(items: Sequence[Tensor]) -> Batch:
-    """Copies: a leaf that has a gradient, or that lies in shared memory since it was sent, would be another item."""
-    return Batch([item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items])
-
-
-def measured(contenders: Sequence[Contender], items: Sequence[Tensor], rounds: int) -> list[Measured]:
-    check(contenders, items)
-    results = [Measured(contender.name, []) for contender in contenders]
-    turns = list(zip(contenders, results, strict=True))
-    shuffle = random.Random(0).shuffle
-    for number in range(-WARM_UPS, rounds):
-        shuffle(turns)
-        for contender, result in turns:
-            own = items[: contender.most_items]
-            seconds = timed(contender.run, batch_of(own)) / len(own)
-            if number >= 0:
-                result.seconds.append(seconds)
-    return results
-
-
-def timed(run: Callable[[Batch], Outcome], batch: Batch) -> float:
-    """Seconds, the dropping of values and graphs included: a training loop pays for that too."""
-    began = time.perf_counter()
-    outcome = run(batch)
-    del outcome
-    return time.perf_counter() - began
-
-
-def check(contenders: Sequence[Contender], items: Sequence[Tensor]) -> None:
-    """Raise WrongResultError unless each contender gives what the first one gives."""
-    reference, *others = contenders
-    expected = reference.run(batch_of(items))
-    for contender in others:
-        own = items[: contender.most_items]
-        outcome = contender.run(batch_of(own))
-        for kind, given, right in zip(("value", "gradient"), outcome, expected, strict=True):
-            try:
-                torch.testing.assert_close(list(given), list(right[: len(own)]))
-            except AssertionError as error:
-                raise WrongResultError(f"{contender.name}: a {kind} differs from the serial loop's") from error
+FORMATS = (".pdf", ".png", ".svg")
+WARM_UPS = 2  # untimed rounds, in which pools learn what a call costs and get their shared memory
 
 
 class WrongResultError(Exception):
     """A contender computed something else than the serial loop."""
 
 
-# --- items, and work of some length
+def sent(pool: type) -> Record:
+    """The options of a pool that sends all calls: older versions may run cheap ones in the caller."""
+    return {"send": "always"} if "send" in inspect.signature(pool).parameters else {}
 
 
-def tiny_items(count: int) -> list[Tensor]:
-    """The same lengths in every run."""
-    return [torch.randn(length) for length in random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=count)]
+# --- the clock
+
+
+def interleaved(turns: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each turn gives in every round, in a random order within a round."""
+    results: dict[str, list[T]] = {name: [] for name in turns}
+    shuffled = random.Random(0)
+    for number in range(-WARM_UPS, rounds):
+        for name in shuffled.sample(list(turns), len(turns)):
+            value = turns[name]()
+            if number >= 0:
+                results[name].append(value)
+    return results
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Ratios within each round."""
+    return [one / other for one, other in zip(over, under, strict=True)]
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Seconds that all threads of these processes have run, to the nanosecond: `psutil` counts in steps of 10 ms."""
+    nanoseconds = 0
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
+                nanoseconds += int(task.read_text().split()[0])
+    return nanoseconds / 1e9
+
+
+def status_bytes(pid: int, name: str) -> int:
+    """A size in the kernel's account of a process: its resident set (VmRSS), or the largest that it had (VmHWM)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return 1024 * int(value.split()[0])
+    raise KeyError(name)
+
+
+# --- figures
 
 
 @dataclass(frozen=True)
-class Work:
-    """A function and a kind of item, of a `size` that sets how long a call takes."""
+class Figure:
+    """One number of a benchmark, and what it has to be if there is an aim: "<=" or ">=" and a value."""
 
+    row: str
     name: str
-    function: Callable[[int], Function]
-    item: Callable[[int], Tensor]
+    value: float
+    unit: str
+    aim: tuple[str, float] | None = None
+    rounds: Sequence[float] = field(default=(), repr=False)  # what `value` is the median of
+
+    @property
+    def reached(self) -> bool | None:
+        if self.aim is None:
+            return None
+        sign, bound = self.aim
+        return self.value <= bound if sign == "<=" else self.value >= bound
+
+    def cells(self) -> list[str]:
+        aim = "" if self.aim is None else f"{self.aim[0]} {self.aim[1]:g}"
+        reached = {None: "", True: "reached", False: "not yet"}[self.reached]
+        return [f"{self.value:.4g}", self.unit, aim, reached]
+
+    def record(self) -> Record:
+        return dataclasses.asdict(self) | {"reached": self.reached}
 
 
-def python_item(steps: int) -> Tensor:
-    return torch.randn(random.randint(SHORTEST_ITEM, LONGEST_ITEM))
+def median_figure(row: str, name: str, rounds: Sequence[float], unit: str, aim: tuple[str, float] | None = None) -> Figure:
+    return Figure(row, name, statistics.median(rounds), unit, aim, list(rounds))
 
 
-def op_item(width: int) -> Tensor:
-    return torch.randn(width, width) / math.sqrt(width)
+def print_figures(figures: Sequence[Figure]) -> None:
+    """Rows that come one after the other share their heading."""
+    row = None
+    for figure in figures:
+        if figure.row != row:
+            row = figure.row
+            print(f"\n{row}")
+        value, unit, aim, reached = figure.cells()
+        print(f"  {figure.name:58}{value:>11} {unit:10}{aim:>9}  {reached}".rstrip(), flush=True)
 
 
-def calibrated(work: Work, seconds: float, run: Callable[[Function, Batch], Outcome] = backward_at_once) -> int:
-    """The size at which forward and backward right after it take about so many seconds in this process."""
-
-    def own_seconds(size: int) -> float:
-        one = partial(run, work.function(size))
-        return min(timed(one, batch_of([work.item(size)])) for _ in range(5))
-
-    size = 1
-    while own_seconds(2 * size) < seconds:
-        size *= 2
-    for step in range(1, 5):  # to a sixteenth
-        larger = size + max(1, 2 ** (size.bit_length() - 1 - step))
-        size = larger if own_seconds(larger) < seconds else size
-    return size
+def report(options: argparse.Namespace, around: Record, figures: Sequence[Figure], **more: Any) -> None:
+    """Write the file that `add_options` asks for."""
+    if options.json is not None:
+        record = {"surroundings": around, **more, "figures": [figure.record() for figure in figures]}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"\nall rounds: {options.json}")
 
 
 # --- a run: where it is, how long it may take
@@ -224,6 +160,13 @@ def cpu_model() -> str:
     return platform.machine()
 
 
+def print_surroundings(around: Record) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
+    print(f"{versions}, Python {around['python']}, {around['date']}")
+    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}")
+    print(f"{around['processes']} processes; load average {around['load_average']:.2f} before")
+
+
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
     """Raise TimeoutError in the block after so many seconds; end the process if it then does not leave the block."""
@@ -242,8 +185,39 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+def fail(error: Exception) -> int:
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    return 1
+
+
+# --- the command line
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what all benchmarks take."""
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all figures and rounds there")
+    parser.add_argument("--quick", action="store_true", help="a little of everything, only to see that it runs")
+
+
 def at_least_1(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 ({text})")
     return number
+
+
+def file_to_write(text: str) -> Path:
+    """A file to be written, which is refused now rather than after the runs."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no such folder ({str(path.parent)!r}); make it first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"is a folder ({text!r}); name a file in it")
+    return path
+
+
+def picture_to_write(text: str) -> Path:
+    path = file_to_write(text)
+    if path.suffix.lower() not in FORMATS:
+        raise argparse.ArgumentTypeError(f"no picture format ({text!r}); end in one of {', '.join(FORMATS)}")
+    return path

@@ -1,39 +1,165 @@
-"""The job of the speed benchmarks: N ragged tensors, a loss of each, its gradient to every item.
+"""What the benchmarks map, and how: small and large tensors, losses of a given length, loops with their backward.
 
-The serial loop has two orders. One backward over all items is how a loop is usually written; a backward right after each
-item is faster where graphs are small, because they are still in the cache, and is what a pool has to beat.
+The serial loop has two orders. One backward over all items is how a loop is usually written. A backward right after each
+item is faster where graphs are small, because they are still in the cache; that is what a pool has to beat.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from common import Batch, Function, Loop, Outcome, Work, calibrated, op_item, python_item
-from losses import op_loss, python_loss
+from common import WrongResultError, interleaved
 from torch import Tensor
 
-MOST_ITEMS = 1024
-FEWEST_ITEMS = 8
+SHORTEST_ITEM, LONGEST_ITEM = 10, 200  # floats of a tiny tensor
+FEWEST_ITEMS, MOST_ITEMS = 8, 1024  # of a map whose items take some time
+CHAIN = 2  # matrix products of an op-bound call; with more, 0.1 ms would go into calling them
+RATIO_OF_SIZES = 16  # of the largest to the smallest of the large tensors
+ROUNDING = 1e-5  # of float32
+
+Function = Callable[[Tensor], Tensor]
+Loop = Callable[[Function, list[Tensor]], Sequence[Tensor]]  # `serial`, or a pool's `map`
+
+
+# --- what is mapped
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def python_loss(x: Tensor, steps: int) -> Tensor:
+    y = x
+    for _ in range(steps):
+        y = torch.sin(y) + x
+    return y.sum()
+
+
+def op_loss(x: Tensor) -> Tensor:
+    y = x
+    for _ in range(CHAIN):
+        y = torch.tanh(y @ x)
+    return y.sum()
+
+
+def square_loss(x: Tensor) -> Tensor:
+    return (x * x).sum()
+
+
+def tiny_items(count: int) -> list[Tensor]:
+    """The same lengths in every run."""
+    lengths = random.Random(0).choices(range(SHORTEST_ITEM, LONGEST_ITEM + 1), k=count)
+    return [torch.randn(length) for length in lengths]
+
+
+def large_items(count: int, largest_bytes: int) -> list[Tensor]:
+    parts = [RATIO_OF_SIZES ** ((number + 0.5) / count - 1) for number in range(count)]
+    return [torch.rand(round(largest_bytes * part) // 4) for part in parts]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A loss and a kind of item, of a `size` that sets how long a call takes."""
+
+    name: str
+    function: Callable[[int], Function]
+    item: Callable[[int], Tensor]
+
+
+def python_item(steps: int) -> Tensor:
+    return torch.randn(random.randint(SHORTEST_ITEM, LONGEST_ITEM))
+
+
+def op_item(width: int) -> Tensor:
+    return torch.randn(width, width) / math.sqrt(width)
 
 
 PYTHON = Work("Python-bound", lambda steps: partial(python_loss, steps=steps), python_item)
 OP = Work("op-bound", lambda width: op_loss, op_item)
 
 
-# --- how it is done
+def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list[Tensor]]:
+    """A function and items of which each takes so many seconds, forward and backward, and all together about `total`.
+
+    With 0 seconds the items are the cheapest there are.
+    """
+    size = calibrated(work, seconds) if seconds else 1
+    count = min(MOST_ITEMS, max(FEWEST_ITEMS, math.ceil(total / seconds))) if seconds else MOST_ITEMS
+    return work.function(size), [work.item(size) for _ in range(count)]
+
+
+def calibrated(work: Work, seconds: float) -> int:
+    """The size at which forward and backward right after it take about so many seconds in this process."""
+
+    def own_seconds(size: int) -> float:
+        one = partial(backward_at_once, work.function(size))
+        return min(timed(one, batch_of([work.item(size)])) for _ in range(5))
+
+    size = 1
+    while own_seconds(2 * size) < seconds:
+        size *= 2
+    for step in range(1, 5):  # to a sixteenth
+        larger = size + max(1, 2 ** (size.bit_length() - 1 - step))
+        size = larger if own_seconds(larger) < seconds else size
+    return size
+
+
+# --- how it is mapped
+
+
+class Batch(NamedTuple):
+    """What one run gets: leaves that require gradients, and ones of the items' shapes."""
+
+    items: list[Tensor]
+    ones: list[Tensor]
+
+
+class Outcome(NamedTuple):
+    values: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]  # of the items; empty if only forward was asked for
+
+
+Run = Callable[[Batch], Outcome]
+
+
+def serial(function: Function, items: list[Tensor]) -> list[Tensor]:
+    return [function(item) for item in items]
+
+
+def forward(loop: Loop, function: Function, batch: Batch) -> Outcome:
+    with torch.no_grad():
+        return Outcome(loop(function, batch.items), [])
+
+
+def backward_with_ones(loop: Loop, function: Function, batch: Batch) -> Outcome:
+    """For functions whose results have their items' shapes."""
+    values = loop(function, batch.items)
+    torch.autograd.backward(values, batch.ones)
+    return Outcome(values, [item.grad for item in batch.items])
 
 
 def one_backward(loop: Loop, function: Function, batch: Batch) -> Outcome:
+    """For losses."""
     losses = loop(function, batch.items)
     torch.autograd.backward(torch.stack(tuple(losses)).sum())
     return Outcome(losses, [item.grad for item in batch.items])
 
 
 def backward_at_once(function: Function, batch: Batch) -> Outcome:
+    """For losses."""
     losses = []
     for item in batch.items:
         loss = function(item)
@@ -42,31 +168,65 @@ def backward_at_once(function: Function, batch: Batch) -> Outcome:
     return Outcome(losses, [item.grad for item in batch.items])
 
 
-# --- how much of it
+# --- how peers map it, whose gradients end at the process border
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Pair = tuple[Array, Array]
+
+# arrays in a store that several processes read cannot be written, and nobody does
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
-def items_of(work: Work, seconds: float, total: float) -> tuple[Function, list[Tensor]]:
-    """A function and items of which each takes so many seconds, forward and backward, and all together about `total`."""
-    if not seconds:
-        return work.function(1), [work.item(1) for _ in range(min(MOST_ITEMS, math.ceil(total / 25e-6)))]
-    size = calibrated(work, seconds, backward_at_once)
-    count = min(MOST_ITEMS, max(FEWEST_ITEMS, math.ceil(total / seconds)))
-    return work.function(size), [work.item(size) for _ in range(count)]
+def array_pair(function: Function, item: Array) -> Pair:
+    """One item's loss and gradient."""
+    torch.set_num_threads(1)
+    leaf = torch.from_numpy(item).requires_grad_()
+    loss = function(leaf)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach().numpy(), gradient.numpy()
 
 
-def log_normal(count: int, sigma: float, seed: int = 0) -> list[float]:
-    """Heavy-tailed costs of mean 1: a few items cost as much as all others."""
-    generator = random.Random(seed)
-    drawn = [generator.lognormvariate(0, sigma) for _ in range(count)]
-    return [cost * count / sum(drawn) for cost in drawn]
+def array_pairs(function: Function, items: Sequence[Array]) -> list[Pair]:
+    return [array_pair(function, item) for item in items]
 
 
-def longest_first(costs: Sequence[float], workers: int) -> float:
-    """How long the best schedule takes that is easily found: the longest item first, to the worker that is free first.
+# --- what is measured
 
-    Within 4/3 of the optimum (Graham 1969), and next to it for many items.
-    """
-    busy = [0.0] * workers
-    for cost in sorted(costs, reverse=True):
-        busy[busy.index(min(busy))] += cost
-    return max(busy)
+
+def batch_of(items: Sequence[Tensor]) -> Batch:
+    """Copies: a leaf that has a gradient, or that lies in shared memory since it was sent, would be another item."""
+    return Batch([item.clone().requires_grad_() for item in items], [torch.ones_like(item) for item in items])
+
+
+def timed(run: Run, batch: Batch) -> float:
+    """Seconds, the dropping of values and graphs included: a training loop pays for that too."""
+    began = time.perf_counter()
+    outcome = run(batch)
+    del outcome
+    return time.perf_counter() - began
+
+
+def measured(contenders: Mapping[str, Run], items: Sequence[Tensor], rounds: int) -> dict[str, list[float]]:
+    """Seconds an item that each contender takes in every round, once all give what the first one gives."""
+    check(contenders, items)
+
+    def seconds(run: Run) -> float:
+        return timed(run, batch_of(items)) / len(items)
+
+    return interleaved({name: partial(seconds, run) for name, run in contenders.items()}, rounds)
+
+
+def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
+    """Raise WrongResultError unless each contender gives what the first one gives."""
+    reference, *others = contenders
+    expected = contenders[reference](batch_of(items))
+    for name in others:
+        outcome = contenders[name](batch_of(items))
+        for kind, given, right in zip(("value", "gradient"), outcome, expected, strict=True):
+            try:
+                for one, wanted in zip(given, right, strict=True):
+                    assert one is not None and wanted is not None, "there is none"
+                    size = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
+                    torch.testing.assert_close(one, wanted, rtol=ROUNDING, atol=ROUNDING * size)
+            except AssertionError as error:
+                raise WrongResultError(f"{name}: a {kind} differs from the serial loop's") from error

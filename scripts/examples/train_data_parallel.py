@@ -1,4 +1,4 @@
-"""One training four ways: in one process, `mpgrad.nn.DataParallel`, workers by hand, DistributedDataParallel over gloo.
+"""One training three ways: in one process, `mpgrad.nn.DataParallel`, DistributedDataParallel over gloo.
 
 PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with its own copy of the model,
 gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves the script as it is and wraps the model. Which is
@@ -7,14 +7,9 @@ digits by SGD from the same parameters on the same batches, and every batch's lo
 The loss is a sum over images, so that gradients of parts add up to those of the whole; DistributedDataParallel takes their
 mean, and gets each loss times the number of processes. All ways stay alive and take turns, an epoch each, in a random order.
 
-"By hand" is a measured bound: about what a library can reach at best whose workers run the model, while loss and optimizer
-stay here. Its workers have the model from the start, read the parameters in shared memory, and exchange images, logits and
-gradients through it. No module is pickled, nothing is checked, nobody recovers. What separates it from gloo is the price of
-leaving the script as it is; what separates mpgrad from it is mpgrad's own.
-
     rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread or on several
         ├── first part  ──► worker 0 ─┐
-        └── second part ──► worker 1 ─┴► logits ──► sum of losses   mpgrad, by hand: one SGD step, here
+        └── second part ──► worker 1 ─┴► logits ──► sum of losses   mpgrad: one SGD step, here
         ├── first part  ──► rank 0 ──► its share of the sum ─┐
         └── second part ──► rank 1 ──► its share of the sum ─┴──►   gloo: gradients averaged, the same SGD step in each
 
@@ -34,20 +29,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+import torch.multiprocessing
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
 
-from common import at_least_1, surroundings
-from model_by_hand import EndedError, answers, model_by_hand, processes, received
+from common import at_least_1, print_surroundings, surroundings
 
 import mpgrad
 import mpgrad.nn
@@ -61,6 +57,7 @@ TOLERANCE = 1e-5
 
 TEST_IMAGES = 360  # the last fifth of 1,797
 BRIGHTEST = 16.0  # of a pixel
+TO_END = 30.0  # seconds that a process has for it
 RATE, MOMENTUM = 0.05, 0.9  # rate for the mean over a batch: the sum's is divided by its size
 Record = dict[str, Any]
 Losses = list[float]  # one a batch, each summed over the batch's images
@@ -85,6 +82,10 @@ class Digits(NamedTuple):
 
 
 class MissingError(Exception):
+    pass
+
+
+class EndedError(Exception):
     pass
 
 
@@ -194,12 +195,48 @@ def over_workers(digits: Digits, plan: Plan, perturb: float) -> Iterator[Way]:
         yield Way(f"mpgrad, {plan.processes} workers", training.epoch, training.accuracy)
 
 
+# --- processes that wait for questions and answer each, until the connection is closed
+
+
 @contextlib.contextmanager
-def by_hand(digits: Digits, plan: Plan) -> Iterator[Way]:
-    largest = digits.images[:1].expand(max(plan.batch, TEST_IMAGES), -1, -1, -1)
-    with model_by_hand(network(plan.width), plan.processes, largest, outputs=10) as model:
-        training = Training(model, digits, plan, Share())
-        yield Way(f"by hand, {plan.processes} workers", training.epoch, training.accuracy)
+def processes(run: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> Iterator[list[Connection[Any, Any]]]:
+    """One for each `arguments`; `run` gets its end of the pipe behind them."""
+    spawning = torch.multiprocessing.get_context("spawn")
+    connections: list[Connection[Any, Any]] = []
+    with contextlib.ExitStack() as stack:
+        for each in arguments:
+            here, there = spawning.Pipe()
+            process = spawning.Process(target=run, args=(*each, there), daemon=True)
+            process.start()
+            there.close()
+            connections.append(here)
+            stack.callback(end, process, here)
+        yield connections
+
+
+def end(process: SpawnProcess, connection: Connection[Any, Any]) -> None:
+    connection.close()
+    process.join(TO_END)
+    if process.is_alive():  # it waits for another process, which failed
+        process.kill()
+        process.join()
+    process.close()
+
+
+def answers(connections: list[Connection[Any, Any]], questions: Iterable[int | str]) -> list[Any]:
+    try:
+        for connection, question in zip(connections, questions, strict=True):
+            connection.send(question)
+        return [connection.recv() for connection in connections]
+    except (EOFError, ConnectionError):
+        raise EndedError("a rank ended before its time; it says above why") from None
+
+
+def received(connection: Connection[Any, Any]) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
 
 
 # --- ranks: processes that each run the training, as DistributedDataParallel has it
@@ -284,7 +321,6 @@ def trained(plan: Plan, perturb: float) -> list[Result]:
             in_one_process(digits, plan, 1),
             in_one_process(digits, plan, plan.processes),
             stack.enter_context(over_workers(digits, plan, perturb)),
-            stack.enter_context(by_hand(digits, plan)),
             stack.enter_context(over_ranks(digits, plan)),
         ]
         results = [Result(way, [], []) for way in ways]
@@ -298,13 +334,6 @@ def trained(plan: Plan, perturb: float) -> list[Result]:
         for result in results:
             result.accuracy = result.way.accuracy()
     return results
-
-
-def print_surroundings(around: Record, plan: Plan) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
-    print(f"{versions}, Python {around['python']}, {around['date']}")
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs; load average {around['load_average']:.2f} before")
-    print(f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a process but where it says more")
 
 
 def print_table(rows: Sequence[Record]) -> None:
@@ -348,7 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"train_data_parallel.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, MissingError) else 1
     around["versions"]["scikit-learn"] = importlib.metadata.version("scikit-learn")
-    print_surroundings(around, plan)
+    print_surroundings(around)
+    print(f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a process but where it says more")
     rows = [result.record(one=results[0], gloo=results[-1]) for result in results]
     print_table(rows)
     largest = max(row["largest_loss_difference"] for row in rows)

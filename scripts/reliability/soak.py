@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import functools
 import gc
 import hashlib
 import json
@@ -44,7 +43,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose modules are shared
 
-from common import at_least_1, limited, surroundings
+from common import at_least_1, file_to_write, limited, print_surroundings, surroundings
 
 import mpgrad
 
@@ -66,7 +65,6 @@ INJURIES = {"kill": 0.85, "stop": 0.05, "slow": 0.10}  # how likely each is
 SHARE_OF_BURSTS = 0.1  # of the gaps between injuries are next to nothing
 BURST_GAP = 1e-3  # seconds
 LONGEST_SLOW = 0.2  # seconds
-TICK = 4e-3  # seconds between two looks at the pool, while something is awaited
 PATIENCE = 10.0  # seconds for all workers to be there again
 
 MIB = 2**20
@@ -149,13 +147,6 @@ def perturb(model: nn.Module) -> None:
 # --- who hurts it
 
 
-class Blow(NamedTuple):
-    """What a worker is bound to die of."""
-
-    at: float
-    by_timeout: bool  # it was stopped, and the pool kills it when it has found out
-
-
 class Slowed(NamedTuple):
     number: int
     until: float
@@ -164,21 +155,17 @@ class Slowed(NamedTuple):
 
 @dataclass
 class Harm:
-    """What was done to the workers, and how long it was felt."""
+    """What was done to the workers."""
 
     kills: int = 0
     stops: int = 0
     slow_downs: int = 0
-    seconds_to_notice: list[float] = field(default_factory=list)
-    seconds_to_next_calls: list[float] = field(default_factory=list)
 
 
 class Tormentor:
     """A thread that hurts the pool's workers until it has killed enough, or is told to stop.
 
-    Its random numbers are its own, so that training does not depend on it. What becomes of the pool it sees in `Pool.stats`,
-    every `TICK` while a death or a successor is awaited. Workers are numbered in the order in which they are hired, one for
-    each death: so the successor is known where no two deaths were seen at once.
+    Its random numbers are its own, so that training does not depend on it. What becomes of the pool it sees in `Pool.stats`.
     """
 
     def __init__(self, pool: mpgrad.Pool, plan: Plan) -> None:
@@ -186,10 +173,8 @@ class Tormentor:
         self._pool = pool
         self._plan = plan
         self._random = random.Random(plan.seed)
-        self._doomed: dict[int, Blow] = {}  # by number, until the pool has seen its death
-        self._successors: dict[int, float] = {}  # by number, until they have completed a chunk of calls: time of the kill
+        self._doomed: dict[int, bool] = {}  # by number, until the pool has seen its death: whether it was only stopped
         self._slowed: list[Slowed] = []
-        self._deaths = pool.stats().deaths
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tormentor", daemon=True)
@@ -223,37 +208,33 @@ class Tormentor:
                     burst = self._random.random() < SHARE_OF_BURSTS
                     next_blow = time.monotonic() + (BURST_GAP if burst else self._random.uniform(0.5, 1.5) * self._plan.gap)
                 self._release(lambda slowed: slowed.until <= time.monotonic())
-                watching = bool(self._doomed or self._successors)
-                if watching:
-                    self._look()
                 due = min([next_blow, *(slowed.until for slowed in self._slowed)]) - time.monotonic()
-                self._over.wait(max(0.0, min(due, TICK) if watching else due))
+                self._over.wait(max(0.0, due))
         except BaseException as error:
             self._error = error
         finally:
             self._release(lambda slowed: True)
 
     def _strike(self) -> None:
+        self._look()
         victims = [worker for worker in self._pool.stats().workers if worker.number not in self._doomed]
         if not victims:
             return
         number, pid, *_ = self._random.choice(victims)
         (injury,) = self._random.choices(list(INJURIES), list(INJURIES.values()))
-        stopped = sum(blow.by_timeout for blow in self._doomed.values())
+        stopped = sum(self._doomed.values())
         if injury == "stop" and stopped >= max(1, self._plan.processes // 2):
             injury = "kill"  # with all workers stopped all the time there is no training, only timeouts
         with contextlib.suppress(ProcessLookupError), held(pid) as descriptor:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL if injury == "kill" else signal.SIGSTOP)
-            now = time.monotonic()
             if injury == "slow":
                 self.harm.slow_downs += 1
-                until = now + self._random.uniform(0.0, LONGEST_SLOW)
+                until = time.monotonic() + self._random.uniform(0.0, LONGEST_SLOW)
                 self._slowed.append(Slowed(number, until, os.dup(descriptor)))
                 return
             if injury == "stop":  # for good: what slowed it down before may not wake it
                 self._release(lambda slowed: slowed.number == number, wake=False)
-            self._doomed[number] = Blow(now, injury == "stop")
-            self._successors.pop(number, None)
+            self._doomed[number] = injury == "stop"
             if injury == "kill":
                 self.harm.kills += 1
             else:
@@ -269,16 +250,8 @@ class Tormentor:
             os.close(slowed.descriptor)
 
     def _look(self) -> None:
-        stats, now = self._pool.stats(), time.monotonic()
-        calls = {worker.number: worker.calls for worker in stats.workers}
-        gone = [self._doomed.pop(number) for number in list(self._doomed) if number not in calls]
-        killed_at = [blow.at for blow in gone if not blow.by_timeout]
-        self.harm.seconds_to_notice += [now - at for at in killed_at]
-        if len(gone) == len(killed_at) == 1 and stats.deaths == self._deaths + 1:
-            self._successors[self._plan.processes + stats.deaths] = killed_at[0]
-        self._deaths = stats.deaths
-        for number in [number for number in self._successors if calls.get(number)]:
-            self.harm.seconds_to_next_calls.append(now - self._successors.pop(number))
+        there = {worker.number for worker in self._pool.stats().workers}
+        self._doomed = {number: stopped for number, stopped in self._doomed.items() if number in there}
 
 
 @contextlib.contextmanager
@@ -477,32 +450,18 @@ def ms_of(of: Callable[[Sequence[float]], float], seconds: Sequence[float]) -> s
     return f"{1e3 * of(seconds):.1f}" if seconds else "-"
 
 
-def print_recovery(harm: Harm) -> None:
-    print(f"\n  from a kill, ms (looked at every {1e3 * TICK:g} ms)")
-    print_row(["", "median", "worst", "kills measured"])
-    for name, seconds in (
-        ("until the pool has put its calls back in the queue", harm.seconds_to_notice),
-        ("until its successor has completed a chunk of calls", harm.seconds_to_next_calls),
-    ):
-        print_row([name, ms_of(statistics.median, seconds), ms_of(max, seconds), str(len(seconds))])
-
-
 # --- the whole
 
 
 def soak(plan: Plan) -> Record:
     around = surroundings(plan.processes)
-    versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
-    print(f"{versions}, Python {around['python']}, {around['date']}")
-    print(f"{around['cpu']}, {around['usable_cpus']} usable CPUs, {around['memory_gib']} GiB, {around['system']}")
-    print(f"{plan.processes} processes of one intra-op thread; load average {around['load_average']:.2f} before")
+    print_surroundings(around)
     print(f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of {plan.timeout:g} s, seed {plan.seed}")
     torch.set_num_threads(1)  # as the workers have
     gentle = replace(plan, perturb=None)
     hurt = injured(gentle)
     whole = undisturbed(plan, len(hurt.marks)) if hurt.error is None else Run()
     print_runs([hurt, whole])
-    print_recovery(hurt.harm)
     errors = [f"{name}: {run.error}" for name, run in (("injured", hurt), ("undisturbed", whole)) if run.error is not None]
     differs = first_difference(hurt.marks, whole.marks)
     equal = differs is None and not errors
@@ -519,43 +478,30 @@ def soak(plan: Plan) -> Record:
     }
 
 
-def positive_seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be more than 0 ({text})")
-    return number
-
-
 def command_line() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary, epilog=EPILOG, allow_abbrev=False)
-    seconds = functools.partial(parser.add_argument, type=positive_seconds, metavar="S")
-    seconds("--seconds", help="of injuries (default: 60, without --kills)")
+    parser.add_argument("--seconds", type=at_least_1, metavar="S", help="of injuries (default: 60, without --kills)")
     parser.add_argument("--kills", type=at_least_1, metavar="N", help="after which injuries end, if that comes first")
     parser.add_argument("--processes", type=at_least_1, default=Plan.processes, metavar="N", help="default: %(default)s")
-    seconds("--gap", help=f"between injuries, on average (default: {Plan.gap:g})")
-    seconds("--timeout", help=f"of the pool (default: {Plan.timeout:g})")
-    parser.add_argument("--hang", type=at_least_1, metavar="S", help=f"that a step may take (default: {Plan.hang})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the injuries (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK.kills} kills, only to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("soak.json"), metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--perturb", type=int, help=argparse.SUPPRESS)  # to see that a difference is found
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all steps there")
     return parser
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
     plan = QUICK if options.quick else Plan(seconds=60 if options.kills is None else math.inf)
-    names = ("seconds", "kills", "processes", "gap", "timeout", "hang", "seed", "perturb")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return replace(plan, **given)
+    given = {"seconds": options.seconds, "kills": options.kills, "processes": options.processes}
+    return replace(plan, **{name: value for name, value in given.items() if value is not None})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(arguments)
     logging.getLogger("mpgrad").addHandler(logging.NullHandler())  # the deaths are meant, and the table counts them
     record = soak(plan_of(options))
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"all steps: {options.out}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"all steps: {options.json}")
     return 0 if record["equal"] and record["hangs"] == 0 else 1
 
 

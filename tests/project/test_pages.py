@@ -103,6 +103,18 @@ def test_broken_links_are_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_scripts_that_are_cited_are_there() -> None:
+    """By pages and sources, with their path; on the page of benchmarks by their name."""
+    sources = [file for folder in ("mpgrad", "workers", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")]
+    cited: set[str] = set()
+    for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sources]:
+        cited.update(re.findall(r"\bscripts/[\w/]+\.(?:py|sh|txt)\b", file.read_text()))
+    assert len(cited) > 10 and [path for path in sorted(cited) if not (ROOT / path).exists()] == []
+    names = {file.name for file in (ROOT / "scripts").rglob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)", (ROOT / "docs" / "benchmarks.md").read_text())) <= names
+
+
+@pytest.mark.quick
 def test_each_page_is_in_a_table_of_contents() -> None:
     """Sphinx warns of it too, but only where the site is built."""
     listed = {"index.md"}

@@ -1,57 +1,31 @@
-"""bench_scaling.py and load.py run, and compute with what they measure as they say."""
+"""bench_scaling.py runs, and computes with what it measures as it says."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import quick_figures
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "bench_scaling.py"
-LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
-
-
-def run(script: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-W", "error", str(script), "--quick", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
-    figures: list[dict[str, Any]] = json.loads(Path(arguments[-1]).read_text())["figures"]
-    return figures
 
 
 def test_dispatch(tmp_path: Path) -> None:
-    figures = run(SCRIPT, "--parts", "dispatch", "--json", str(tmp_path / "quick.json"))
+    figures, _ = quick_figures(SCRIPT, tmp_path, "--parts", "dispatch")
     values = {(figure["row"], figure["name"]): figure["value"] for figure in figures}
     assert all(value > 0 for value in values.values())
     row = "dispatch: x * 2 on 10 floats, forward, 2 workers"
     assert values[row, "the parent could do"] == pytest.approx(1e6 / values[row, "CPU of the parent"])
 
 
-def test_balance(tmp_path: Path) -> None:
-    figures = run(SCRIPT, "--parts", "balance", "--json", str(tmp_path / "quick.json"))
-    assert [figure["name"].partition(" ")[0] for figure in figures] == ["map", "imap"]
-    assert all(figure["value"] > 1 for figure in figures)
-
-
 def test_growth(tmp_path: Path) -> None:
-    arguments = ["--parts", "growth", "--axes", "tensors", "--largest", "10", "--json", str(tmp_path / "quick.json")]
-    values = {figure["name"]: figure["value"] for figure in run(SCRIPT, *arguments)}
+    figures, _ = quick_figures(SCRIPT, tmp_path, "--parts", "growth", "--axes", "tensors", "--largest", "10")
+    values = {figure["name"]: figure["value"] for figure in figures}
     assert {"1: forward", "10: forward", "10: backward", "10: peak of memory, parent"} <= set(values)
     assert {"slope of forward", "slope of backward"} <= set(values)
-
-
-def test_load(tmp_path: Path) -> None:
-    rows = ["graphs", "maps"]
-    figures = run(SCRIPT.parents[1] / "reliability" / "load.py", "--rows", *rows, "--json", str(tmp_path / "quick.json"))
-    values = {figure["name"]: figure["value"] for figure in figures}
-    for name in ("descriptors of the parent", "threads of the parent", "descriptors of a worker", "threads of a worker"):
-        assert values[f"{name}, after a fifth"] == values[f"{name}, at the end"] > 0
-    assert values["forward"] > 0 and values["backward"] > 0
 
 
 def test_slopes(script: Any) -> None:

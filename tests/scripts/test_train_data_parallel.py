@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "examples" / "train_data_parallel.py"
 LIMIT = 50  # seconds on a busy machine; a quiet one takes 10
-WAYS = ["one process, 1 thread", "one process, 2 threads", "mpgrad, 2 workers", "by hand, 2 workers", "gloo, 2 ranks"]
+WAYS = ["one process, 1 thread", "one process, 2 threads", "mpgrad, 2 workers", "gloo, 2 ranks"]
 
 
 @pytest.fixture(scope="module")
@@ -84,43 +82,6 @@ def test_a_rank_that_fails_ends_the_run(scikit_learn: None, script: Any, capfd: 
     with pytest.raises(script.EndedError, match="ended before its time"), script.over_ranks(digits, plan) as way:
         way.epoch(0)
     assert "Target 99 is out of bounds" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_by_hand_with_fewer_images_than_workers(scikit_learn: None, script: Any) -> None:
-    plan = script.Plan(processes=3, batch=718, width=8)  # of 1,437 images: the third batch has one
-    digits = script.load_images()
-    one = script.in_one_process(digits, plan, 1)
-    with script.by_hand(digits, plan) as way:
-        for number in range(2):
-            losses = one.epoch(number)
-            assert len(losses) == 3
-            assert way.epoch(number) == pytest.approx(losses, rel=script.TOLERANCE)
-        assert way.accuracy() == pytest.approx(one.accuracy(), abs=0.01)
-
-
-@pytest.mark.slow
-def test_a_worker_by_hand_that_fails_ends_the_run(
-    scikit_learn: None, script: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    plan = script.Plan(batch=512)
-    monkeypatch.setattr(script, "network", lambda width: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(63, 10)))
-    with pytest.raises(script.EndedError, match="ended before its time"), script.by_hand(script.load_images(), plan) as way:
-        way.epoch(0)
-    assert "shapes cannot be multiplied" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_workers_by_hand_end_where_the_training_fails(
-    scikit_learn: None, script: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """They are not killed for it: they answer, and say nothing."""
-    digits = script.load_images()
-    digits.labels[:] = 99
-    with pytest.raises(IndexError, match="Target 99 is out of bounds"), script.by_hand(digits, script.QUICK) as way:
-        way.epoch(0)
-    assert multiprocessing.active_children() == []
-    assert capfd.readouterr().err == ""
 
 
 def test_a_loss_that_is_no_number_agrees_with_nothing(script: Any) -> None:

@@ -10,9 +10,9 @@
     objects     modules and scripts made again, structures of tensors
 
 Everything else in the package uses the public API, and of tensors and nodes the attributes `_version`, `_is_view`,
-`_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`, `_indices` and `_values`. What is done here is tried by
-`behaviours` before a pool is made, so there are no other ways for where a name is missing: they would be ways that
-nobody has gone. The one exception is `never_compile`, which no result depends on. To be imported, this needs none of the names.
+`_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`, `_indices` and `_values`. `behaviours` asks for each name
+before a pool is made, so there are no other ways for where one is missing: they would be ways that nobody has gone. The one
+exception is `never_compile`, which no result depends on.
 """
 
 from mpgrad.torch_state.private.autograd import *  # noqa: F403

@@ -6,13 +6,11 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-
-from mpgrad.errors import contextmanager
 
 __all__ = [
     "NODE_IN_PYTHON",
@@ -34,8 +32,8 @@ __all__ = [
 ]
 
 
-ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-NODE_IN_PYTHON: Any = getattr(torch._C, "_FunctionBase", None)
+ENGINE: Any = torch.autograd.Variable._execution_engine
+NODE_IN_PYTHON: Any = torch._C._FunctionBase
 
 
 def current_graph_task() -> int:
@@ -162,17 +160,6 @@ class CallCounter:
         bind = classmethod if in_c else type(method)
         setattr(self._owner, self._name, counted if method is function else bind(counted))
         self.is_watching = True
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """In the body only, where other threads may call it too, and are counted."""
-        method = inspect.getattr_static(self._owner, self._name)
-        self.watch()
-        try:
-            yield
-        finally:
-            setattr(self._owner, self._name, method)
-            self.is_watching = False
 
 
 def call_class_method(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:

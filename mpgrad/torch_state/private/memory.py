@@ -53,9 +53,9 @@ def descriptor_of(storage: torch.UntypedStorage) -> int:
     return int(descriptor)
 
 
-KEYS_OF: Any = getattr(torch._C, "_dispatch_keys", None)
+KEYS_OF: Any = torch._C._dispatch_keys
 with torch.inference_mode(False):
-    PLAIN_KEYS = None if KEYS_OF is None else KEYS_OF(torch.empty(0, device="cpu")).raw_repr()
+    PLAIN_KEYS = KEYS_OF(torch.empty(0, device="cpu")).raw_repr()
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:

@@ -39,21 +39,175 @@ def attribute(name: str, holder: Any, field: str, default: Any) -> Setting:
     return Setting(name, lambda: getattr(holder, field), lambda value: setattr(holder, field, value), default)
 
 
+def kind_of_library(kinds: str, kind: str) -> Any:
+    return getattr(getattr(torch._C, kinds, None), kind, None)
+
+
+# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and set, default
+IN_C: tuple[tuple[str, str, str, Any], ...] = (
+    ("torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled", "_set_sdp_use_flash", True),
+    (
+        "torch.backends.cuda.enable_mem_efficient_sdp",
+        "_get_mem_efficient_sdp_enabled",
+        "_set_sdp_use_mem_efficient",
+        True,
+    ),
+    ("torch.backends.cuda.enable_math_sdp", "_get_math_sdp_enabled", "_set_sdp_use_math", True),
+    ("torch.backends.cuda.enable_cudnn_sdp", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn", True),
+    (
+        "torch.nn.attention.sdpa_kernel",
+        "_get_overrideable_sdp_enabled",
+        "_set_sdp_use_overrideable",
+        True,
+    ),
+    (
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_set_math_sdp_allow_fp16_bf16_reduction",
+        False,
+    ),
+    (
+        "torch.nn.attention.sdpa_kernel(set_priority)",
+        "_get_sdp_priority_order",
+        "_set_sdp_priority_order",
+        [1, 2, 0, 3, 4],
+    ),
+    (
+        "torch.backends.cuda.preferred_linalg_library",
+        "_get_linalg_preferred_backend",
+        "_set_linalg_preferred_backend",
+        kind_of_library("_LinalgBackend", "Default"),
+    ),
+    (
+        "torch.backends.cuda.preferred_blas_library",
+        "_get_blas_preferred_backend",
+        "_set_blas_preferred_backend",
+        kind_of_library("_BlasBackend", "Cublas"),
+    ),
+    (
+        "torch.backends.cuda.preferred_rocm_fa_library",
+        "_get_rocm_fa_preferred_backend",
+        "_set_rocm_fa_preferred_backend",
+        kind_of_library("_ROCmFABackend", "Default"),
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_set_cublas_allow_fp16_reduced_precision_reduction",
+        True,
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_set_cublas_allow_bf16_reduced_precision_reduction",
+        True,
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_fp16_accumulation",
+        "_get_cublas_allow_fp16_accumulation",
+        "_set_cublas_allow_fp16_accumulation",
+        False,
+    ),
+    ("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", True),
+    ("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark", False),
+    (
+        "torch.backends.cudnn.deterministic",
+        "_get_cudnn_deterministic",
+        "_set_cudnn_deterministic",
+        False,
+    ),
+    (
+        "torch.backends.cudnn.depthwise_kernel",
+        "_get_cudnn_depthwise_kernel",
+        "_set_cudnn_depthwise_kernel",
+        "auto",
+    ),
+    (
+        "torch.backends.cudnn.benchmark_limit",
+        "_cuda_get_cudnn_benchmark_limit",
+        "_cuda_set_cudnn_benchmark_limit",
+        10,
+    ),
+    ("torch.backends.miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate", False),
+    ("torch.backends.mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled", True),
+    (
+        "torch.backends.mkldnn.deterministic",
+        "_get_mkldnn_deterministic",
+        "_set_mkldnn_deterministic",
+        False,
+    ),
+    (
+        "torch.backends.cpu.allow_fp16_reduced_precision_reduction",
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+        False,
+    ),
+    ("torch.backends.nnpack.set_flags", "_get_nnpack_enabled", "_set_nnpack_enabled", True),
+    (
+        "torch.backends.quantized.engine",
+        "_get_qengine",
+        "_set_qengine",
+        max(torch._C._supported_qengines()),
+    ),
+    (
+        "torch.sparse.check_sparse_tensor_invariants",
+        "_check_sparse_tensor_invariants",
+        "_set_check_sparse_tensor_invariants",
+        False,
+    ),
+    (
+        "torch.utils.deterministic.fill_uninitialized_memory",
+        "_get_deterministic_fill_uninitialized_memory",
+        "_set_deterministic_fill_uninitialized_memory",
+        True,
+    ),
+    (
+        "torch.jit.optimized_execution",
+        "_get_graph_executor_optimize",
+        "_set_graph_executor_optimize",
+        True,
+    ),
+    (
+        "torch.utils.backcompat.broadcast_warning.enabled",
+        "_get_backcompat_broadcast_warn",
+        "_set_backcompat_broadcast_warn",
+        False,
+    ),
+    (
+        "torch.utils.backcompat.keepdim_warning.enabled",
+        "_get_backcompat_keepdim_warn",
+        "_set_backcompat_keepdim_warn",
+        False,
+    ),
+)
+# each thread has its own
+IN_C_OF_THREAD: tuple[tuple[str, str, str, Any], ...] = (
+    (
+        "torch.autograd.set_multithreading_enabled",
+        "_is_multithreading_enabled",
+        "_set_multithreading_enabled",
+        True,
+    ),
+    (
+        "torch.autograd.enforce_grad_layout_policy",
+        "_is_grad_layout_enforcement_enabled",
+        "_set_grad_layout_enforcement_enabled",
+        True,
+    ),
+)
+
+
 def in_c(name: str, get: str, use: str, default: Any, of_thread: bool = False) -> Iterator[Setting]:
-    """A pair of functions of PyTorch's, which an older one may not have."""
     if hasattr(torch._C, get) and hasattr(torch._C, use):
         yield Setting(name, getattr(torch._C, get), getattr(torch._C, use), default, of_thread)
 
 
-def reduced(name: str, what: str) -> Iterator[Setting]:
-    """Of two truth values, of which older PyTorch has the first only."""
-    for setting in in_c(f"torch.backends.cuda.matmul.{name}", f"_get_{what}", f"_set_{what}", True):
-        is_pair = isinstance(setting.get(), tuple)
-        yield setting._replace(set=functools.partial(set_pair, setting.set), default=(True, True)) if is_pair else setting
-
-
-def set_pair(use: Callable[..., object], both: tuple[bool, bool]) -> None:
-    use(*both)
+def of_this_version(setting: Setting) -> Setting:
+    """With the default, and the way to set it, that this PyTorch has: older ones have less of some."""
+    now = setting.get()
+    if isinstance(now, tuple):  # of two truth values, where an older PyTorch has the first only
+        return setting._replace(set=lambda both: setting.set(*both), default=(True, True))
+    return setting._replace(default=setting.default[: len(now)]) if isinstance(now, list) else setting
 
 
 def old(setting: Setting) -> Setting:
@@ -103,52 +257,6 @@ def set_matmul_precision(value: str) -> None:
     torch.set_float32_matmul_precision(value)
 
 
-def attention() -> Iterator[Setting]:
-    """What `torch.nn.attention.sdpa_kernel` sets."""
-    for kind in ("flash", "mem_efficient", "math", "cudnn"):
-        name = f"torch.backends.cuda.enable_{kind}_sdp"
-        yield from in_c(name, f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}", True)
-    yield from in_c("torch.nn.attention.sdpa_kernel", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable", True)
-    halves = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
-    yield from in_c(halves, "_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction", False)
-    order = "torch.nn.attention.sdpa_kernel(set_priority)"
-    for setting in in_c(order, "_get_sdp_priority_order", "_set_sdp_priority_order", [1, 2, 0, 3, 4]):
-        yield setting._replace(default=setting.default[: len(setting.get())])  # older PyTorch has fewer
-
-
-def cuda() -> Iterator[Setting]:
-    for library, kinds, usual in (
-        ("linalg", "_LinalgBackend", "Default"),
-        ("blas", "_BlasBackend", "Cublas"),
-        ("rocm_fa", "_ROCmFABackend", "Default"),
-    ):
-        name, what = f"torch.backends.cuda.preferred_{library}_library", f"{library}_preferred_backend"
-        yield from in_c(name, f"_get_{what}", f"_set_{what}", getattr(getattr(torch._C, kinds, None), usual, None))
-    yield from reduced("allow_fp16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction")
-    yield from reduced("allow_bf16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")
-    half = "cublas_allow_fp16_accumulation"
-    yield from in_c("torch.backends.cuda.matmul.allow_fp16_accumulation", f"_get_{half}", f"_set_{half}", False)
-    for kind, default in (("enabled", True), ("benchmark", False), ("deterministic", False), ("depthwise_kernel", "auto")):
-        yield from in_c(f"torch.backends.cudnn.{kind}", f"_get_cudnn_{kind}", f"_set_cudnn_{kind}", default)
-    limit = "cudnn_benchmark_limit"
-    yield from in_c("torch.backends.cudnn.benchmark_limit", f"_cuda_get_{limit}", f"_cuda_set_{limit}", 10)
-    yield from in_c("torch.backends.miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate", False)
-
-
-def cpu() -> Iterator[Setting]:
-    yield Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True)
-    for kind, default in (("enabled", True), ("deterministic", False)):
-        yield from in_c(f"torch.backends.mkldnn.{kind}", f"_get_mkldnn_{kind}", f"_set_mkldnn_{kind}", default)
-    half = "cpu_allow_fp16_reduced_precision_reduction"
-    yield from in_c("torch.backends.cpu.allow_fp16_reduced_precision_reduction", f"_get_{half}", f"_set_{half}", False)
-    yield from in_c("torch.backends.nnpack.set_flags", "_get_nnpack_enabled", "_set_nnpack_enabled", True)
-    yield from in_c("torch.backends.quantized.engine", "_get_qengine", "_set_qengine", max(torch._C._supported_qengines()))
-    mha = torch.backends.mha
-    yield Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True)
-    yield einsum("enabled", EINSUM.is_available())
-    yield einsum("strategy", "auto" if EINSUM.is_available() else None)
-
-
 def einsum(field: str, default: Any) -> Setting:
     """An assignment of the user's hides what `torch.backends.opt_einsum.flags` sets."""
     assigned, flags = vars(EINSUM), vars(EINSUM.m)
@@ -159,19 +267,6 @@ def einsum(field: str, default: Any) -> Setting:
     return Setting(f"torch.backends.opt_einsum.{field}", lambda: assigned.get(field, flags[field]), use, default)
 
 
-def of_autograd() -> Iterator[Setting]:
-    for name, what in (
-        ("torch.autograd.set_multithreading_enabled", "multithreading_enabled"),
-        ("torch.autograd.enforce_grad_layout_policy", "grad_layout_enforcement_enabled"),
-    ):
-        yield from in_c(name, f"_is_{what}", f"_set_{what}", True, of_thread=True)
-    message: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-    name = "torch.autograd.graph.disable_saved_tensors_hooks"
-    yield Setting(name, message, disable_saved_tensors_hooks, None, of_thread=True)
-    yield attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None)
-    yield attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None)
-
-
 def disable_saved_tensors_hooks(message: str | None) -> None:
     if message is None:
         torch._C._autograd._saved_tensors_hooks_enable()
@@ -179,20 +274,39 @@ def disable_saved_tensors_hooks(message: str | None) -> None:
         torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
+def use_deterministic_algorithms(level: int) -> None:
+    torch.use_deterministic_algorithms(level > 0, warn_only=level == 1)
+
+
+def anomaly_detection() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def set_anomaly_detection(both: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*both)
+
+
 def others() -> Iterator[Setting]:
+    """Those that are read or set in a way of their own."""
+    yield Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    level: Any = torch.get_deterministic_debug_mode
+    yield Setting("torch.use_deterministic_algorithms", level, use_deterministic_algorithms, 0)
+    name = "torch.autograd.set_detect_anomaly"
+    yield Setting(name, anomaly_detection, set_anomaly_detection, (False, True))
+    yield Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True)
+    mha = torch.backends.mha
+    yield Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True)
+    yield einsum("enabled", EINSUM.is_available())
+    yield einsum("strategy", "auto" if EINSUM.is_available() else None)
+    message: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+    name = "torch.autograd.graph.disable_saved_tensors_hooks"
+    yield Setting(name, message, disable_saved_tensors_hooks, None, of_thread=True)
+    yield attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None)
+    yield attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None)
     get, use = functools.partial(torch.get_autocast_dtype, "cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
     yield Setting("torch.set_autocast_dtype", get, use, torch.bfloat16, of_thread=True)
     cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield Setting("torch.set_autocast_cache_enabled", *cache, True, of_thread=True)
-    name, what = "torch.sparse.check_sparse_tensor_invariants", "check_sparse_tensor_invariants"
-    yield from in_c(name, f"_{what}", f"_set_{what}", False)
-    name, what = "torch.utils.deterministic.fill_uninitialized_memory", "deterministic_fill_uninitialized_memory"
-    yield from in_c(name, f"_get_{what}", f"_set_{what}", True)
-    what = "graph_executor_optimize"
-    yield from in_c("torch.jit.optimized_execution", f"_get_{what}", f"_set_{what}", True)
-    for what in ("broadcast", "keepdim"):
-        found = f"_backcompat_{what}_warn"
-        yield from in_c(f"torch.utils.backcompat.{what}_warning.enabled", f"_get{found}", f"_set{found}", False)
     yield Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False)
     options = vars(torch._tensor_str.PRINT_OPTS)
     defaults = {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None}
@@ -205,7 +319,9 @@ def others() -> Iterator[Setting]:
 
 def every_setting() -> tuple[Setting, ...]:
     """All of them, in the order in which they are to be set."""
-    return (*precisions(), *attention(), *cuda(), *cpu(), *of_autograd(), *others())
+    of_process = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
+    of_thread = [setting for row in IN_C_OF_THREAD for setting in in_c(*row, of_thread=True)]
+    return (*precisions(), *of_process, *of_thread, *others())
 
 
 def parametrizations_are_cached() -> bool:

@@ -1,0 +1,330 @@
+"""Tries what would give wrong gradients without a word if PyTorch did it otherwise: a probe for each such behaviour.
+
+Whether the private names are there at all is asked before (`behaviours.NAMES`). What fails with an error where a name means
+something else, and what any run of the tests on that version shows, has no probe. `behaviours` runs them. They call what
+`private` offers, not PyTorch's own names, so that they try what a pool runs.
+
+Guarantees: probes leave nothing behind, draw no random number, and run in a thread of their own, where they meet no mode of
+    the caller's. Those that belong to the process (anomaly detection, default dtype, ...) they bear.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mpgrad.torch_state import private
+
+__all__ = ["BEHAVIOURS", "expect", "what_it_was_made_with_can_be_read"]
+
+# what PyTorch is expected to do, in words, and what raises where it does something else
+BEHAVIOURS: dict[str, Callable[[], None]] = {}
+
+
+def behaviour(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a probe to the list."""
+
+    def remember(probe: Callable[[], None]) -> Callable[[], None]:
+        BEHAVIOURS[name] = probe
+        return probe
+
+    return remember
+
+
+def expect(expected: object, found: object) -> None:
+    """Raise an `AssertionError` where PyTorch does something else; an `assert` would be left out by ``python -O``."""
+    if found != expected:
+        raise AssertionError(f"expected {expected!r}, found {found!r}")
+
+
+class Node(torch.autograd.Function):
+    """An identity whose backward is a function of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backward: Callable[[Any], Any]) -> torch.Tensor:
+        ctx.run = backward
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+        return ctx.run(grad), None
+
+
+def leaf() -> Any:
+    return torch.ones(2, dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+def through(tensor: torch.Tensor, look: Callable[[], Any], seen: list[Any]) -> Any:
+    """`tensor` behind a node which, in a backward, puts what `look` finds into `seen`."""
+
+    def backward(grad: Any) -> Any:
+        seen.append(look())
+        return grad
+
+    return private.apply(Node, tensor, backward)
+
+
+# --- the order in which a backward runs nodes, and what it says of itself
+
+
+@behaviour("of the nodes that are ready, a backward runs the one with the highest sequence number first")
+def order_by_priority() -> None:
+    ran: list[Any] = []
+    first, second, third = (through(leaf(), lambda name=name: name, ran) for name in "abc")  # type: ignore[misc]
+    private.set_priority(first.grad_fn, 1 << 40)
+    private.set_priority(second.grad_fn, 0)
+    private.set_priority(third.grad_fn, 1)
+    (first + second + third).sum().backward()
+    expect(["a", "c", "b"], ran)
+
+
+@behaviour("a node can ask which other nodes the running backward will run")
+def nodes_that_will_run() -> None:
+    seen: list[Any] = []
+    x, y = leaf(), leaf()
+    left, right = x * 2, y * 2
+    nodes: list[Any] = [left.grad_fn, right.grad_fn]
+    leaves = [node.next_functions[0][0] for node in nodes]
+    top = through(left + right, lambda: [*map(private.will_run, nodes), *map(private.leaf_will_run, leaves)], seen).sum()
+    torch.autograd.grad(top, [x], retain_graph=True)
+    expect([True, False, True, False], seen.pop())
+    top.backward()
+    expect([True] * 4, seen.pop())
+
+
+@behaviour("a node can ask whether the running backward keeps the graph")
+def kept_graphs() -> None:
+    seen: list[Any] = []
+    x = leaf()
+    result = through(x, private.graph_is_kept, seen).sum()
+    for keep, create in ((True, False), (True, True), (False, False)):
+        private.gradients([result], [x], [torch.ones_like(result)], keep, create)
+    expect([True, True, False], seen)
+
+
+@behaviour("each backward has a number of its own, also one within another")
+def numbered_backwards() -> None:
+    seen: list[Any] = []
+    inner = through(leaf(), private.current_graph_task, seen).sum()
+
+    def look() -> int:
+        inner.backward()
+        return private.current_graph_task()
+
+    through(through(leaf(), private.current_graph_task, seen), look, seen).sum().backward()
+    within, again, first = seen
+    expect((True, True, -1), (first == again != within, min(seen) >= 0, private.current_graph_task()))
+
+
+@behaviour("at the end of a backward a callback is called once, after all nodes")
+def callbacks_at_the_end() -> None:
+    ran: list[Any] = []
+    below = through(leaf(), lambda: "below", ran)
+    through(below, lambda: private.when_backward_ends(lambda: ran.append("end")), ran).sum().backward()
+    expect([None, "below", "end"], ran)
+
+
+# --- gradients on their way
+
+
+@behaviour("what a node returns comes to the next node as the very same object, also a number that is expanded")
+def placeholders_untouched() -> None:
+    placeholder = torch.zeros((), dtype=torch.float64, device="cpu").expand(2)
+    came: list[Any] = []
+
+    def replace(grad: Any) -> Any:
+        came.append(grad)
+        return torch.full((2,), 3.0, dtype=torch.float64, device="cpu")
+
+    x = leaf()
+    private.apply(Node, private.apply(Node, x, replace), lambda grad: placeholder).sum().backward()
+    expect((True, [3.0, 3.0]), (came[0] is placeholder, x.grad.tolist()))
+
+
+@behaviour("gradients can be asked for at edges of the graph; there are none at what it does not lead to")
+def gradients_at_edges() -> None:
+    x, aside = leaf(), leaf()
+    inner = private.apply(Node, x * 3, lambda grad: grad)
+    edges = [private.edge_that_keeps(each) for each in (inner * inner, inner, aside)]
+    del inner
+    found = private.gradients(edges[:1], [edges[1], x, edges[2]], [torch.ones_like(x)], keep=False, create=False)
+    expect([[6.0, 6.0], [18.0, 18.0], None], [None if grad is None else grad.tolist() for grad in found])
+
+
+@behaviour("of a leaf in a graph one can tell whether it is held in Python")
+def held_leaves() -> None:
+    x = leaf()
+    nodes: list[Any] = [(each * each.detach()).grad_fn for each in (x, leaf())]
+    expect([True, False], [private.is_held(node.next_functions[0][0]) for node in nodes])
+
+
+class Doubling(OrderedDict[int, Any]):
+    """Hooks whose results are doubled."""
+
+    def __setitem__(self, number: int, hook: Callable[[Any], Any]) -> None:
+        super().__setitem__(number, lambda grad: 2 * hook(grad))
+
+
+@behaviour("the first hook on a tensor asks its node for the dictionary, which may be one of another type")
+def hooks_in_a_dictionary_of_our_own() -> None:
+    class Hooked(Node):
+        pass
+
+    node_type = private.node_type(Hooked)
+    register = node_type._register_hook_dict
+
+    def register_our_own(node: Any, tensor: torch.Tensor) -> None:
+        tensor._backward_hooks = Doubling()
+        register(node, tensor)
+
+    node_type._register_hook_dict = register_our_own
+    x = leaf()
+    result = private.apply(Hooked, x, lambda grad: grad)
+    result.register_hook(lambda grad: grad * 7)
+    (grad,) = torch.autograd.grad(result.sum(), [x])
+    expect([14.0, 14.0], grad.tolist())
+
+
+@behaviour("calls of PyTorch's methods can be counted, of whatever class they are asked for")
+def counted_calls() -> None:
+    before = inspect.getattr_static(torch.autograd.Function, "apply")
+    applied = private.CallCounter(torch.autograd.Function, "apply")
+    applied.watch()
+    try:
+        Node.apply(leaf(), lambda grad: grad)  # type: ignore[no-untyped-call]
+    finally:
+        setattr(torch.autograd.Function, "apply", before)  # noqa: B010  # mypy would have no method assigned
+    expect(True, applied.count >= 1)  # other threads may call it, too
+
+
+# --- tensors, and what a thread is in
+
+
+@behaviour("a tensor says whether its elements lie in memory as they are, and whether it is a view")
+def plain_memory() -> None:
+    plain = torch.ones(2, dtype=torch.float64, device="cpu")
+    conjugated = torch.ones(2, dtype=torch.complex64, device="cpu").conj()
+    odd = [conjugated, conjugated.imag, plain.to_sparse(), torch.empty(2, device="meta")]
+    expect([True, True, True], [private.has_plain_memory(each) for each in (plain, leaf(), plain[::2])])
+    expect([False] * 4, [private.has_plain_memory(each) for each in odd])
+    expect((True, False), (private.have_plain_memory([plain, leaf()]), private.have_plain_memory([plain, odd[0]])))
+    plain.mul_(2)
+    expect((1, False, True), (plain._version, plain._is_view(), plain[:1]._is_view()))
+
+
+@behaviour("the innermost hooks for saved tensors can be had")
+def hooks_for_saved_tensors() -> None:
+    outer, inner = (torch.neg, torch.abs), (torch.abs, torch.neg)
+    with torch.autograd.graph.saved_tensors_hooks(*outer), torch.autograd.graph.saved_tensors_hooks(*inner):
+        expect(inner, private.saved_tensor_hooks())
+
+
+@behaviour("a mode can see, and refuse, that gradients are turned off")
+def refused_no_grad() -> None:
+    with torch.enable_grad(), private.refusing_no_grad():
+        with private.grad_mode(False):
+            expect(False, torch.is_grad_enabled())
+        try:
+            with torch.no_grad():
+                raise AssertionError("torch.no_grad was not refused")
+        except NotImplementedError:
+            pass
+
+
+@behaviour("the modes of a thread can be seen")
+def seen_modes() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class OfFunctions(TorchFunctionMode):
+        __module__ = "users"  # our own do not count
+
+    class OfOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        __module__ = "users"
+
+    inner, outer = OfOperations(), OfFunctions()  # type: ignore[no-untyped-call]
+    with inner, outer:
+        expect([outer, inner], private.foreign_modes())
+    with torch.device("meta"):
+        expect(("meta", []), (private.default_device(), private.foreign_modes()))
+    expect((None, []), (private.default_device(), private.foreign_modes()))
+
+
+@behaviour("settings, and hooks for all modules, can be read")
+def settings() -> None:
+    for setting in private.every_setting():
+        setting.get()
+    private.global_hooks()
+
+
+@behaviour("within torch.func.vmap, tensors and levels say what they are")
+def levels_of_vmap() -> None:
+    plain, seen = torch.arange(6.0, device="cpu").reshape(3, 2), list[Any]()
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        level = private.level_of(row)
+        batch, dim = private.unbatched(row, level)
+        seen.append((private.transforms_are_active(), private.level_count(), private.vmap_levels() == {level}, dim))
+        seen.append([private.is_functorch_wrapped(each) and private.is_batched(each) for each in (row, plain)])
+        with private.outside_transforms():
+            seen.append((private.transforms_are_active(), batch.tolist() == plain.tolist()))
+        return private.batched(plain * 2, level, older=False)
+
+    expect((plain * 2).tolist(), torch.func.vmap(look)(plain).tolist())
+    expect([(True, 1, True, 0), [True, False], (False, True)], seen)
+    expect((False, 0, frozenset()), (private.transforms_are_active(), private.level_count(), private.vmap_levels()))
+
+
+@behaviour("the vmap before torch.func gives wrappers that say what they are")
+def the_older_vmap() -> None:
+    plain = torch.arange(6.0, device="cpu").reshape(3, 2)
+
+    def look(row: torch.Tensor) -> tuple[torch.Tensor]:
+        expect((True, 1), (private.is_batched_the_older_way(row), private.older_levels()))
+        return (private.batched(private.unbatched_the_older_way(row, 1) * 2, 1, older=True),)
+
+    expect((plain * 2).tolist(), private.vmap_the_older_way(look)(plain)[0].tolist())
+    expect((False, 0), (private.is_batched_the_older_way(plain), private.older_levels()))
+
+
+# --- what torch.compile makes; run apart, where functions are carried that it made: this loads the compiler
+
+
+def what_it_was_made_with_can_be_read() -> None:
+    compiler: Any = torch.compile
+    options = {"guard_filter_fn": list, "other": 1}
+    given = {"dynamic": True, "fullgraph": True, "options": options}
+    # it takes some of the options out
+    found: Any = compiler(probed, backend=on_its_own, **{**given, "options": {**options}})
+    expect((True, probed), (private.made_by_compiler(found), private.before_compiler(found)))
+    expect({"backend": on_its_own, **given}, private.compiler_options(private.compiler_context(found)))
+    module = torch.nn.Identity()
+    inductor: Any = compiler(module, options={"epilogue_fusion": False})
+    expected = {"backend": "inductor", "dynamic": None, "options": {"epilogue_fusion": False}}
+    expect(expected, private.compiler_options(private.compiler_context(inductor)))
+    expect(
+        (True, False, module), (private.is_optimized(inductor), private.is_optimized(module), private.before_compiler(inductor))
+    )
+    for recursive in (True, False):
+        disabled: Any = torch.compiler.disable(probed, recursive=recursive, reason="why")  # type: ignore[no-untyped-call]
+        expect((True, probed), (private.made_by_compiler(disabled), private.before_compiler(disabled)))
+        expect({"recursive": recursive, "reason": "why"}, private.disabling(disabled))
+    module.compile(backend="eager", dynamic=True)
+    in_place = private.compiler_context(private.compiled_in_place(module))
+    expect({"backend": "eager", "dynamic": True}, private.compiler_options(in_place))
+    private.compile_in_place(module, lambda call: lambda x: (call(x), "compiled"))
+    expect((1, "compiled"), module(1))
+    private.cache_folder()
+
+
+def probed(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def on_its_own(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """A backend that nothing is compiled with."""
+    return graph.forward

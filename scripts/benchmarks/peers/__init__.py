@@ -1,1 +1,0 @@
-"""The systems of `bench_peers.py`, and the processes that they live in."""

@@ -1,1 +1,0 @@
-"""The rows of `bench_speed.py`: grains, copies and processes."""
