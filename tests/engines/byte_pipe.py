@@ -39,7 +39,7 @@ def serve(descriptor: int, number: int) -> None:
 
 
 def byte_pipes(wanted: Wanted) -> Engine:
-    return SocketEngine(Launcher(), mirrored=True)
+    return SocketEngine(Launcher({}), mirrored=True)
 
 
 TRAITS = ENGINES["process"].traits
