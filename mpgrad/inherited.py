@@ -35,11 +35,11 @@ LIMITS = sorted({value for name, value in vars(resource).items() if name.startsw
 USER = {"Uid", "Gid", "Groups"}
 LOST_WITH_ROOT = {"CapPrm", "CapEff", "CapAmb"}
 CAPABILITIES = LOST_WITH_ROOT | {"CapInh", "CapBnd"}
-TAKEN_OVER = USER | CAPABILITIES | {"NoNewPrivs", "SigBlk", "Umask", "affinity", "limits", "niceness", "timer slack"}
+TAKEN_OVER = USER | CAPABILITIES | {"NoNewPrivs", "SigBlk", "Umask", "affinity", "limits", "niceness"}
 MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
 MAY_DROP_BOUNDS = 1 << 8  # CAP_SETPCAP
 CAPABILITY_VERSION = 0x20080522
-PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_TIMERSLACK, PR_GET_TIMERSLACK, PR_SET_NO_NEW_PRIVS = 24, 27, 29, 30, 38
+PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
 ASKS = 0xFFFFFFFF  # for the personality
 KEEPS_CAPABILITIES = 1 << 4  # of the secure bits, the one that no program passes on
 # variables that have been read when torch is loaded: by the loader, the C library, Python, and the libraries that compute
@@ -71,8 +71,6 @@ def take_over(wanted: dict[str, Any]) -> None:
         if "SigBlk" in differ:
             blocked = {each + 1 for each in bits(mask(wanted["SigBlk"]))}
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked & signal.valid_signals())
-        if "timer slack" in differ:
-            LIBC.prctl(PR_SET_TIMERSLACK, wanted["timer slack"], 0, 0, 0)
         # the user and the capabilities last, as they are the right to change the others
         if "CapBnd" in differ:
             for each in bits(mask(now["CapBnd"]) & ~mask(wanted["CapBnd"])):
@@ -146,7 +144,6 @@ def inherited(variables: Mapping[str, str] | None = None) -> Inherited:
         "personality": LIBC.personality(ASKS),
         "root": (root.st_dev, root.st_ino),
         "secure bits": LIBC.prctl(PR_GET_SECUREBITS, 0, 0, 0, 0) & ~KEEPS_CAPABILITIES,
-        "timer slack": LIBC.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0),
         "scheduler": (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
     }
     given = {**thread_variables(1), **current_environment().variables, **(variables or {})}

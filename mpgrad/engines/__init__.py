@@ -9,6 +9,5 @@ of calls: a new engine is written against `protocol` and added to `kinds`.
     inline       everything in the caller's thread
     launch       how a process or thread comes to be, and ends
     programs     fresh interpreters, and whether there is one
-    fork_server  multiprocessing's: when its workers end, and whether it may start them
-    tracker      multiprocessing's resource tracker, for workers that need one
+    not_ours     multiprocessing's fork server and resource tracker
 """

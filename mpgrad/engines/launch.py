@@ -32,9 +32,8 @@ from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from mpgrad.cpus import thread_variables
-from mpgrad.engines.fork_server import Life, check_fork_server
-from mpgrad.engines.programs import NO_VARIABLES, program, python
-from mpgrad.engines.tracker import SharedTracker
+from mpgrad.engines.not_ours import Life, SharedTracker, check_fork_server
+from mpgrad.engines.programs import program, python
 from mpgrad.errors import contextmanager
 from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
@@ -310,7 +309,7 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
 
     copies_caller = False
 
-    def __init__(self, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables`: for the environment of workers."""
         super().__init__()
         self._variables = variables

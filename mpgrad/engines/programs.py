@@ -14,18 +14,16 @@ import re
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Mapping
 
 from mpgrad.cpus import thread_variables
 from mpgrad.place import working_directory
 from mpgrad.system import PORTABLE, PROC
 
-__all__ = ["NO_VARIABLES", "is_python", "program", "python"]
+__all__ = ["is_python", "program", "python"]
 
 PROBED = "MPGRAD_STARTED_AS_PYTHON"  # in the environment of a program that is tried
 PROBE_PATIENCE = 10.0  # seconds for it to answer
-NO_VARIABLES: Mapping[str, str] = types.MappingProxyType({})
 
 
 def python() -> str:
@@ -67,14 +65,14 @@ def is_python(executable: str) -> bool:
 
 
 def program(
-    module: str, function: str, *given: socket.socket | int, variables: Mapping[str, str] = NO_VARIABLES
+    module: str, function: str, *given: socket.socket | int, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of its ends of pipes."""
     numbers = [each if isinstance(each, int) else each.fileno() for each in given]
     arguments = ", ".join(map(str, numbers))
     boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
     # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
-    environment = {**thread_variables(1), **os.environ, **variables, **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
+    environment = {**thread_variables(1), **os.environ, **(variables or {}), **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],

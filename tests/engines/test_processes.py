@@ -255,7 +255,6 @@ TAKEN_OVER = [
     pytest.param(without_capabilities, marks=AS_ROOT, id="capabilities"),
     pytest.param(lambda: LIBC.prctl(24, 13, 0, 0, 0), marks=AS_ROOT, id="bounds of capabilities"),
     pytest.param(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]), id="blocked signals"),
-    pytest.param(lambda: LIBC.prctl(29, 123456, 0, 0, 0), id="timer slack"),
     pytest.param(lambda: os.umask(0o027), id="umask"),
     pytest.param(lambda: os.nice(1), id="niceness"),
     pytest.param(lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), id="affinity"),

@@ -1,8 +1,7 @@
 """The private names of PyTorch that mpgrad leans on, all in one place, by subject.
 
     autograd    nodes, graphs, and the backward that runs through them
-    modes       what a thread is in: autocast, hooks for saved tensors, tracing
-    global_hooks  hooks for all modules and optimizers
+    modes       what a thread is in: autocast, hooks for saved tensors, tracing; hooks for all modules and optimizers
     settings    PyTorch's own settings, and how each is read and set
     memory      the memory of tensors, and storages that processes share
     transforms  torch.func's tensors, levels of vmap, forward mode
@@ -17,7 +16,6 @@ exception is `never_compile`, which no result depends on.
 
 from mpgrad.torch_state.private.autograd import *  # noqa: F403
 from mpgrad.torch_state.private.compiler import *  # noqa: F403
-from mpgrad.torch_state.private.global_hooks import *  # noqa: F403
 from mpgrad.torch_state.private.memory import *  # noqa: F403
 from mpgrad.torch_state.private.modes import *  # noqa: F403
 from mpgrad.torch_state.private.objects import *  # noqa: F403

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.backends import opt_einsum
 from torch.distributions import Distribution
 
-__all__ = ["Setting", "every_setting", "parametrizations_are_cached"]
+__all__ = ["Setting", "every_setting"]
 
 CHECKPOINT: Any = torch.utils.checkpoint
 FUTURE: Any = torch.__future__
@@ -322,8 +322,3 @@ def every_setting() -> tuple[Setting, ...]:
     of_process = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
     of_thread = [setting for row in IN_C_OF_THREAD for setting in in_c(*row, of_thread=True)]
     return (*precisions(), *of_process, *of_thread, *others())
-
-
-def parametrizations_are_cached() -> bool:
-    """Whether a `torch.nn.utils.parametrize.cached` is open."""
-    return bool(torch.nn.utils.parametrize._cache_enabled)
