@@ -16,7 +16,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling import reducers, structure, uncarried
+from mpgrad.pickling import uncarried
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.torch_state import private
 
@@ -263,6 +262,21 @@ def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
     assert_same_as_serial(lambda reference: reference().x * 2, [weakref.ref(kept)], pool)
 
 
+class Members(weakref.WeakSet[Any]): ...
+
+
+def test_what_is_not_made_again(pool2: mpgrad.Pool) -> None:
+    kept = Holder(torch.ones(1))
+    for value, said in (
+        (
+            contextvars.ContextVar("level", default=2.0),
+            "ContextVar' object (<lambda>'s closure: value); make it in the",
+        ),
+        (Members([kept]), "'Members' object, of a subclass of WeakSet; use a WeakSet (<lambda>'s closure: value"),
+    ):
+        assert said in refusal(pool2, closing_over(value))
+
+
 def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
     """Of the caller's, as for a `multiprocessing.Pool`: workers know its key. (Symptom: AuthenticationError.)"""
     with multiprocessing.get_context("spawn").Manager() as manager:
@@ -275,23 +289,6 @@ def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:
         pool.starmap(notes, [(k, steps) for k in range(5)])
         assert squares.copy() == {k: k * k for k in range(5)}
         assert sorted(steps.get() for _ in range(5)) == list(range(5))
-
-
-def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: each map looked through all names of all modules for each context variable of a script; 3 ms for one."""
-    searches: list[object] = []
-    search = reducers.name_in_a_module
-    monkeypatch.setattr(reducers, "name_in_a_module", lambda value: searches.append(value) or search(value))
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=3)
-    local = threading.local()
-    for _ in range(2):
-        for value in (variable, local):
-            structure.dumps([value])
-    assert searches == [variable, local]
-    library_of_variables = types.ModuleType("library_of_variables")
-    library_of_variables.variable = variable  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "library_of_variables", library_of_variables)
-    assert b"library_of_variables" in structure.dumps([variable])[0]
 
 
 class Holder:
