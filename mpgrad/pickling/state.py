@@ -27,7 +27,7 @@ from mpgrad.pickling.compiled import MARK, Placement
 from mpgrad.pickling.modules import LeftOf, Live, Namespaces, own_imports
 from mpgrad.pickling.placed import PLACED
 from mpgrad.pickling.reducers import weakly
-from mpgrad.pickling.state_pickler import CODE, BareClassError, StatePickler, held_by
+from mpgrad.pickling.state_pickler import CODE, StatePickler, held_by
 from mpgrad.pickling.streams import Streams, Travel, as_it_is, captured
 from mpgrad.pickling.structure import RUNS_CODE, CallerPickler, TensorUnpickler, loads
 from mpgrad.pickling.uses import Wanted, is_own
@@ -123,14 +123,9 @@ class States:
 
     def _made(self, wanted: Sequence[Wanted]) -> State:
         left: dict[Wanted, LeftOf] = {}
-        bare: set[tuple[type, str]] = set()
         while True:
-            pickler = StatePickler(left, bare)
-            try:
-                culprit = pickler.dump_all(wanted)
-            except BareClassError:
-                continue
-            if culprit is None:
+            pickler = StatePickler(left)
+            if (culprit := pickler.dump_all(wanted)) is None:
                 break
             left[culprit] = self._left_of(culprit)
         for each in pickler.covered - left.keys():

@@ -18,15 +18,14 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.pickling import caches
-from mpgrad.pickling.c_types import reduce_c_type
-from mpgrad.pickling.classes import dynamic, made_like_own, member_here
+from mpgrad.pickling.classes import dynamic, is_c_type, made_like_own, reduce_c_type
 from mpgrad.pickling.modules import LeftOf, make_function
 from mpgrad.pickling.placed import ABOUT_ITSELF
 from mpgrad.pickling.reducers import INHERITED
@@ -35,8 +34,9 @@ from mpgrad.pickling.structure import CallerPickler
 from mpgrad.pickling.uses import Wanted, is_own, module_of, name_of, uses_in
 from mpgrad.pickling.watch import ABSENT, Opaque, Watch, attributes_of, contents_of_cell, contents_of_class, items_of, pairs_of
 
-__all__ = ["CODE", "BareClassError", "StatePickler", "held_by"]
+__all__ = ["CODE", "StatePickler", "held_by"]
 
+OF_CLASSES = "a class travels with its attributes: keep what cannot in a global of its module, as workers import it"
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
 CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
 OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
@@ -56,15 +56,12 @@ class StatePickler(CallerPickler):
 
     starts_again = False  # the pickle has many parts
 
-    def __init__(self, left: dict[Wanted, LeftOf], bare: set[tuple[type, str]]) -> None:
-        """`bare`: attributes that classes go without, as these cannot be carried; what is found of them is added."""
+    def __init__(self, left: dict[Wanted, LeftOf]) -> None:
         self.buffer = io.BytesIO()
         super().__init__(self.buffer)
         self.covered: set[Wanted] = set()
         self.watch = Watch()
         self._left = left
-        self._bare = bare
-        self._classes: list[type] = []
         self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
         self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
 
@@ -109,12 +106,10 @@ class StatePickler(CallerPickler):
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
         except Exception as error:
-            if found := set(self._attributes_that_fail()) - self._bare:
-                self._bare |= found
-                raise BareClassError from error
-            is_code = isinstance(value, types.FunctionType | type) and is_own(value.__module__)
+            is_code = isinstance(value, types.FunctionType | type) and is_own(value.__module__) and not is_c_type(value)
             if wanted in self._left or (by_itself and is_code):
-                error.args = (f"{wanted.module}.{wanted.name}: {error}",)
+                keep = f"; {OF_CLASSES}" if isinstance(value, type) else ""
+                error.args = (f"{wanted.module}.{wanted.name}: {error}{keep}",)
                 raise
             return False
         if wanted in self._left:
@@ -171,16 +166,7 @@ class StatePickler(CallerPickler):
         own = name_of(value)
         if is_own(value.__module__):
             self._hasten_methods(value)
-            self._classes.append(value)
         reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
-        if self._bare and reduced is not NotImplemented and len(reduced) > 2:
-            make, arguments, (members, more), *rest = reduced
-            own_members = {
-                name: OfOwnClass(value.__module__, value.__qualname__, name)
-                for name, each in members.items()
-                if (value, name) in self._bare and each is vars(value)[name]  # cloudpickle has its own way with `_abc_impl`
-            }
-            reduced = make, arguments, ({**members, **own_members}, more), *rest
         if reduced is not NotImplemented:
             self.watch.content(contents_of_class, value)
             self._note_made(reduced)
@@ -210,12 +196,6 @@ class StatePickler(CallerPickler):
         for name, member in vars(kind).items():
             if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
                 self._hasten(member)
-
-    def _attributes_that_fail(self) -> Iterator[tuple[type, str]]:
-        for kind in filter(name_of, self._classes):
-            for name, member in list(vars(kind).items()):
-                if not isinstance(member, CODE) and not isinstance(member, STEADY) and cannot_be_carried(member):
-                    yield kind, name
 
     def _want_name(self, value: Any) -> None:
         """It is to be found under its own name too."""
@@ -267,38 +247,9 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
     return pairs_of({name: value for name, value in vars(generator).items() if name != "gauss_next"})
 
 
-class BareClassError(Exception):
-    """A class has an attribute that cannot be carried, such as a pool; once more, with the worker's own."""
-
-
-class OfOwnClass(NamedTuple):
-    """Stands in a pickle for the attribute of a class that the worker has imported, too."""
-
-    module: str
-    path: str
-    name: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return member_here, tuple(self)
-
-
 def refuse_files(value: object) -> None:
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
         raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
-
-
-class WithoutFiles(CallerPickler):
-    def reducer_override(self, value: object) -> Any:
-        refuse_files(value)
-        return super().reducer_override(value)
-
-
-def cannot_be_carried(value: Any) -> bool:
-    try:
-        WithoutFiles(io.BytesIO()).dump(value)
-    except Exception:
-        return True
-    return False
 
 
 def is_defined_there(wanted: Wanted) -> bool:
