@@ -34,8 +34,7 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import attribute_here, own_import, pickle_finds
-from mpgrad.pickling.placed import PLACED
+from mpgrad.pickling.modules import PLACED, attribute_here, own_import, pickle_finds
 from mpgrad.pickling.uses import is_own, name_of
 
 __all__ = [

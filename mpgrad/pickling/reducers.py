@@ -9,8 +9,6 @@ Guarantees: what a weak reference leads to is alive in the worker for as long as
     where others hold it.
 """
 
-# long because: one kind after another
-
 from __future__ import annotations
 
 import copyreg
