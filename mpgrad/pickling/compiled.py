@@ -63,8 +63,7 @@ class Placement:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
-        self._met: dict[int, Namespace] = {}  # by id of the globals as they came
-        self._came: list[Namespace] = []  # which keeps those ids from being others'
+        self._met: dict[int, tuple[Namespace, Namespace]] = {}  # globals as they came and that stay, by id of the former
         self._before: list[Placement | None] = []
 
     def __enter__(self) -> None:
@@ -101,7 +100,6 @@ class Placement:
             return unpickle()
         finally:
             self._met.clear()
-            self._came.clear()
             if ROOMS.running is not None:
                 ROOMS.running.place()
 
@@ -122,15 +120,14 @@ class Placement:
 
     def _namespace(self, came: Namespace) -> Namespace:
         """The dictionary that stays, and holds now what `came`, the globals of some module."""
-        namespace = self._met.get(id(came))
+        _, namespace = self._met.get(id(came), (came, None))
         if namespace is None:
             module = came.get("__name__"), came.get("__file__")
-            number = sum(module == (each.get("__name__"), each.get("__file__")) for each in self._came)
+            number = sum(module == (each.get("__name__"), each.get("__file__")) for each, _ in self._met.values())
             namespace = ROOMS.namespaces.setdefault((*module, number), {"__builtins__": __builtins__})
             # without its name: the compiler would look for its globals in a module that the worker imports by that
             namespace.update({name: value for name, value in came.items() if name != "__name__"})
-            self._met[id(came)] = namespace
-            self._came.append(came)
+            self._met[id(came)] = came, namespace
         return namespace
 
     def set_state(self, set_function: Callable[[Any, Any], None], function: types.FunctionType, state: Any) -> None:

@@ -31,7 +31,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -464,13 +464,13 @@ class Recent(Generic[T]):
     """What was put here last, by number. Two of these that see the same numbers have the same."""
 
     def __init__(self, most: int = MOST_STATES) -> None:
-        self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
         self._most = most
 
-    def get(self, number: int) -> T | None:
+    def get(self, number: Hashable) -> T | None:
         return self._kept.get(number)
 
-    def put(self, number: int, value: T) -> None:
+    def put(self, number: Hashable, value: T) -> None:
         self._kept[number] = value
         self._kept.move_to_end(number)
         if len(self._kept) > self._most:
@@ -482,7 +482,7 @@ class States:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is pickled has methods of its own, which may come here again
-        self._known: collections.OrderedDict[tuple[Wanted, ...], State] = collections.OrderedDict()
+        self._known: Recent[State] = Recent()  # by what was wanted
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
@@ -492,12 +492,10 @@ class States:
         if not key:
             return None
         with self._lock:
-            state = self._known.pop(key, None)
+            state = self._known.get(key)
             if state is None or not state.is_current():
                 state = self._made(key)
-            self._known[key] = state
-            if len(self._known) > MOST_STATES:
-                self._known.popitem(last=False)
+            self._known.put(key, state)
             return state
 
     def _made(self, wanted: Sequence[Wanted]) -> State:
