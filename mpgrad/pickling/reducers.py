@@ -236,13 +236,6 @@ def reduce_method(value: types.MethodType) -> Any:
     return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
 
 
-def reduce_builtin(value: Any) -> Any:
-    """Under the name by which everybody calls it, for workers watch some of PyTorch's functions: see `workers.surroundings`."""
-    owner = torch.Tensor if isinstance(value, types.MethodDescriptorType) else torch
-    name = value.__name__
-    return (getattr, (owner, name)) if getattr(owner, name, None) is value else value.__reduce_ex__(5)
-
-
 def reduce_descriptor(value: Any) -> Reduced:
     """A property, class method or static method of a subclass, such as those of `torch.distributions`."""
     kind = type(value)
@@ -334,8 +327,6 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     torch.finfo: reduce_limits,
     torch.iinfo: reduce_limits,
     types.CodeType: reduce_code,
-    types.BuiltinMethodType: reduce_builtin,
-    types.MethodDescriptorType: reduce_builtin,
     types.MethodType: reduce_method,
     types.ModuleType: reduce_imported,
     type(torch.ops): reduce_imported,
