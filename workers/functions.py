@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.pickling.modules import Namespaces
-from mpgrad.pickling.placed import PLACED
+from mpgrad.pickling.modules import PLACED, Namespaces
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import UnderGlobalHooks

@@ -23,8 +23,7 @@ import torch
 from mpgrad.cpus import thread_variables
 from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
-from mpgrad.pickling.modules import run_initializer
-from mpgrad.pickling.placed import PLACED
+from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 from mpgrad.torch_state.modes import begin_as_new

@@ -30,13 +30,12 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _class_setstate as set_class
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from cloudpickle.cloudpickle import _lookup_class_or_track as track
+from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.c_types import reduce_c_type
-from mpgrad.pickling.modules import attribute_here, own_import, pickle_finds
-from mpgrad.pickling.placed import PLACED
-from mpgrad.pickling.uses import is_own
+from mpgrad.pickling.modules import PLACED, attribute_here, own_import, pickle_finds
+from mpgrad.pickling.uses import is_own, name_of
 
 __all__ = [
     "SETS_CLASS",
@@ -45,14 +44,14 @@ __all__ = [
     "dumps",
     "dynamic",
     "follow_the_caller",
+    "is_c_type",
     "loads",
     "made_like_own",
-    "member_here",
+    "reduce_c_type",
 ]
 
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so that they may come back
-AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()  # what a worker's import gave
 # all that they consist of could be carried: but whoever waits for a copy, or gives it something, waits in vain
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_class.__module__, set_class.__name__
@@ -93,6 +92,26 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             return attribute_here, (value.__module__, name)
         OURS.add(value)
         return with_slots(value, reduced)
+
+
+def is_c_type(value: Any) -> bool:
+    """Whether it is a type of ctypes. Their metaclasses have no names, so cloudpickle can carry none of them by value."""
+    return any(each.__module__ == "_ctypes" for each in type(value).__mro__[:-2])
+
+
+def reduce_c_type(value: type) -> tuple[Any, ...] | None:
+    """A type of ctypes in a module of the user's own is that of the worker's import; None for others.
+
+    Raises:
+        TypeError: no module has the type.
+    """
+    if not is_c_type(value):
+        return None
+    if name_of(value) is not None:
+        return attribute_here, (value.__module__, value.__qualname__)
+    if importable_as(value) is None:
+        raise TypeError(f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes")
+    return None
 
 
 def other_name(value: type) -> str | None:
@@ -146,29 +165,9 @@ def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., t
         found = getattr(found, part, None)
     is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
     if isinstance(found, type) and is_free and is_alike(found, make, arguments):
-        AS_IMPORTED[found] = dict(vars(found))
         track(tracker_id, found)
         return found
     return make(*arguments)
-
-
-def member_here(module: str, path: str, name: str) -> Any:
-    """What a class has under that name as the worker imported it: such as an open file, which cannot be carried."""
-    try:
-        kind = attribute_here(module, path)
-        return AS_IMPORTED.get(kind, vars(kind))[name]
-    except (ImportError, AttributeError, KeyError) as error:
-        return NotHere(f"{module}.{path}.{name}", f"{type(error).__name__}: {error}")
-
-
-class NotHere:
-    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it is told."""
-
-    def __init__(self, path: str, reason: str) -> None:
-        self._words = f"{path} cannot be carried to or from a worker, and the worker's own import has none ({reason})"
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        raise TypeError(f"{self._words}; make it where its module defines the class")
 
 
 def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:

@@ -2,13 +2,12 @@
 
 What PyTorch compiles it keeps with a function's code object, and its guards look into the dictionary of globals that it was
 compiled with. But each operation loads its function anew, around tensors of its own. So where a compiled function is among
-what is loaded, equal code objects become one object, functions without closures stay the same objects, and those of one module
-share one dictionary of globals, as in the caller, from operation to operation.
+what is loaded, equal code objects become one object, and functions of one module share one dictionary of globals, as in the
+caller, from operation to operation.
 
     caller  compiled ──► (original, options)      worker  load: code and globals as before, values noted ──► Placement
                                                           call, backward: `with placement` puts the values in their places
-Guarantees: a call and its backward see the globals of their own operation, whatever was loaded since. Workers that share a
-    disk compile the same graph one after the other, and the later ones find what the first one has stored there.
+Guarantees: a call and its backward see the globals of their own operation, whatever was loaded since.
 Assumes: a thread runs one function at a time, or one within another.
 """
 
@@ -16,21 +15,18 @@ from __future__ import annotations
 
 import threading
 import types
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mpgrad.pickling import classes
-from mpgrad.place import PLACE
 from mpgrad.torch_state.private import (
     before_compiler,
     compile_in_place,
     compiler_context,
     compiler_options,
     disabling,
-    inductor_in_turns,
     is_optimized,
     made_by_compiler,
 )
@@ -46,18 +42,12 @@ MARK = __name__.encode()  # in the pickle of what has a compiled function in it;
 MARKS = ("_torchdynamo_", "get_compiler_config", "aot_compile", "_is_torch_compile", "_isolate_recompiles_id")
 
 
-NOTHING: tuple[Namespace, Namespace] = {}, {}
-
-
 class Rooms(threading.local):
     """What a thread's compiled functions have in common, from operation to operation."""
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
-        self.functions: dict[
-            tuple[Any, ...], types.FunctionType
-        ] = {}  # without closures, by code, globals and number in a load
-        self.disabled: dict[tuple[Any, ...], Any] = {}  # what torch.compiler.disable made of those
+        self.disabled: dict[tuple[Any, ...], Any] = {}  # what torch.compiler.disable made, by code, globals and options
         self.classes: dict[type, None] = {}  # what was compiled for one that has gone is thrown away
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
         self.contexts: dict[bytes, Any] = {}  # by options: what was compiled under another one counts as not compiled
@@ -73,10 +63,7 @@ class Placement:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
-        self._met: dict[int, Namespace] = {}  # by id of the globals as they came
-        self._came: list[Namespace] = []  # which keeps those ids from being others'
-        self._states: dict[types.FunctionType, tuple[Any, Any, dict[str, Any]]] = {}  # of those that operations have in common
-        self._made: Counter[tuple[Any, ...]] = Counter()
+        self._met: dict[int, tuple[Namespace, Namespace]] = {}  # globals as they came and that stay, by id of the former
         self._before: list[Placement | None] = []
 
     def __enter__(self) -> None:
@@ -94,23 +81,17 @@ class Placement:
             self._take_over()
             for namespace, values in self._values.values():
                 namespace.update(values)
-            for function, state in self._states.items():
-                function.__defaults__, function.__kwdefaults__, function.__dict__ = state
 
     def _take_over(self) -> None:
         """Of the one before nothing stays: a name of its own could hide a builtin, and nobody would ever remove it."""
         if ROOMS.placed is not None:
-            ROOMS.placed._withdraw(self)
+            ROOMS.placed._withdraw()
         ROOMS.placed = self
 
-    def _withdraw(self, successor: Placement | None = None) -> None:
-        """What the successor has too may stay, for it will be replaced."""
+    def _withdraw(self) -> None:
         for namespace, values in self._values.values():
-            _, replaced = successor._values.get(id(namespace), NOTHING) if successor else NOTHING
-            for name in values.keys() - replaced.keys():
+            for name in values:
                 namespace.pop(name, None)
-        for function in self._states.keys() - (successor._states.keys() if successor else set()):
-            function.__defaults__, function.__kwdefaults__, function.__dict__ = None, None, {}
 
     def load(self, unpickle: Callable[[], Any]) -> Any:
         """Run `unpickle`, which gets functions from `make_function` and `set_state`."""
@@ -119,8 +100,6 @@ class Placement:
             return unpickle()
         finally:
             self._met.clear()
-            self._came.clear()
-            self._made.clear()
             if ROOMS.running is not None:
                 ROOMS.running.place()
 
@@ -133,29 +112,22 @@ class Placement:
     def make_function(
         self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
     ) -> types.FunctionType:
-        """A function over the globals that stay. Without a closure it is the same object at each load."""
+        """A function over the globals that stay."""
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
-            ROOMS.functions.clear()
             ROOMS.disabled.clear()
-        namespace = self._namespace(came)
-        made = types.FunctionType(ROOMS.codes.setdefault(code, code), namespace, name, defaults, closure)
-        if closure is not None:
-            return made
-        self._made[code, id(namespace)] += 1
-        return ROOMS.functions.setdefault((code, id(namespace), self._made[code, id(namespace)]), made)
+        return types.FunctionType(ROOMS.codes.setdefault(code, code), self._namespace(came), name, defaults, closure)
 
     def _namespace(self, came: Namespace) -> Namespace:
         """The dictionary that stays, and holds now what `came`, the globals of some module."""
-        namespace = self._met.get(id(came))
+        _, namespace = self._met.get(id(came), (came, None))
         if namespace is None:
             module = came.get("__name__"), came.get("__file__")
-            number = sum(module == (each.get("__name__"), each.get("__file__")) for each in self._came)
+            number = sum(module == (each.get("__name__"), each.get("__file__")) for each, _ in self._met.values())
             namespace = ROOMS.namespaces.setdefault((*module, number), {"__builtins__": __builtins__})
             # without its name: the compiler would look for its globals in a module that the worker imports by that
             namespace.update({name: value for name, value in came.items() if name != "__name__"})
-            self._met[id(came)] = namespace
-            self._came.append(came)
+            self._met[id(came)] = came, namespace
         return namespace
 
     def set_state(self, set_function: Callable[[Any, Any], None], function: types.FunctionType, state: Any) -> None:
@@ -164,11 +136,7 @@ class Placement:
         values.update(state[1]["__globals__"])
         if "__name__" in names_in(function.__code__):  # of which classes that are made in it are said to be
             values["__name__"] = namespace["__name__"] = state[1].get("__module__")
-        if function.__closure__ is None:
-            function.__dict__ = {}
         set_function(function, state)
-        if function.__closure__ is None:
-            self._states[function] = function.__defaults__, function.__kwdefaults__, function.__dict__
 
     def put(self, came: Namespace, names: Namespace) -> None:
         """Further globals, of a module that came from the caller."""
@@ -239,8 +207,6 @@ def compiled_again(original: Any, options: bytes) -> Any:
     context = ROOMS.contexts.get(options)
     if context is not None:
         return context(original)
-    if PLACE.in_worker:
-        inductor_in_turns()
     compiled = torch.compile(original, **classes.loads(options))
     if len(ROOMS.contexts) > MOST_CONTEXTS:
         ROOMS.contexts.clear()
@@ -250,11 +216,12 @@ def compiled_again(original: Any, options: bytes) -> Any:
 
 
 def disabled_again(original: Any, options: dict[str, Any]) -> Any:
-    """As `torch.compiler.disable`, the same for the same function."""
+    """As `torch.compiler.disable`: the same as before for a function that is its code and its globals, and nothing else."""
     disable: Any = torch.compiler.disable
-    if not any(original is each for each in ROOMS.functions.values()):
+    own = (getattr(original, name, True) for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"))
+    if any(own):
         return disable(original, **options)
-    key = original, *options.values()
+    key = original.__code__, id(original.__globals__), *options.values()
     if key not in ROOMS.disabled:  # guards ask for the very same object
         ROOMS.disabled[key] = disable(original, **options)
     return ROOMS.disabled[key]

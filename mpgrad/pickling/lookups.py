@@ -2,8 +2,8 @@
 
 Which names these are, nobody can read from the code. So the function gets those that its strings mention, and then all names of
 its module, as far as they can be carried and are not large. Its globals know of the others: to look one up raises an error that
-says why, where a plain dictionary would say that there is none, and `globals().get("w", 0)` would go on with 0. Code that goes
-through all names gets a stand-in for each of the others, and the error when it uses it.
+says why, where a plain dictionary would say that there is none, and `globals().get("w", 0)` would go on with 0. To go through
+the values of all names raises it too.
 
 Assumes: a module of the user's own has all its names (`mpgrad.pickling.state`); this is for scripts, and for code that was made
     by `exec`.
@@ -12,16 +12,15 @@ Assumes: a module of the user's own has all its names (`mpgrad.pickling.state`);
 from __future__ import annotations
 
 import builtins
-import collections.abc
+import collections
 import dis
 import functools
 import importlib
-import operator
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from mpgrad.pickling.uses import contents_of, is_own, uses_in
 
@@ -124,7 +123,7 @@ class Lookups:
         self._size = size
         self._left = UNASKED_BYTES
         self._carried: set[str] = set()
-        self.uncarried: dict[str, Missing] = {}
+        self.uncarried: dict[str, str] = {}  # and why
 
     def names(self, mentioned: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
         """What a function gets beside what it is `given`."""
@@ -139,30 +138,18 @@ class Lookups:
 
     def _try(self, name: str, value: Any, limit: int | None) -> None:
         if limit is not None and isinstance(value, types.ModuleType) and not is_library(value):
-            self._lacks(name, value, "it is a module of your own, all of which would travel")
+            self.uncarried[name] = "it is a module of your own, all of which would travel"
             return
         try:
             size = self._size(value, limit)
         except OverflowError:
-            self._lacks(name, value, f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more")
+            self.uncarried[name] = f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more"
         except Exception as error:
-            self._lacks(name, value, f"{type(error).__name__}: {error}")
+            self.uncarried[name] = f"{type(error).__name__}: {error}"
         else:
             self._left -= 0 if limit is None else size
             self._carried.add(name)
             self.uncarried.pop(name, None)
-
-    def _lacks(self, name: str, value: Any, why: str) -> None:
-        kinds = type(value).__mro__
-        may_hold = any(each.__module__.partition(".")[0] == "torch" for each in kinds)
-        self.uncarried[name] = Missing(why, None if may_hold else [(each.__module__, each.__qualname__) for each in kinds])
-
-
-class Missing(NamedTuple):
-    """A name that was not carried."""
-
-    why: str
-    classes: list[tuple[str, str]] | None  # None: of PyTorch's, whose C++ code must not take a `StandIn` for one
 
 
 def is_library(module: types.ModuleType) -> bool:
@@ -175,7 +162,7 @@ def is_library(module: types.ModuleType) -> bool:
 class CarriedGlobals(dict[str, Any]):
     """The globals of functions that look up names: knows of those that did not come along."""
 
-    def __init__(self, contents: Mapping[str, Any] | None = None, uncarried: dict[str, Missing] | None = None) -> None:
+    def __init__(self, contents: Mapping[str, Any] | None = None, uncarried: dict[str, str] | None = None) -> None:
         super().__init__(contents or {})
         self.uncarried = {} if uncarried is None else uncarried
         self._builtins: CarriedBuiltins | None = None
@@ -189,21 +176,17 @@ class CarriedGlobals(dict[str, Any]):
     def __reduce__(self) -> Any:
         return CarriedGlobals, (dict(super().items()), self.uncarried)
 
-    def refuse(self, name: str) -> NoReturn:
-        path = f"{self.own('__name__', 'the caller')}.{name}"
-        remedy = "name it in the function that looks it up, or pass it"
-        raise TypeError(f"{path} was not carried to this worker ({self.uncarried[name].why}); {remedy}")
-
     def own(self, name: str, otherwise: Any) -> Any:
         return super().get(name, otherwise)
 
     def check(self, name: object) -> None:
         if name in self.uncarried and not super().__contains__(name):
-            self.refuse(str(name))
+            path = f"{self.own('__name__', 'the caller')}.{name}"
+            remedy = "name it in the function that looks it up, or pass it"
+            raise TypeError(f"{path} was not carried to this worker ({self.uncarried[str(name)]}); {remedy}")
 
     def __missing__(self, name: str) -> Any:
-        if name in self.uncarried:
-            return StandIn(self, name)  # who goes through all names may not want it
+        self.check(name)
         raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -238,43 +221,6 @@ class CarriedGlobals(dict[str, Any]):
 
     def copy(self) -> Any:
         return {name: self[name] for name in self}
-
-
-class StandIn:
-    """For what did not come along, in the hands of code that goes through all names: to use it raises."""
-
-    __slots__ = ("_contents", "_name")
-
-    def __init__(self, contents: CarriedGlobals, name: str) -> None:
-        object.__setattr__(self, "_contents", contents)
-        object.__setattr__(self, "_name", name)
-
-    def __getattribute__(self, name: str) -> Any:
-        contents: CarriedGlobals = object.__getattribute__(self, "_contents")
-        own: str = object.__getattribute__(self, "_name")
-        classes = contents.uncarried[own].classes
-        if name != "__class__" or classes is None:
-            contents.refuse(own)
-        return next(filter(None, (class_here(contents, *each) for each in classes)))  # `isinstance` asks
-
-
-def class_here(contents: CarriedGlobals, module: str, path: str) -> Any:
-    """None for one that did not come along either."""
-    if module == "__main__":
-        return contents.own(path, None)
-    return getattr(sys.modules.get(module), path, None) or (OF_PYTHON.get(path) if module == "builtins" else None)
-
-
-def refuse_use(standing: StandIn, *others: Any, **more: Any) -> NoReturn:
-    contents: CarriedGlobals = object.__getattribute__(standing, "_contents")
-    contents.refuse(object.__getattribute__(standing, "_name"))
-
-
-OF_PYTHON = {each.__qualname__: each for each in vars(types).values() if isinstance(each, type)}
-USES = [each.strip("_") for each in operator.__all__]
-USES += ["call", "bool", "len", "iter", "next", "enter", "hash", "str", "repr", "format", "bytes", "int", "float", "complex"]
-for use in [*USES, *(f"r{each}" for each in USES), "divmod", "rdivmod", "setattr", "delattr"]:
-    setattr(StandIn, f"__{use}__", refuse_use)
 
 
 class CarriedBuiltins(dict[str, Any]):
@@ -315,11 +261,6 @@ class CarriedMain(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         object.__getattribute__(self, "_contents")[name] = value
 
-    def __delattr__(self, name: str) -> None:
-        if name not in object.__getattribute__(self, "_contents"):
-            raise AttributeError(f"module '__main__' has no attribute {name!r}")
-        del object.__getattribute__(self, "_contents")[name]
-
 
 class CarriedSys(types.ModuleType):
     """`sys`, whose `modules` have the caller's `__main__`."""
@@ -334,9 +275,6 @@ class CarriedSys(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(sys, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(sys, name)
-
 
 class SysOf:
     """Stands for one in the caller."""
@@ -348,26 +286,15 @@ class SysOf:
         return CarriedSys, (self._contents,)
 
 
-class Modules(collections.abc.MutableMapping[str, types.ModuleType]):
+class Modules(collections.UserDict[str, types.ModuleType]):
     """`sys.modules`, with another `__main__`."""
 
     def __init__(self, contents: CarriedGlobals) -> None:
+        self.data = sys.modules
         self._main = main_of(contents)
 
     def __getitem__(self, name: str) -> types.ModuleType:
-        return self._main if name == "__main__" else sys.modules[name]
-
-    def __setitem__(self, name: str, module: types.ModuleType) -> None:
-        sys.modules[name] = module
-
-    def __delitem__(self, name: str) -> None:
-        del sys.modules[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sys.modules)
-
-    def __len__(self) -> int:
-        return len(sys.modules)
+        return self._main if name == "__main__" else self.data[name]
 
 
 def main_of(contents: CarriedGlobals) -> CarriedMain:

@@ -2,14 +2,12 @@
 
 A forked process has a copy of whatever its parent had, so a script may keep anything in its globals and objects. What has a
 meaning in another process is made again there: caches, dispatch tables, weak references, scripted and parametrized modules.
-What guards something within a process (locks and their like) is another one there, which nobody holds. A file or a socket has
+A lock, which guards something within a process, is another one there, which nobody holds. A file or a socket has
 no second self: `mpgrad.pickling.uncarried` says where it is and what to do.
 
 Guarantees: what a weak reference leads to is alive in the worker for as long as the reference is, as it is in the caller,
     where others hold it.
 """
-
-# long because: one kind after another
 
 from __future__ import annotations
 
@@ -33,7 +31,6 @@ import torch
 from cloudpickle.cloudpickle import _extract_code_globals as code_globals
 from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import dynamic_subimport
-from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 from torch.distributions.transforms import Transform
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -140,27 +137,6 @@ def reduce_condition(value: threading.Condition) -> Reduced:
     return threading.Condition, (value._lock,)  # type: ignore[attr-defined]  # which others may hold, too
 
 
-def reduce_event(value: threading.Event) -> Reduced:
-    return event_again, (value.is_set(),)
-
-
-def event_again(is_set: bool) -> threading.Event:
-    event = threading.Event()
-    if is_set:
-        event.set()
-    return event
-
-
-def reduce_semaphore(value: threading.Semaphore) -> Reduced:
-    # whoever holds one in the caller does not give it back here; of others it is not known how many there were at first
-    count = getattr(value, "_initial_value", value._value)
-    return type(value), (count,)
-
-
-def reduce_barrier(value: threading.Barrier) -> Reduced:
-    return threading.Barrier, (value.parties, value._action, value._timeout)  # type: ignore[attr-defined]
-
-
 def reduce_local(value: threading.local) -> Any:
     """A new one, made as this one was; what threads keep in it stays theirs."""
     if (by_name := reduce_attribute(value)) is not None:
@@ -225,9 +201,8 @@ REFERENCES = weakref.ref, weakref.WeakMethod
 WEAK = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 
 
-def reference_again(kind: type[Any], target: Any) -> Any:
-    base: Any = weakref.WeakMethod if issubclass(kind, weakref.WeakMethod) else weakref.ref
-    return base.__new__(kind, target, functools.partial(let_go, target))
+def reference_again(kind: Any, target: Any) -> Any:
+    return kind(target, functools.partial(let_go, target))
 
 
 def let_go(target: Any, reference: Any) -> None:
@@ -236,17 +211,12 @@ def let_go(target: Any, reference: Any) -> None:
 
 def reduce_reference(value: weakref.ref[Any]) -> Reduced:
     target, kind = value(), type(value)
-    own = kind.__mro__[: min(kind.__mro__.index(base) for base in REFERENCES if issubclass(kind, base))]
-    slots = [name for each in own for name, part in vars(each).items() if isinstance(part, types.MemberDescriptorType)]
-    state = getattr(value, "__dict__", None), {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    make: Reduced = (dead_reference, (kind,)) if target is None else (reference_again, (kind, target))
-    return (*make, state) if any(state) else make
+    return (dead_reference, (kind,)) if target is None else (reference_again, (kind, target))
 
 
-def dead_reference(kind: type[Any]) -> Any:
+def dead_reference(kind: Any) -> Any:
     """One whose object is gone."""
-    base: Any = weakref.WeakMethod if issubclass(kind, weakref.WeakMethod) else weakref.ref
-    return base.__new__(kind, Dead().method if base is weakref.WeakMethod else Dead())
+    return kind(Dead().method if kind is weakref.WeakMethod else Dead())
 
 
 class Dead:
@@ -276,40 +246,17 @@ def referent(proxy: Any) -> Referent:
         return Referent(None, is_alive=False)
 
 
-def reduce_weak(value: Any) -> tuple[Any, ...]:
+def reduce_weak(value: Any) -> Reduced:
     """A WeakKeyDictionary, WeakValueDictionary or WeakSet; what it leads to hangs on it."""
-    base = next(each for each in type(value).__mro__ if each in WEAK)
-    of_base = {*vars(base()), "kept"}
-    own = {name: each for name, each in vars(value).items() if name not in of_base}
-    contents = list(value if base is weakref.WeakSet else value.items())
-    return weak_again, (type(value), base), (own, contents), None, None, fill_weak
+    if type(value) not in WEAK:  # which says itself how it is pickled, and nobody would hold its members
+        raise TypeError(f"cannot pickle {type(value).__qualname__!r} object, of a subclass of WeakSet; use a WeakSet")
+    contents = list(value if type(value) is weakref.WeakSet else value.items())
+    return type(value), (), contents, None, None, fill_weak
 
 
-def weak_again(kind: Any, base: Any) -> Any:
-    made = kind.__new__(kind)
-    base.__init__(made)  # that of a subclass may want arguments
-    return made
-
-
-def fill_weak(made: Any, state: tuple[dict[str, Any], list[Any]]) -> None:
-    vars(made).update(state[0])
-    made.update(state[1])
-    made.kept = state[1]
-
-
-class FinalizerElsewhere(weakref.finalize):  # type: ignore[type-arg]  # it is no generic class when it runs
-    """A worker's: tells whether the caller's is alive. What that is to do, it does itself."""
-
-    __slots__ = ("alive",)
-    alive: bool
-
-    def __init__(self, alive: bool) -> None:
-        self.alive = alive
-
-
-def reduce_finalizer(value: weakref.finalize[Any, Any]) -> Reduced:
-    """It stays where it is: its callback runs once."""
-    return FinalizerElsewhere, (value.alive,)
+def fill_weak(made: Any, contents: list[Any]) -> None:
+    made.update(contents)
+    made.kept = contents
 
 
 def reduce_subclass(value: object) -> Any:
@@ -435,24 +382,16 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),
     threading.Condition: reduce_condition,
-    threading.Event: reduce_event,
-    threading.Semaphore: reduce_semaphore,
-    threading.BoundedSemaphore: reduce_semaphore,
-    threading.Barrier: reduce_barrier,
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
     torch.UntypedStorage: reduce_storage,
-    type(torch.backends.cuda.cufft_plan_cache): reduce_attribute,
     RemovableHandle: reduce_handle,
     Optimizer: whole(Optimizer),  # of hooks, and what single optimizers and schedulers keep in them
     Transform: whole(Transform),  # of inverses
-    BaseSparsifier: whole(BaseSparsifier),  # of the module, and all that single sparsifiers have
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
-    weakref.finalize: reduce_finalizer,
-    FinalizerElsewhere: reduce_finalizer,
 }
-INHERITED = {*REFERENCES, *WEAK, threading.local, types.ModuleType, Optimizer, Transform, BaseSparsifier}
+INHERITED = {weakref.WeakSet, threading.local, types.ModuleType, Optimizer, Transform}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here

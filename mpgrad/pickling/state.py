@@ -3,35 +3,48 @@
     the function's pickle        names what it wants: simmod.f
     the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses; and what these use, and so on
 cloudpickle would pickle all of it with each function and each item. Here functions and items go by name, and an operation has
-one state beside its function, which workers keep. While nothing has been written (`watch`), nothing is pickled or sent.
+one state beside its function, which workers keep. While nothing has been written (`Watch`), nothing is pickled or sent.
+
+The pickler notes each object that it meets in a `Watch`, which says later whether the pickle is still true. What the caller may
+write to is compared by what it holds, or by the bytes that it gives; a large pickle by the identity of its object.
 
 Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever and whenever they run.
 """
+
+# long because: one pickle, with all that decides when it is made again
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
+import decimal
+import enum
+import fractions
+import functools
 import io
 import itertools
 import operator
+import pathlib
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import types
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling.classes import MAKERS
+from mpgrad.pickling import caches
+from mpgrad.pickling.classes import MAKERS, dynamic, is_c_type, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, Placement
-from mpgrad.pickling.modules import LeftOf, Live, Namespaces, own_imports
-from mpgrad.pickling.placed import PLACED
-from mpgrad.pickling.reducers import weakly
-from mpgrad.pickling.state_pickler import CODE, BareClassError, StatePickler, held_by
-from mpgrad.pickling.streams import Streams, Travel, as_it_is, captured
+from mpgrad.pickling.modules import ABOUT_ITSELF, PLACED, LeftOf, Live, Namespaces, make_function, own_imports
+from mpgrad.pickling.reducers import INHERITED, weakly
+from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, reduce_generator
 from mpgrad.pickling.structure import RUNS_CODE, CallerPickler, TensorUnpickler, loads
-from mpgrad.pickling.uses import Wanted, is_own
-from mpgrad.pickling.watch import ABSENT, Watch
+from mpgrad.pickling.uses import Wanted, contents_of, is_own, module_of, name_of, uses_in
 
 __all__ = [
     "Recent",
@@ -44,6 +57,27 @@ __all__ = [
     "namespaces_of",
 ]
 
+OF_CLASSES = "a class travels with its attributes: keep what cannot in a global of its module, as workers import it"
+LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
+CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
+OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
+CODE = types.FunctionType, types.MethodType, type, functools.partial
+STEADY = (
+    *(complex, range, slice, property, staticmethod, classmethod, functools.partial),
+    *(types.MethodType, types.BuiltinFunctionType, types.CodeType, types.MappingProxyType, types.ModuleType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
+)  # never written to; or they show what they hold as they are pickled
+
+ABSENT = object()
+MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
+OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+ATTRIBUTES = operator.attrgetter("__dict__")
+
+Content = Sequence[Any]
+Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, so that no other object gets its address
 MOST_STATES = 128  # kept for the next operation
 NUMBER_BYTES = 8
 T = TypeVar("T")
@@ -51,6 +85,351 @@ WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 ELEMENTS = {list, tuple, dict, set, frozenset}
+
+
+# --- whether what was pickled is still what it was
+
+
+class Watch:
+    """What was met while a pickle was made, with what it held: whether that is still so, in microseconds.
+
+    Nobody tells of writes into modules, classes and lists. While a pickle is made, each object in it that may be written to is
+    noted here, with the objects that it then held; it is unchanged as long as it holds the same ones. What does not show what
+    it holds (numpy arrays, objects of other libraries) is pickled again and compared. Of tensors only attributes are: their
+    values travel with each operation, whatever they are.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[types.FunctionType] = []
+        self._code: list[Any] = []
+        self._bare: list[types.FunctionType | torch.Tensor] = []  # without attributes of their own
+        self._names: list[tuple[dict[str, Any], list[str], list[Any]]] = []
+        self._rest: list[tuple[Callable[[Any], Content], Any, Content]] = []
+        self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
+
+    def is_unchanged(self) -> bool:
+        """Whether each object that was noted holds what it held then."""
+        if not all(map(operator.is_, self._code, [part for each in self._functions for part in OF_A_FUNCTION(each)])):
+            return False
+        if any(map(ATTRIBUTES, self._bare)):
+            return False
+        for contents, names, values in self._names:
+            if not all(map(operator.is_, [contents.get(name, ABSENT) for name in names], values)):
+                return False
+        for held_by, value, before in self._rest:
+            now = held_by(value)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return False
+        return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
+
+    def names(self, contents: dict[str, Any], names: list[str]) -> None:
+        """Of a module."""
+        self._names.append((contents, names, [contents.get(name, ABSENT) for name in names]))
+
+    def function(self, value: types.FunctionType) -> None:
+        self._functions.append(value)
+        self._code.extend(OF_A_FUNCTION(value))
+        self.attributes(value)
+
+    def attributes(self, value: types.FunctionType | torch.Tensor) -> None:
+        if vars(value):
+            self.content(attributes_of, value)
+        else:
+            self._bare.append(value)
+
+    def content(self, held_by: Callable[[Any], Content], value: Any) -> None:
+        self._rest.append((held_by, value, held_by(value)))
+
+    def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
+        self._opaque.append((pickled, value, now))
+
+    def mark(self) -> tuple[int, int]:
+        return len(self._rest), len(self._opaque)
+
+    def forget_since(self, mark: tuple[int, int]) -> None:
+        """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
+        later = self._rest[mark[0] :]
+        kept = [each for each in later if each[0] is not pairs_of and each[0] is not items_of]
+        if len(kept) > MOST_OBJECTS:
+            kept = [each for each in kept if isinstance(each[1], type)]
+        self._rest[mark[0] :] = kept
+        del self._opaque[mark[1] :]
+
+
+def is_same(now: Opaque, before: Opaque) -> bool:
+    """Whether two pickles of one object say the same."""
+    count = len(now[1]) - len(now[2])  # the rest are views of buffers, made for the pickle
+    tensors = len(now[1]) == len(before[1]) and all(map(operator.is_, now[1][:count], before[1][:count]))
+    return tensors and now[0] == before[0] and now[2] == before[2]
+
+
+# --- what objects hold
+
+
+def items_of(value: Any) -> Content:
+    return tuple(value)
+
+
+def pairs_of(value: dict[Any, Any]) -> Content:
+    return (*value, *value.values())
+
+
+def attributes_of(value: Any) -> Content:
+    return pairs_of(value.__dict__)
+
+
+def contents_of_class(value: type) -> Content:
+    """Its bases, and what stands in its body."""
+    return (*value.__bases__, *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON])
+
+
+MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as it goes along
+
+
+# --- the pickle
+
+
+class StatePickler(CallerPickler):
+    """Functions and classes of the user's own modules by value, and what their code wants after them."""
+
+    starts_again = False  # the pickle has many parts
+
+    def __init__(self, left: dict[Wanted, LeftOf]) -> None:
+        self.buffer = io.BytesIO()
+        super().__init__(self.buffer)
+        self.covered: set[Wanted] = set()
+        self.watch = Watch()
+        self._left = left
+        self._hastened: dict[int, types.FunctionType] = {}  # that may run while the state is loaded, and use globals then
+        self._made: dict[int, Any] = {}  # what reducers made for the pickle, which nobody can write to
+
+    def dump_all(self, wanted: Sequence[Wanted]) -> Wanted | None:
+        """None; or what cannot be carried, by itself, so that all is in vain."""
+        self.wanted = dict.fromkeys(wanted)
+        own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
+        self.dump(sorted(own))
+        while self.wanted:
+            some, self.wanted = self.wanted, {}
+            if (culprit := self._dump_some([each for each in some if each not in self.covered])) is not None:
+                return culprit
+        return None
+
+    def _dump_some(self, wanted: Sequence[Wanted]) -> Wanted | None:
+        """None; or what cannot be carried, as of `dump_all`."""
+        self.covered.update(wanted)
+        names: dict[str, dict[str, bool]] = {}  # by module: whether the name is wanted by itself
+        for module, name in wanted:
+            contents = vars(sys.modules[module])
+            of_module = names.setdefault(module, dict.fromkeys(ABOUT_ITSELF, True))
+            if name is not None:
+                of_module[name] = True
+                continue
+            for each in contents:
+                if not each.startswith("__"):
+                    of_module.setdefault(each, False)
+        self.watch.names(sys.modules, list(names))
+        for module, of_module in names.items():
+            contents = vars(sys.modules[module])
+            self.watch.names(contents, list(of_module))
+            for name, by_itself in of_module.items():
+                this = Wanted(module, name)
+                self.covered.add(this)
+                if name in contents and not self._dump_name(this, contents[name], by_itself):
+                    return this
+        return None
+
+    def _dump_name(self, wanted: Wanted, value: Any, by_itself: bool) -> bool:
+        """Whether it could be carried; raises where it could not, and the worker's own will not do."""
+        mark, start = self.watch.mark(), self.buffer.tell()
+        try:
+            self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
+        except Exception as error:
+            is_code = isinstance(value, types.FunctionType | type) and is_own(value.__module__) and not is_c_type(value)
+            if wanted in self._left or (by_itself and is_code):
+                keep = f"; {OF_CLASSES}" if isinstance(value, type) else ""
+                error.args = (f"{wanted.module}.{wanted.name}: {error}{keep}",)
+                raise
+            return False
+        if wanted in self._left:
+            self.watch.content(held_by, value)
+        if self.buffer.tell() - start > LARGE_BYTES:
+            self.watch.forget_since(mark)
+        return True
+
+    # --- what is noted of each object
+
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)
+        if (kind is dict or kind is list or kind is set) and id(value) not in self._made:
+            self.watch.content(pairs_of if kind is dict else items_of, value)
+            return None
+        if issubclass(kind, torch.Tensor):
+            self.watch.attributes(value)
+        return super().persistent_id(value)
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.FunctionType):
+            return self._noted_function(value)
+        if isinstance(value, type):
+            return self._noted_class(value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.watch.content(caches.identities, value)
+            return caches.reduce_by_value(value)
+        if (reduced := reduce_generator(value, captured)) is not None:
+            if hasattr(value, "__dict__"):
+                self.watch.content(attributes_beside_state, value)
+            return reduced
+        if isinstance(value, types.CellType):
+            self.watch.content(contents_of, value)
+        elif not isinstance(value, STEADY):
+            refuse_files(value)
+            self._note(value)
+        return super(CallerPickler, self).reducer_override(value)
+
+    def _noted_function(self, value: types.FunctionType) -> Any:
+        reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
+        if reduced is not NotImplemented and reduced[0] is not make_function:  # the compiler made it
+            self.watch.function(value)
+        elif reduced is not NotImplemented:
+            self.watch.function(value)
+            given = reduced[2][1]["__globals__"]
+            self.watch.names(value.__globals__, list(given))
+            self._note_made(reduced, value.__annotations__)
+            self._want_name(value)
+        return reduced
+
+    def _noted_class(self, value: type) -> Any:
+        if (of_c := reduce_c_type(value)) is not None:
+            return of_c
+        own = name_of(value)
+        if is_own(value.__module__):
+            self._hasten_methods(value)
+        reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
+        if reduced is not NotImplemented:
+            self.watch.content(contents_of_class, value)
+            self._note_made(reduced)
+            self._want_name(value)
+            if own is not None:
+                make, arguments, *rest = reduced
+                reduced = made_like_own, (value.__module__, value.__qualname__, tracker_id_of(value), make, arguments), *rest
+        return reduced
+
+    def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
+        if id(value) not in self._hastened:
+            return {}
+        home = module_of(value) or ""
+        return {name: self._left.get(Wanted(home, name), each) for name, each in given.items()}
+
+    def _hasten(self, value: Any) -> None:
+        """A function, and those that it calls."""
+        function = getattr(value, "__func__", value)
+        if not isinstance(function, types.FunctionType) or id(function) in self._hastened or module_of(function) is None:
+            return
+        self._hastened[id(function)] = function
+        for name in uses_in(function.__code__).names:
+            self._hasten(function.__globals__.get(name))
+
+    def _hasten_methods(self, kind: type) -> None:
+        """Those that Python calls by itself: when a subclass is made, an object is put into a set, and so on."""
+        for name, member in vars(kind).items():
+            if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
+                self._hasten(member)
+
+    def _want_name(self, value: Any) -> None:
+        """It is to be found under its own name too."""
+        if (own := name_of(value)) is not None:
+            self.wanted[own] = None
+
+    def _note_made(self, *made: Any) -> None:
+        for each in made:
+            if isinstance(each, dict | list):
+                self._made[id(each)] = each
+            elif isinstance(each, tuple):
+                self._note_made(*each)
+
+    def _note(self, value: Any) -> None:
+        """Have the watch compare what the object holds or, where it does not show that, its pickle."""
+        kind = type(value)
+        if reduces_as_usual(kind):
+            if isinstance(value, dict):
+                self.watch.content(pairs_of, value)
+            elif isinstance(value, list):
+                self.watch.content(items_of, value)
+            if hasattr(value, "__dict__"):
+                self.watch.content(attributes_of, value)
+            if slots := [member for each in kind.__mro__ for member in slots_of(each)]:
+                self.watch.content(functools.partial(values_at, slots), value)
+            return
+        if kind in CONTAINERS:
+            self.watch.content(items_of if kind is collections.deque else pairs_of, value)
+            return
+        for each in kind.__mro__:
+            if is_own(each.__module__):
+                self._hasten_methods(each)
+        now = pickled_alone(value)
+        if len(now[0]) <= LARGE_BYTES:
+            self.watch.opaque(pickled_alone, value, now)
+
+
+def held_by(value: Any) -> Sequence[Any]:
+    """What a value holds, to compare it with later."""
+    if isinstance(value, dict):
+        return pairs_of(value)
+    if isinstance(value, list | tuple | set):
+        return items_of(value)
+    return attributes_of(value) if is_own(type(value).__module__) and hasattr(value, "__dict__") else ()
+
+
+def attributes_beside_state(generator: Any) -> Sequence[Any]:
+    """Of a generator of random numbers, whose state is none of the pickle's."""
+    return pairs_of({name: value for name, value in vars(generator).items() if name != "gauss_next"})
+
+
+def refuse_files(value: object) -> None:
+    if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
+        raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
+
+
+def is_defined_there(wanted: Wanted) -> bool:
+    """Whether it would be imported, as pickle does."""
+    value = vars(sys.modules[wanted.module]).get(wanted.name or "")
+    return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
+
+
+def reduces_as_usual(kind: type) -> bool:
+    """Whether pickle takes an object's attributes, slots and items, and nothing else."""
+    if any("__reduce_ex__" in vars(each) or "__reduce__" in vars(each) for each in kind.__mro__[:-1]):
+        return False
+    usual = getattr(object, "__getstate__", None)  # since Python 3.11
+    own = getattr(kind, "__getstate__", usual)
+    known = kind in CallerPickler.dispatch_table or not INHERITED.isdisjoint(kind.__mro__)
+    return (own is usual or own is OF_MODULES) and not known
+
+
+def slots_of(kind: type) -> list[types.MemberDescriptorType]:
+    return [member for member in vars(kind).values() if isinstance(member, types.MemberDescriptorType)]
+
+
+def values_at(members: Sequence[types.MemberDescriptorType], value: Any) -> list[Any]:
+    return [slot_value(member, value) for member in members]
+
+
+def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def pickled_alone(value: Any) -> Opaque:
+    """Its bytes, which tensors it has, and where its buffers lie."""
+    pickler = CallerPickler(buffer := io.BytesIO())
+    pickler.dump(value)
+    tensors = [each.generator if type(each) is Root else each for each in pickler.tensors]
+    return buffer.getvalue(), [*tensors, *pickler.buffers], [(each.data_ptr(), each.nbytes) for each in pickler.buffers]
+
+
+# --- what the modules hold, as it is now
 
 
 class State:
@@ -77,13 +456,13 @@ class Recent(Generic[T]):
     """What was put here last, by number. Two of these that see the same numbers have the same."""
 
     def __init__(self, most: int = MOST_STATES) -> None:
-        self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
         self._most = most
 
-    def get(self, number: int) -> T | None:
+    def get(self, number: Hashable) -> T | None:
         return self._kept.get(number)
 
-    def put(self, number: int, value: T) -> None:
+    def put(self, number: Hashable, value: T) -> None:
         self._kept[number] = value
         self._kept.move_to_end(number)
         if len(self._kept) > self._most:
@@ -95,7 +474,7 @@ class States:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is pickled has methods of its own, which may come here again
-        self._known: collections.OrderedDict[tuple[Wanted, ...], State] = collections.OrderedDict()
+        self._known: Recent[State] = Recent()  # by what was wanted
         # what cannot be carried, as it was met first since the module was loaded; ABSENT where something was met that can
         self._met: dict[Wanted, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
@@ -105,24 +484,17 @@ class States:
         if not key:
             return None
         with self._lock:
-            state = self._known.pop(key, None)
+            state = self._known.get(key)
             if state is None or not state.is_current():
                 state = self._made(key)
-            self._known[key] = state
-            if len(self._known) > MOST_STATES:
-                self._known.popitem(last=False)
+            self._known.put(key, state)
             return state
 
     def _made(self, wanted: Sequence[Wanted]) -> State:
         left: dict[Wanted, LeftOf] = {}
-        bare: set[tuple[type, str]] = set()
         while True:
-            pickler = StatePickler(left, bare)
-            try:
-                culprit = pickler.dump_all(wanted)
-            except BareClassError:
-                continue
-            if culprit is None:
+            pickler = StatePickler(left)
+            if (culprit := pickler.dump_all(wanted)) is None:
                 break
             left[culprit] = self._left_of(culprit)
         for each in pickler.covered - left.keys():

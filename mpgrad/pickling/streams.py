@@ -20,7 +20,7 @@ from mpgrad.pickling.modules import attribute_here
 from mpgrad.torch_state.generators import Kind, bits_of, is_generator, kind_of, kind_of_class, named
 from mpgrad.torch_state.private import outside_transforms
 
-__all__ = ["Root", "Streams", "Travel", "as_it_is", "captured", "drawn", "reduce_generator"]
+__all__ = ["Root", "Streams", "Travel", "as_it_is", "captured", "drawn", "reduce_generator", "set_attributes"]
 
 Travel = Callable[[Kind, Any], Any]  # how a generator is reduced; NotImplemented: as it is
 
@@ -86,7 +86,8 @@ def generator_again(kind: Any, bits: Any) -> Any:
 
 
 def set_attributes(made: Any, attributes: Any) -> None:
-    vars(made).update(attributes)  # numpy's `__setstate__` takes a dictionary for the state of the bits
+    """Those that an object has in Python. (`__setstate__` of numpy's takes a dictionary for the state of the bits.)"""
+    vars(made).update(attributes)
 
 
 def as_it_is(kind: Kind, generator: Any) -> Any:

@@ -47,7 +47,7 @@ from mpgrad.pickling.modules import (
 )
 from mpgrad.pickling.networks import reduce_module
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
-from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator
+from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.pickling.uses import Wanted, is_of_libraries, is_own, is_users, module_of, name_of, uses_of
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_cores import RIDE_BYTES
@@ -190,10 +190,6 @@ class Bare(NamedTuple):
     """A tensor without the attributes that it has in Python."""
 
     tensor: torch.Tensor
-
-
-def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    vars(tensor).update(attributes)
 
 
 class LooksUpLateError(Exception):

@@ -147,8 +147,6 @@ def parts(value: object) -> Iterator[Part]:
     elif isinstance(value, type):
         yield from (Part(f".{name}", each) for name, each in list(vars(value).items()))
         yield from (Part(f" (its base {each.__name__})", each) for each in value.__bases__)
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield Part("", value.__func__)
     elif isinstance(value, property):
         yield from (Part(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel"))
     elif isinstance(value, functools._lru_cache_wrapper):

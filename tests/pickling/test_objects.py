@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import fcntl
 import functools
 import multiprocessing
 import os
 import pickle
 import queue
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -29,7 +27,6 @@ import torch
 import mpgrad
 from mpgrad.pickling import reducers, structure, uncarried
 from mpgrad.testing import assert_same_as_serial
-from mpgrad.torch_state import private
 
 FOLDER = Path(__file__).parent
 
@@ -51,59 +48,6 @@ def test_what_a_script_holds() -> None:
 def test_what_torch_compile_made(tmp_path: Path) -> None:
     lines = run_script("compiled_by_a_script.py", str(tmp_path / "compilations"))
     assert len(lines) > 15 and all(line.endswith(" ok") for line in lines), "\n".join(lines)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-@pytest.mark.skipif("MPGRAD_INDUCTOR" not in os.environ, reason="MPGRAD_INDUCTOR=1 runs it: to compile takes half a minute")
-def test_workers_share_what_inductor_compiles(tmp_path: Path, nursery: mpgrad.Pool) -> None:
-    folder = tmp_path / "cache"
-
-    def use_folder() -> None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-
-    compiled = torch.compile(lambda x: (x * 2).sin().sum(-1), options={"epilogue_fusion": False})
-    xs = [torch.ones(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-    with mpgrad.Pool(2, initializer=use_folder) as pool:
-        loss = torch.stack(pool.map(compiled, xs, chunksize=1)).sum()
-        ours = torch.autograd.grad(loss, xs)
-    theirs = torch.autograd.grad(torch.stack([compiled(x) for x in xs]).sum(), xs)
-    assert all(map(torch.equal, ours, theirs))
-    assert len(list((folder / "locks").glob("mpgrad-*"))) == 1
-
-
-def test_who_compiles_the_same_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private.compiler, "cache_folder", lambda: str(tmp_path))
-    others = [threading.Event() for _ in range(2)]
-    together = threading.Barrier(3)
-
-    def wait(other: threading.Event) -> None:
-        with private.compiler.first_of_those_that_compile("graph"):
-            other.set()
-            together.wait(30)  # who has waited goes on beside the others
-
-    threads = [threading.Thread(target=wait, args=(other,)) for other in others]
-    with private.compiler.first_of_those_that_compile("graph"):
-        for thread in threads:
-            thread.start()
-        with private.compiler.first_of_those_that_compile("another graph"):
-            assert not any(other.wait(0.05) for other in others)
-    together.wait(30)
-    for thread in threads:
-        thread.join()
-
-
-def test_a_child_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: who compiled the same graph waited for the end of a child that was forked meanwhile, and had the lock too."""
-    monkeypatch.setattr(private.compiler, "cache_folder", lambda: str(tmp_path))
-    with private.compiler.first_of_those_that_compile("graph"):
-        (lock,) = (tmp_path / "locks").iterdir()
-        (descriptor,) = [int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(lock)]
-        inherited = os.dup(descriptor)  # as a fork does
-    try:
-        with lock.open("w") as other:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(inherited)
 
 
 # --- what cannot travel
@@ -259,6 +203,15 @@ def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
         assert type(lock) is type(threading.RLock())
     kept = Holder(torch.ones(2, requires_grad=True))
     assert_same_as_serial(lambda reference: reference().x * 2, [weakref.ref(kept)], pool)
+
+
+class Members(weakref.WeakSet[Any]): ...
+
+
+def test_what_is_not_made_again(pool2: mpgrad.Pool) -> None:
+    kept = Holder(torch.ones(1))
+    said = "'Members' object, of a subclass of WeakSet; use a WeakSet (<lambda>'s closure: value"
+    assert said in refusal(pool2, closing_over(Members([kept])))
 
 
 def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.ao.pruning.sparsifier.weight_norm_sparsifier import WeightNormSparsifier
 from torch.distributions import constraints, transforms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import lr_scheduler
@@ -351,23 +350,6 @@ def test_what_stays_refused_is_named(pool: mpgrad.Pool) -> None:
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             pool.map(lambda x: x, [value])
         assert words in caught.value.__notes__[0]
-
-
-@pytest.mark.quick
-def test_sparsifiers(pool: mpgrad.Pool) -> None:
-    """Symptom: no attribute 'enable_mask_update'. Cause: its __getstate__ gives three attributes of seven."""
-    module = nn.Sequential(nn.Linear(4, 4))
-    sparsifier = WeightNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 1))
-    sparsifier.prepare(module, [{"tensor_fqn": "0.weight"}])
-
-    def steps(given: Any) -> Any:
-        given.step()
-        return given.model[0].parametrizations.weight[0].mask
-
-    (found,) = pool.map(steps, [sparsifier])
-    (back,) = pool.map(lambda x: x, [sparsifier])
-    assert vars(back).keys() == vars(sparsifier).keys()
-    assert torch.equal(found, steps(sparsifier))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

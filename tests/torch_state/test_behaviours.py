@@ -336,15 +336,14 @@ OF_CLASSES = {
 # of what torch.compile makes: tried where there is some, and taken away by a test of their own
 OF_THE_COMPILER = {"_TorchCompileInductorWrapper", "_TorchCompileWrapper", "_TorchDynamoContext", "_call_impl", "_dynamic"}
 OF_THE_COMPILER |= {"_compiled_call_impl", "_orig_mod", "_torchdynamo_disable_msg", "_torchdynamo_orig_callable"}
-OF_THE_COMPILER |= {"torch._inductor.runtime.cache_dir_utils"}
 BY_STRING = {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_function_getnewargs", "_inst", "_replace"}
 NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cache_wrapper"}
-NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_action", "_lock", "_timeout", "_value"}
+NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_lock", "_value"}
 NOT_TORCH |= {"_aborting"}  # of joblib
-# of multiprocessing, atexit, ctypes, numpy and scipy
+# of multiprocessing, atexit, numpy and scipy
 NOT_TORCH |= {"_exit_function", "_forkserver", "_forkserver_pid", "_log_to_stderr", "_resource_tracker"}
-NOT_TORCH |= {"_clear", "_run_exitfuncs", "_CFuncPtr", "_argtypes_", "_flags_", "_restype_", "_dtype_", "_ndim_", "_shape_"}
+NOT_TORCH |= {"_clear", "_run_exitfuncs"}
 NOT_TORCH |= {"_bit_generator", "_init_quad", "_rand", "_seed_seq"}
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
@@ -495,9 +494,6 @@ OTHER_COMPILERS: dict[str, Mutation] = {
     "the marks are others": replaced(private.compiler, "COMPILERS", ("torch._dynamo.other",)),
     "the wrapper of inductor is another": replaced(torch, "_TorchCompileInductorWrapper", dict),
     "what is disabled keeps no reason": replaced(torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)),
-    "compiled code is kept elsewhere": lambda patch: patch.setitem(
-        sys.modules, "torch._inductor.runtime.cache_dir_utils", None
-    ),
 }
 
 

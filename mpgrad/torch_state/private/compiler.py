@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
-import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from mpgrad.errors import contextmanager
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = [
     "before_compiler",
-    "cache_folder",
     "compile_in_place",
     "compiled_in_place",
     "compiler_context",
     "compiler_options",
     "disabling",
-    "inductor_in_turns",
     "is_optimized",
     "made_by_compiler",
     "not_compiled",
@@ -156,47 +150,3 @@ def backend_options(backend: Any) -> dict[str, Any]:
     module = getattr(function, "__module__", None) or type(function).__module__
     own = module.partition(".")[0] == "torch"  # it may be no function then, but is known by its name
     return {"backend": backend.compiler_name if own else function, "mode": None, "options": None, **backend.kwargs}
-
-
-def inductor_in_turns() -> None:
-    """Have processes that meet the same graph compile it one after the other, in a process that belongs to us.
-
-    The first stores what it has compiled on disk, where the others find it.
-    """
-    names: Any = torch
-    wrapper = names._TorchCompileInductorWrapper
-    if hasattr(wrapper.__call__, "__wrapped__"):
-        return
-    compile_graph = wrapper.__call__
-
-    @functools.wraps(compile_graph)
-    def in_turns(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with first_of_those_that_compile(f"{graph.graph}{[getattr(each, 'shape', each) for each in inputs]}{self.config}"):
-            return compile_graph(self, graph, inputs, *args, **kwargs)
-
-    wrapper.__call__ = in_turns
-
-
-def cache_folder() -> str:
-    """Where PyTorch keeps what it has compiled."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return str(cache_dir())
-
-
-@contextmanager
-def first_of_those_that_compile(what: str) -> Iterator[None]:
-    """Wait until whoever has begun with the same is ready; those that have waited go on side by side."""
-    name = hashlib.sha256(what.encode()).hexdigest()
-    folder = os.path.join(cache_folder(), "locks")
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, f"mpgrad-{name}.lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            fcntl.flock(file, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # to close it would not do, where a child was forked meanwhile
