@@ -61,6 +61,28 @@ def test_default_dtype(pool: mpgrad.Pool) -> None:
     assert pool.map(lambda k: torch.ones(1).dtype, [0]) == [torch.float32]
 
 
+@pytest.mark.quick
+def test_a_task_does_not_change_the_default_dtype_of_others(pool2: mpgrad.Pool) -> None:
+    """Symptom: float64 in later maps, whose caller had float32."""
+
+    def leaves_others(k: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+
+    def found(k: int) -> tuple[torch.dtype, bool, bool]:
+        return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+
+    pool2.map(leaves_others, range(8), chunksize=1)
+    assert set(pool2.map(found, range(8), chunksize=1)) == {(torch.float32, False, False)}
+
+
+def test_the_default_dtype_of_an_initializer(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, torch.set_default_dtype, (torch.float64,)) as pool:
+        pool.apply(torch.set_default_dtype, (torch.float16,))
+        assert pool.map(lambda k: torch.ones(1).dtype, [0]) == [torch.float64]
+
+
 def test_autocast(pool: mpgrad.Pool) -> None:
     x = torch.randn(4, 4, requires_grad=True)
     weight = torch.randn(4, 4, requires_grad=True)
