@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if options.point is not None:
         axis, size, rounds = options.point
-        print(json.dumps(point(axis, int(size), 2, int(rounds), {"send": "always"})))
+        print(json.dumps(point(axis, int(size), 2, int(rounds))))
         return 0
     given = {"axes": options.axes, "largest": options.largest, "repeats": options.repeats}
     plan = replace(QUICK if options.quick else Plan(), **{name: value for name, value in given.items() if value is not None})

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from losses import doubled
@@ -106,9 +106,9 @@ AXES: dict[str, Axis] = {
 }
 
 
-def point(axis: str, count: int, processes: int, rounds: int, options: dict[str, Any]) -> dict[str, float]:
+def point(axis: str, count: int, processes: int, rounds: int) -> dict[str, float]:
     """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory beyond the start's."""
-    with mpgrad.Pool(processes, **options) as pool:
+    with mpgrad.Pool(processes) as pool:
         AXES[axis].job(pool, min(count, 10))
         workers = [worker.pid for worker in pool.stats().workers]
         before = [peak_bytes("self"), sum(map(peak_bytes, workers))]

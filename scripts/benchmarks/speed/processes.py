@@ -39,7 +39,7 @@ import json, os, pathlib, sys
 import psutil
 from mpgrad import Pool  # the package imports what is asked for; the clock is for what it does then
 
-processes, further, options, seconds = json.loads(sys.argv[1])
+processes, further, seconds = json.loads(sys.argv[1])
 
 def all_answer(pool, workers):
     seen = set()
@@ -55,7 +55,7 @@ START = (
     STARTED
     + """
 began = time.monotonic()
-with Pool(processes, **options) as pool:
+with Pool(processes) as pool:
     pool.map(torch.neg, [torch.ones(3)])
     first = time.monotonic()
     all_answer(pool, processes)
@@ -69,7 +69,7 @@ with Pool(processes, **options) as pool:
 MEMORY = (
     STARTED
     + """
-with Pool(processes, **options) as pool:
+with Pool(processes) as pool:
     all_answer(pool, processes)
     first = {worker.pid for worker in pool.stats().workers}
     pool.resize(processes + further)
@@ -96,7 +96,7 @@ def state():
     others = [task for child in psutil.Process().children(recursive=True) for task in threads(child.pid)]
     return [used(mine), used(others)]
 
-with Pool(processes, **options) as pool:
+with Pool(processes) as pool:
     all_answer(pool, processes)
     differentiated(pool)
     time.sleep(seconds / 4)  # what follows a map at once is not idling
@@ -108,7 +108,7 @@ with Pool(processes, **options) as pool:
 
 
 def run_program(program: str, plan: Plan) -> Any:
-    settings = json.dumps([plan.processes, plan.further_workers, {"send": "always"}, plan.idle_seconds])
+    settings = json.dumps([plan.processes, plan.further_workers, plan.idle_seconds])
     command = [sys.executable, "-c", program, settings]
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT)
     return json.loads(ended.stdout)
