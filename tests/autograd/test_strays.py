@@ -27,9 +27,8 @@ from mpgrad.workers import strays
 pytestmark = pytest.mark.quick
 
 KINDS: dict[str, dict[str, Any]] = {
-    **{engine: {"engine": engine, "send": "always"} for engine in ("process", "thread", "inline")},
-    "ahead": {"graphs": "ahead", "send": "always", "deterministic": True},
-    "here and sent": {},
+    **{engine: {"engine": engine} for engine in ("process", "thread", "inline")},
+    "ahead": {"graphs": "ahead", "deterministic": True},
 }
 INSTALLED = """
 import functools, types, torch

@@ -24,12 +24,11 @@ Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"send": "always"},
-    {"send": "always", "graphs": "ahead"},
-    {"send": "always", "graphs": "recompute"},
-    {"send": "always", "graphs": "ahead", "deterministic": True},
-    {"send": "always", "engine": "thread"},
-    {"send": "always", "engine": "inline"},
+    {"graphs": "ahead"},
+    {"graphs": "recompute"},
+    {"graphs": "ahead", "deterministic": True},
+    {"engine": "thread"},
+    {"engine": "inline"},
 ]
 
 
