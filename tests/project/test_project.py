@@ -267,7 +267,13 @@ EXCUSED = {
 }
 # those that have none of their own, with the docstring whose example uses them
 SHOWN_BY = {
-    "Advice.verdict": "Advice",
+    "Advice.is_doubtful": "Advice",
+    "Advice.loop_seconds": "Advice",
+    "Advice.obstacles": "Advice",
+    "Advice.pays": "Advice",
+    "Advice.processes": "Advice",
+    "Advice.seconds": "Advice",
+    "Advice.speed_up": "Advice",
     "AsyncResult.get": "AsyncResult",
     "AsyncResult.ready": "AsyncResult",
     "AsyncResult.successful": "AsyncResult",
