@@ -25,7 +25,6 @@ from mpgrad.submission.options import positive
 from mpgrad.submission.source import callable_of, iterator
 from mpgrad.testing import differentiable, tensors_of
 from mpgrad.torch_state.modes import kept_random_state
-from mpgrad.torch_state.private import tree_leaves
 
 __all__ = ["Advice", "advise"]
 
@@ -217,7 +216,7 @@ def advise(fn: Callable[[T], object], items: Iterable[T], *, seconds: float = 5.
         item_seconds=min(each_loop, key=sum),
         pool_seconds={workers: statistics.median(warm(rounds)) for workers, rounds in pool_rounds.items()},
         capture_bytes=bytes_of(captures),
-        item_bytes=bytes_of(tensors_in([sample, results])) / len(sample),
+        item_bytes=bytes_of(tensors_of([sample, results])) / len(sample),
         cpus=cpus,
         cpus_of_loop=cpus_of_loop,
         cpus_of_others=clock.cpus(),
@@ -248,7 +247,7 @@ def first_loop(loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: floa
 
     Returns the sample, the seconds of each item, and how many CPUs they kept busy.
     """
-    largest = max(range(len(items)), key=lambda position: bytes_of(tensors_in(items[position])))
+    largest = max(range(len(items)), key=lambda position: bytes_of(tensors_of(items[position])))
     others = [item for position, item in enumerate(items) if position != largest]
     order = [items[largest], *random.Random(0).sample(others, min(len(others), MOST_SAMPLED - 1))]
     loop.apply(timer, (order[:1],))  # for what comes once
@@ -293,10 +292,6 @@ def differentiate(results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Non
 def warm(values: Sequence[float]) -> Sequence[float]:
     """Without the first rounds, if there are others."""
     return values[WARM_UPS:] or values[-1:]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    return [each for leaf in tree_leaves(value) for each in tensors_of(leaf)]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

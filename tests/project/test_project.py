@@ -548,7 +548,7 @@ def test_the_oracle_looks_into_objects(pool2: mpgrad.Pool, kind: Callable[..., A
         (lambda x: kind(counts(x)), again),
         (lambda x: kind(x, counts(torch.ones(())).item()), again),
         (lambda x: kind(x, numpy.full(5000, counts(torch.ones(())).item())), again),
-        (lambda x: kind(x * torch.rand(())), "draws random numbers, and these are all that differs"),
+        (lambda x: kind(x * torch.rand(())), "draws random numbers, which are others in a pool"),
         (lambda x: kind(x.detach() if os.getpid() == caller else x), "item 0: requires_grad is True, serially False"),
         (lambda x: kind(x, os.getpid() == caller), "item 0: the pool gave .*, the serial loop"),
         (lambda x: [kind(x, x) if os.getpid() == caller else kind(x, x * 1)], "item 0: the results differ in structure"),
@@ -590,13 +590,10 @@ def test_to_the_oracle_what_is_not_a_number_is_alike(pool2: mpgrad.Pool) -> None
 
 def test_the_oracle_says_that_random_numbers_are_others(pool2: mpgrad.Pool) -> None:
     items = [torch.ones(n, requires_grad=True) for n in (200, 300)]  # of few, two dropouts may leave the same
-    caller = os.getpid()
     draw = [lambda x: x * torch.rand(()), lambda x: x * random.random(), lambda x: x * numpy.random.rand()]
     for fn in [*draw, torch.nn.Dropout(0.5)]:
-        with pytest.raises(AssertionError, match=r"draws random numbers, and these are all that differs.* a seed"):
+        with pytest.raises(AssertionError, match=r"draws random numbers, which are others in a pool.* a seed"):
             assert_same_as_serial(fn, items, pool2)
-        with pytest.raises(AssertionError, match=r"draws random numbers, .*; that is not all that differs"):
-            assert_same_as_serial(lambda x, fn=fn: fn(x) + (os.getpid() != caller), items, pool2)
     assert_same_as_serial(lambda x: (torch.rand(2), x * 2)[1], items, pool2)  # they change nothing
 
     def seeded(item: tuple[int, torch.Tensor]) -> torch.Tensor:
@@ -620,17 +617,6 @@ def test_the_oracle_fails_on_writes_to_captures(pool2: mpgrad.Pool) -> None:
             )
 
 
-class WrongGradientOfCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
-        ctx.factor = factor
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
-
-
 def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
     items = [torch.ones(3, requires_grad=True)]
     caller = os.getpid()
@@ -644,12 +630,6 @@ def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         with pytest.raises(AssertionError, match=r"item 0, value: .* differ by up to 1 \(last item first, one by one\)$"):
             assert_same_as_serial(second_call_in_a_worker, items, pool)
-        for fn, what in (
-            (lambda x: x * (2 if x.is_leaf else 3), "item 0, value"),
-            (lambda x: WrongGradientOfCopies.apply(x, 2 if x.is_leaf else 3), "gradient of input 0"),
-        ):
-            with pytest.raises(AssertionError, match=rf"{what}: .* differ .* \(in the caller\)$"):
-                assert_same_as_serial(fn, items, pool)
         with pytest.raises(AssertionError, match=r"item 0, value: the pool and the serial loop differ by up to 1"):
             assert_same_as_serial(lambda x: torch.tensor([os.getpid() == caller]), items, pool)
         assert_same_as_serial(lambda x: x * 2, [], pool)
