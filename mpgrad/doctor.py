@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mpgrad
+from mpgrad.stats import size_of
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -112,10 +113,6 @@ def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
 
 def judged(name: str, value: str, is_fine: bool, problem: str, remedy: str) -> Finding:
     return Finding(name, value) if is_fine else Finding(name, value, problem, remedy)
-
-
-def size_of(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
 
 
 # --- this machine, without torch

@@ -304,7 +304,7 @@ def test_variables_that_set_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "free_memory", lambda: 512 << 20)
     finding = findings(doctor.memory)["memory"]
-    assert finding.value.startswith("512 MiB free of ") and "docker run --memory" in finding.remedy
+    assert finding.value.startswith("512.0 MiB free of ") and "docker run --memory" in finding.remedy
     monkeypatch.setattr(cgroups, "free_memory", lambda: 2 * GIB)
     assert not findings(doctor.memory)["memory"].problem
 
@@ -314,7 +314,7 @@ def test_the_folder_of_named_shared_memory(monkeypatch: pytest.MonkeyPatch) -> N
     for portable in (False, True):
         monkeypatch.setattr(system, "PORTABLE", portable)
         finding = findings(doctor.memory)["/dev/shm"]
-        assert finding.value.startswith("63 MiB free") and bool(finding.problem) == portable
+        assert finding.value.startswith("63.0 MiB free") and bool(finding.problem) == portable
     assert "--shm-size" in finding.remedy
 
 
