@@ -13,8 +13,7 @@ if _typing.TYPE_CHECKING:
     from concurrent.futures import as_completed, wait
 
     from mpgrad import nn, testing
-    from mpgrad.advice.advice import Advice
-    from mpgrad.advice.advising import advise
+    from mpgrad.advice import Advice, advise
     from mpgrad.calls.result_iterator import ResultIterator
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture
     from mpgrad.cluster.options import Ray
@@ -41,7 +40,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
 
 _HOMES = {
-    "Advice": "mpgrad.advice.advice",
+    "Advice": "mpgrad.advice",
     "AncestorFailedError": "mpgrad.errors",
     "AsyncResult": "mpgrad.calls.results",
     "CallTimeoutError": "mpgrad.errors",
@@ -61,7 +60,7 @@ _HOMES = {
     "UnsupportedTorchError": "mpgrad.errors",
     "WorkerDiedError": "mpgrad.errors",
     "WorkerStats": "mpgrad.stats",
-    "advise": "mpgrad.advice.advising",
+    "advise": "mpgrad.advice",
     "as_completed": "concurrent.futures",
     "hessian": "mpgrad.derivatives.jacobians",
     "hvp": "mpgrad.derivatives.jacobians",

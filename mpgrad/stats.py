@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["PoolStats", "WorkerStats"]
+__all__ = ["PoolStats", "WorkerStats", "size_of"]
 
 
 class WorkerStats(NamedTuple):

@@ -1,4 +1,4 @@
-"""`mpgrad.advise`: the model by its figures, and one real run for each answer. Functions wait, so that load matters little."""
+"""`mpgrad.advise`: what it makes of figures, and one real run for each answer. Functions wait, so that load matters little."""
 
 from __future__ import annotations
 
@@ -15,88 +15,74 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad import Advice
-from mpgrad.advice import trial
-from mpgrad.advice.model import Measured, best_of, obstacles_of, pool_seconds, spread_of, ways_of
+from mpgrad import Advice, advice
 from mpgrad.others_clock import OthersClock
 
-TRIAL = Measured(
+FOUND = Advice(
     items=100,
-    seconds=[0.01] * 10,
-    one_backward=0.1,
-    pools={1: 0.11, 2: 0.06},
-    others={},
-    cpus=2,
-    cpus_taken=1.0,
-    cpus_of_others=0.0,
-    item_bytes=80.0,
-    result_bytes=8.0,
+    item_seconds=[0.01] * 10,
+    pool_seconds={1: 0.11, 2: 0.06},
     capture_bytes=100,
-    gradient_bytes=0,
-    bytes_per_second=1e9,
+    item_bytes=88.0,
+    cpus=2,
+    cpus_of_loop=1.0,
+    cpus_of_others=0.0,
 )
 
 
 def obstacles(**changes: Any) -> list[str]:
-    trial = dataclasses.replace(TRIAL, **changes)
-    return [each.name for each in obstacles_of(trial, best_of(list(ways_of(trial)), trial.cpus)[1])]
+    """The first words of each."""
+    return [each.partition(":")[0] for each in dataclasses.replace(FOUND, **changes).obstacles()]
 
 
 @pytest.mark.quick
-def test_pools_that_were_not_measured_follow_amdahl() -> None:
-    measured = {1: 0.01 + 0.1, 2: 0.01 + 0.05, 4: 0.01 + 0.025}
-    assert pool_seconds(measured, 8) == pytest.approx(0.01 + 0.0125)
-    assert pool_seconds(measured, 2) == measured[2]
-    assert pool_seconds({1: 0.1}, 4) == pytest.approx(0.025)
-    assert pool_seconds({1: 0.1, 2: 0.04}, 4) >= 0  # faster than the workers can be: noise
+def test_seconds_are_those_of_all_items() -> None:
+    assert (FOUND.loop_seconds, FOUND.seconds(1), FOUND.seconds(2)) == pytest.approx((1.0, 1.1, 0.6))
+    assert (FOUND.processes, FOUND.speed_up) == (2, pytest.approx(1 / 0.6))
+    long = dataclasses.replace(FOUND, items=10, item_seconds=[0.08, *[0.002] * 9], pool_seconds={2: 0.08})
+    assert long.seconds(2) == pytest.approx(0.08)  # the longest item
 
 
 @pytest.mark.quick
-def test_ways_are_those_of_all_items() -> None:
-    ways = {(way.name, way.processes): way for way in ways_of(dataclasses.replace(TRIAL, others={"threads": 0.2}))}
-    assert ways["loop", 0].seconds == pytest.approx(1.0)
-    assert (ways["pool", 2].seconds, ways["pool", 2].speed_up) == pytest.approx((0.6, 1 / 0.6))
-    assert ways["pool", 4].seconds == pytest.approx(0.35) and not ways["pool", 4].measured
-    assert ways["threads", 0].speed_up == pytest.approx(0.5)
-    long = list(ways_of(dataclasses.replace(TRIAL, items=10, seconds=[0.08, *[0.002] * 9])))
-    assert min(way.seconds for way in long) == 0.08  # the longest item
+def test_more_workers_than_items_in_the_sample() -> None:
+    """A pool of four took as long for two items as one of two, and was thought to be no faster."""
+    found = dataclasses.replace(FOUND, items=16, item_seconds=[0.4] * 2, pool_seconds={4: 0.4, 2: 0.4})
+    assert (found.seconds(2), found.seconds(4)) == pytest.approx((3.2, 1.6))
+    assert found.processes == 4
+    assert dataclasses.replace(found, items=3).seconds(4) == pytest.approx(0.4)  # nor are there more in all
 
 
 @pytest.mark.quick
-def test_the_way_to_take() -> None:
-    def best(**changes: Any) -> tuple[str, int]:
-        way, _ = best_of(list(ways_of(dataclasses.replace(TRIAL, **changes))), 2)
-        return way.name, way.processes
-
-    assert best() == ("pool", 2)
-    assert best(pools={1: 0.11, 2: 0.095}) == ("loop", 0)  # hardly faster
-    assert best(one_backward=0.06) == ("loop", 0)  # as the loop is in its faster order
-    assert best(others={"vmap": 0.01}) == ("vmap", 0)
-    assert best(others={"threads": 0.055}) == ("threads", 0)
-    assert best(others={"threads": 0.07}) == ("pool", 2)
+def test_the_answer_comes_first() -> None:
+    assert FOUND.pays
+    assert str(FOUND).splitlines() == [
+        "Use a pool: mpgrad.Pool(2) is about 1.7 times as fast as the loop.",
+        "",
+        "items       100, of which 10 were run",
+        "one item    10 ms (median; the longest 10 ms)",
+        "loop        1 s",
+        "pool of 1   1.1 s",
+        "pool of 2   600 ms",
+    ]
+    slow = dataclasses.replace(FOUND, pool_seconds={2: 0.098, 1: 0.11})  # hardly faster
+    assert not slow.pays
+    assert str(slow).startswith("Do not use a pool: mpgrad.Pool(2) is about 1 times as fast as the loop.\n")
+    first, second, *_ = str(dataclasses.replace(FOUND, cpus_of_others=0.6)).splitlines()
+    assert first == "Use a pool: mpgrad.Pool(2) is about 1.7 times as fast as the loop."
+    assert second.startswith("The machine was busy (other programs used 0.6 of 2 CPUs)")
 
 
 @pytest.mark.quick
 def test_what_stands_in_the_way() -> None:
     assert obstacles() == []
-    assert obstacles(capture_bytes=200_000_000) == ["captures too large"]
-    assert obstacles(result_bytes=5e6) == ["results too large"]
-    assert obstacles(item_bytes=5e6) == ["items too large"]
-    assert obstacles(items=10, seconds=[0.08, *[0.002] * 9]) == ["one item dominates"]
-    assert obstacles(pools={1: 0.15, 2: 0.14}) == ["items too small"]
-    assert obstacles(seconds=[0.1] * 10, one_backward=1.0, pools={1: 1.5, 2: 1.4}) == []  # whatever it is, they are not small
-    assert obstacles(seconds=[0.1] * 10, one_backward=1.0, pools={1: 1.5, 2: 1.4}, gradient_bytes=10**8) == [
-        "captures too large"
-    ]
-    assert obstacles(cpus_taken=2.0) == ["threads"]
-    assert obstacles(cpus_taken=0.5) == ["waiting"]
-    assert obstacles(cpus_taken=0.5, cpus_of_others=0.6) == ["busy machine"]
-
-
-@pytest.mark.quick
-def test_the_spread() -> None:
-    assert spread_of([3.0]) == (3.0, 3.0)
-    assert spread_of([float(n) for n in range(11)]) == (1.0, 9.0)
+    assert obstacles(capture_bytes=200_000_000) == ["Captures are large"]
+    assert obstacles(item_bytes=2e7) == ["Tensors are large"]
+    (one,) = obstacles(items=10, item_seconds=[0.08, *[0.002] * 9], pool_seconds={2: 0.08})
+    assert one.startswith("One item takes 80 ms")
+    assert obstacles(pool_seconds={2: 0.14, 1: 0.15}) == ["Items are small"]
+    assert obstacles(item_seconds=[0.1] * 10, pool_seconds={2: 1.4, 1: 1.5}) == []  # whatever it is, they are not small
+    assert obstacles(cpus_of_loop=0.5) == ["The function waits"]
+    assert obstacles(cpus_of_loop=0.5, cpus_of_others=0.6) == []  # it was kept waiting
 
 
 # --- real runs
@@ -115,48 +101,42 @@ def test_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
         other.kill()
 
 
-def advice_on(fn: Any, items: list[Any], capsys: pytest.CaptureFixture[str]) -> Advice:
-    advice = mpgrad.advise(fn, items, seconds=1.0, processes=2)
-    told = capsys.readouterr()
-    assert told.out == f"{advice}\n" and told.err == ""
-    assert (advice.items, advice.ways[0].name) == (len(items), "loop")
-    return advice
+def advice_on(fn: Any, items: list[Any], capfd: pytest.CaptureFixture[str]) -> Advice:
+    found = mpgrad.advise(fn, items, seconds=1.0, processes=2)
+    assert tuple(capfd.readouterr()) == ("", "")  # it prints nothing by itself
+    assert found.items == len(items)
+    return found
 
 
-def names(advice: Advice) -> set[str]:
-    return {each.name for each in advice.obstacles}
-
-
-def test_it_pays(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_pays(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
     def slow(x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.05)
         return x.sum()
 
-    advice = advice_on(slow, [torch.ones(n, requires_grad=True) for n in range(1, 13)], capsys)
-    assert (advice.use, advice.processes, advice.graphs) == ("pool", 2, "ahead")
-    assert advice.item_seconds > 0.05 and advice.item_bytes > 0
-    assert "A pool pays: mpgrad.Pool(2, " in str(advice)
+    found = advice_on(slow, [torch.ones(n, requires_grad=True) for n in range(1, 13)], capfd)
+    assert found.pays and found.processes == 2
+    assert min(found.item_seconds) > 0.05 and found.item_bytes > 0
+    assert str(found).startswith("Use a pool: mpgrad.Pool(2) is about ")
 
 
-def test_items_that_are_too_small(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    advice = advice_on(lambda x: x + 1, list(range(500)), capsys)
-    assert advice.use == "loop" or "items too small" in names(advice)
+def test_items_that_are_too_small(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    found = advice_on(lambda x: x + 1, list(range(500)), capfd)
+    assert not found.pays and "Items are small" in str(found)
 
 
 @pytest.mark.slow
-def test_an_item_that_dominates(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    advice = advice_on(lambda seconds: time.sleep(seconds), [0.3, 0.01, 0.01], capsys)
-    assert "one item dominates" in names(advice)
+def test_an_item_that_dominates(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "One item takes" in str(advice_on(lambda seconds: time.sleep(seconds), [0.3, 0.01, 0.01], capfd))
 
 
-def test_captures_that_are_too_large(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_captures_that_are_too_large(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
     large = torch.ones(1 << 24)
-    advice = advice_on(lambda x: x * large[0], [torch.ones(3), torch.ones(4)], capsys)
-    assert "captures too large" in names(advice) and advice.capture_bytes == 1 << 26
+    found = advice_on(lambda x: x * large[0], [torch.ones(3), torch.ones(4)], capfd)
+    assert found.capture_bytes == 1 << 26 and "Captures are large: each map copies 64 MiB" in str(found)
 
 
 @pytest.mark.filterwarnings("ignore:the function wrote into a tensor")  # the pool says so, as it would to the user
-def test_the_callers_things_stay_as_they_were(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_callers_things_stay_as_they_were(nursery: mpgrad.Pool) -> None:
     source = torch.ones(3, requires_grad=True)
     weight, history, norm = torch.ones(3, requires_grad=True), source * source, torch.nn.BatchNorm1d(3)
     items = [torch.ones(2, 3, requires_grad=True), torch.ones(4, 3) * source]
@@ -173,13 +153,38 @@ def test_the_callers_things_stay_as_they_were(nursery: mpgrad.Pool, capsys: pyte
     torch.manual_seed(1)
     random.seed(1)
     threads = torch.get_num_threads()
-    mpgrad.advise(fn, items, seconds=0.2, processes=1, show=False)
-    assert capsys.readouterr().out == ""
+    mpgrad.advise(fn, items, seconds=0.2, processes=1)
     assert torch.equal(torch.rand(2), wanted[0]) and random.random() == wanted[1]
     assert all(each.grad is None for each in (source, weight, items[0], *norm.parameters()))
     assert not buffer.any() and norm.num_batches_tracked == 0
     assert torch.get_num_threads() == threads
     (items[1].sum() + history.sum()).backward()  # their graphs are there
+
+
+class Counted(torch.autograd.Function):
+    """Says how often its backward has run in this process."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Counted.calls += 1
+        return grad
+
+
+@pytest.mark.parametrize("of", ["item", "capture"])
+def test_the_loop_is_run_with_its_backward(of: str) -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    items: list[Any] = [tensor] * 3 if of == "item" else [1.0] * 3
+    timer = advice.LoopTimer(lambda x: Counted.apply(x if of == "item" else tensor).sum())
+    before = Counted.calls
+    seconds, cpus = timer(items)
+    assert Counted.calls - before == len(seconds) == 3 and cpus > 0
+    assert tensor.grad is None
 
 
 def test_wrong_arguments() -> None:
@@ -189,9 +194,11 @@ def test_wrong_arguments() -> None:
         mpgrad.advise(abs, [1], seconds=0)
     with pytest.raises(ValueError, match="processes"):
         mpgrad.advise(abs, [1], processes=0)
+    with pytest.raises(TypeError, match="seconds must be a number \\(seconds: '5'\\)"):
+        mpgrad.advise(abs, [1], seconds="5")  # type: ignore[arg-type]
 
 
-def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Half-second items took 40 s, whatever `seconds` said."""
 
     def long(x: torch.Tensor) -> torch.Tensor:
@@ -200,22 +207,6 @@ def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capsys: pytest.Cap
         time.sleep(0.5)
         return x.sum()
 
-    advice = advice_on(long, [torch.ones(3)] * 12, capsys)
-    assert (advice.use, advice.sampled) == ("pool", 2)
-    assert advice.backward_share == 0 and advice.operation_share is None  # nothing needs gradients
+    found = advice_on(long, [torch.ones(3)] * 12, capfd)
+    assert found.pays and found.processes == 2 and len(found.item_seconds) == 2
     assert len((tmp_path / "calls").read_text()) <= 7
-
-
-@pytest.mark.slow
-def test_long_items_for_more_workers_than_were_run(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of four took as long for two items as one of two, and was thought to be no faster."""
-    monkeypatch.setattr(trial, "usable_cpus", lambda: 4)
-    advice = mpgrad.advise(time.sleep, [0.4] * 16, seconds=1.0, processes=4, show=False)
-    found = {way.processes: way for way in advice.ways if way.name == "pool"}
-    assert found[2].measured and not found[4].measured
-    assert advice.processes == 4 and found[4].speed_up > 1.5 * found[2].speed_up > 2
-
-
-def test_seconds_that_are_no_number() -> None:
-    with pytest.raises(TypeError, match="seconds must be a number \\(seconds: '5'\\)"):
-        mpgrad.advise(abs, [1], seconds="5")  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -25,4 +24,4 @@ def test_the_first_example(tmp_path: Path) -> None:
 
 
 def test_the_doctor_finds_that_pools_work(tmp_path: Path) -> None:
-    assert json.loads(run(tmp_path, "-m", "mpgrad", "doctor", "--json"))
+    assert run(tmp_path, "-m", "mpgrad", "doctor").startswith("A pool works here.")

@@ -1,0 +1,360 @@
+"""`python -m mpgrad doctor`: whether a pool works on this machine, what is amiss, and what to do about it.
+
+The page has to come out whatever is broken. So the probes of the machine need no torch. To import torch, to start a pool and to
+look for GPUs may hang or crash: these are steps of a trial, in a process of its own, which writes each finding as it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mpgrad
+from mpgrad.stats import size_of
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_command"]
+
+MIB, GIB = 1 << 20, 1 << 30
+WIDTH, NAME_WIDTH = 100, 12
+TRIAL_SECONDS = 120.0  # torch may be imported twice, from a slow disk; otherwise it takes some 5 s
+KILL_SECONDS = 5.0  # that a killed process may take to end: one that a driver holds does not
+SLOW_START = 15.0  # seconds
+LOOK_SECONDS = 0.4  # at what others take of the CPUs; the system counts in ticks of 10 ms
+MOST_TAKEN = 0.25  # share of the usable CPUs that others may take
+LEAST_MEMORY = GIB  # a process with torch takes a third of it
+LEAST_ADDRESSES = 8 * GIB
+LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
+# a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so does the rest of a program
+POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
+POOL_THREADS = 8  # that a pool may want beside its workers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the page; with what is amiss, if anything is, and the remedy."""
+
+    name: str
+    value: str
+    problem: str = ""
+    remedy: str = ""
+    fatal: bool = False  # no pool can work
+
+
+Probe = Callable[[], Iterator[Finding]]
+
+
+def add_command(commands: Commands) -> None:
+    summary = "whether a pool works here, what is amiss, and what to do about it"
+    parser = commands.add_parser("doctor", help=summary, description=f"Shows {summary}. Exit status 1 where no pool can work.")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    if sys.stderr.isatty():
+        print("mpgrad doctor: trying a pool, some seconds ...", file=sys.stderr)
+    findings = list(found_by(PROBES))
+    if not any(finding.fatal for finding in findings):
+        findings += tried([sys.executable, "-m", "mpgrad.doctor"], TRIAL_SECONDS)
+    print(page(findings))
+    return 1 if any(finding.fatal for finding in findings) else 0
+
+
+def page(findings: Sequence[Finding]) -> str:
+    """The verdict, and a line for each finding. Those that are amiss are marked "!", or "X" where no pool can work."""
+    verdict = "A pool works here."
+    if any(finding.fatal for finding in findings):
+        verdict = "NO POOL CAN WORK HERE. Look at what is marked X."
+    elif any(finding.problem for finding in findings):
+        verdict += " Look at what is marked !."
+    lines = [verdict, ""]
+    indent = " " * (NAME_WIDTH + 3)
+    for finding in findings:
+        mark = "X" if finding.fatal else "!" if finding.problem else " "
+        lines.append(f"{mark} {finding.name:<{NAME_WIDTH}} {finding.value}".rstrip())
+        for text in (finding.problem, finding.remedy and f"-> {finding.remedy}"):
+            lines += textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([*lines, "", "For a report, run this too: python -m torch.utils.collect_env"])
+
+
+def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
+    """What the probes find, up to one without which no pool can work. One that raises is a finding, and others go on."""
+    for probe in probes:
+        try:
+            for finding in probe():
+                yield finding
+                if finding.fatal:
+                    return
+        except Exception as error:
+            failure = FAILURES.get(probe, Finding(probe.__name__, "", "this probe", "please report this page"))
+            text = " ".join(str(error).split())
+            yield dataclasses.replace(failure, problem=f"{failure.problem} failed ({type(error).__name__}: {text})")
+
+
+def judged(name: str, value: str, is_fine: bool, problem: str, remedy: str) -> Finding:
+    return Finding(name, value) if is_fine else Finding(name, value, problem, remedy)
+
+
+# --- this machine, without torch
+
+
+def software() -> Iterator[Finding]:
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    yield Finding("mpgrad", f"{mpgrad.__version__} in {Path(mpgrad.__file__).parent}")
+    yield Finding("Python", platform.python_version() + ("" if has_lock else ", without the interpreter lock"))
+    name = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    try:
+        from mpgrad import system  # noqa: F401  # says what the system lacks
+    except (ImportError, ValueError) as error:
+        remedy = "use Linux, macOS, or WSL 2 on Windows; or set the variable as told"
+        yield Finding("system", name, f"mpgrad cannot work here: {error}", remedy, fatal=True)
+    else:
+        yield Finding("system", name)
+    for package in ("torch", "cloudpickle", "psutil"):
+        if importlib.util.find_spec(package) is None:
+            yield Finding(package, "not installed", f"mpgrad needs {package}", f"pip install {package}", fatal=True)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        yield Finding("ray", importlib.metadata.version("ray"))
+
+
+def processors() -> Iterator[Finding]:
+    from mpgrad.cgroups import own_cgroups
+    from mpgrad.cpus import THREAD_VARIABLES, cgroup_quota, own_cpus, usable_cpus
+    from mpgrad.others_clock import OthersClock
+
+    usable, allowed = usable_cpus(), len(own_cpus())
+    limits = f"affinity: {allowed}, cgroup quota: {cgroup_quota(own_cgroups('cpu')):g}"
+    yield judged(
+        "CPUs",
+        f"{usable} of the machine's {os.cpu_count()} ({limits})",
+        usable > 1,
+        "on one CPU a pool is no faster than the serial loop",
+        "give this process more: taskset, docker run --cpus, or --cpus-per-task in a batch system",
+    )
+    clock = OthersClock()
+    time.sleep(LOOK_SECONDS)
+    taken = clock.cpus()
+    yield judged(
+        "other load",
+        f"{taken:.1f} CPUs",
+        allowed - taken >= usable * (1 - MOST_TAKEN),  # a quota may let this process use fewer than it is allowed
+        "other programs, or the host's other machines, take much of the time of these CPUs",
+        "end what need not run (top shows it), or measure again later",
+    )
+    for name in THREAD_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > usable:
+            problem = "in each worker, libraries will use more threads than there are CPUs"
+            yield Finding("threads", f"{name}={value}", problem, f"export {name}=1 before the program starts")
+
+
+def memory() -> Iterator[Finding]:
+    import psutil
+
+    from mpgrad.cgroups import free_memory
+    from mpgrad.system import PORTABLE
+
+    free = free_memory()
+    yield judged(
+        "memory",
+        f"{size_of(free)} free of {size_of(psutil.virtual_memory().total)}, within the limits of all cgroups",
+        free >= LEAST_MEMORY,
+        "little is left for workers and their tensors; beyond, the kernel kills workers (SIGKILL)",
+        "end other programs, raise the limit (docker run --memory, --mem in a batch system), or use fewer workers",
+    )
+    folder = Path("/dev/shm")
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    if sys.platform == "linux":
+        yield judged(
+            str(folder),
+            f"{size_of(free)} free" + ("" if PORTABLE else " (mpgrad does not use it)"),
+            free >= LEAST_MEMORY or not PORTABLE,
+            "portable mode keeps tensors there",
+            "make it larger (docker run --shm-size=2g, or mount -t tmpfs -o size=2g shm /dev/shm)",
+        )
+
+
+def limits() -> Iterator[Finding]:
+    import resource
+
+    import psutil
+
+    from mpgrad.cgroups import own_cgroups, read_words
+    from mpgrad.cpus import usable_cpus
+
+    workers = usable_cpus()
+    wanted = POOL_DESCRIPTORS + WORKER_DESCRIPTORS * workers
+    used = psutil.Process().num_fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield judged(
+        "open files",
+        f"{used} of at most {soft} (hard limit {hard})",
+        soft == resource.RLIM_INFINITY or soft - used >= wanted,
+        f"a pool of {workers} workers may need {wanted} more",
+        "ulimit -n 4096 in the shell that starts the program, docker run --ulimit nofile; or use fewer workers",
+    )
+    for folder in own_cgroups("pids"):
+        most, now = read_words(folder / "pids.max"), read_words(folder / "pids.current")
+        if now and most and most != ["max"]:
+            yield judged(
+                "processes",
+                f"{now[0]} of at most {most[0]} in a cgroup, threads included",
+                int(most[0]) - int(now[0]) >= workers + POOL_THREADS,
+                f"a pool of {workers} workers needs about {workers + POOL_THREADS} more",
+                "raise the limit (docker run --pids-limit), or end what need not run",
+            )
+    for name, limit, least, remedy in (
+        ("addresses", resource.RLIMIT_AS, LEAST_ADDRESSES, "ulimit -v unlimited"),
+        ("file size", resource.RLIMIT_FSIZE, LEAST_FILE_SIZE, "ulimit -f unlimited"),
+    ):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY and soft < least:
+            yield Finding(name, f"at most {size_of(soft)}", f"torch and shared memory need {size_of(least)}", remedy)
+
+
+PROBES: Sequence[Probe] = (software, processors, memory, limits)
+
+
+# --- the trial, in a process of its own
+
+
+def import_torch() -> Iterator[Finding]:
+    import torch
+
+    from mpgrad.torch_state import behaviours
+
+    was_tried = behaviours.was_tried(torch.__version__, sys.version_info[:2])
+    value = f"{torch.__version__}, {'' if was_tried else 'not '}tried with this Python"
+    if not (failures := behaviours.failures()):
+        yield Finding("torch", value)
+        return
+    told = "; ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
+    pairs = "; ".join(f"torch {minor} with Python {', '.join(pythons)}" for minor, pythons in behaviours.TRIED.items())
+    problem = f"PyTorch does not behave as mpgrad needs it: {told}"
+    yield Finding("torch", value, problem, f"install what was tried: {pairs}", fatal=True)
+
+
+def start_pool() -> Iterator[Finding]:
+    """A pool of one worker: whether it starts, gives right results and gradients, and how long that takes."""
+    import torch
+
+    from mpgrad.pool import Pool
+    from mpgrad.system import PORTABLE
+
+    item = torch.arange(1.0, 1001.0, requires_grad=True)
+    start = time.perf_counter()
+    with Pool(1) as pool:
+        (result,) = pool.map(torch.square, [item], 1)
+        torch.autograd.backward(result.sum())
+    seconds = time.perf_counter() - start
+    if not torch.equal(result, item * item) or item.grad is None or not torch.equal(item.grad, 2 * item):
+        raise RuntimeError(f"wrong results or gradients: {result}, {item.grad}")
+    yield judged(
+        "pool",
+        f"starts, and runs forward and backward, in {seconds:.1f} s",
+        seconds < SLOW_START,
+        "most of that is one more import of torch",
+        "keep one pool open for the whole program; have the packages on a local disk",
+    )
+    if PORTABLE and sys.platform == "linux" and not os.environ.get("MPGRAD_PORTABLE"):
+        problem = "this system refuses memfd_create or pidfd_open, so each worker imports torch by itself, which takes seconds"
+        yield Finding("start", "portable mode", problem, "take Linux 5.3 or later, or allow these calls in the sandbox")
+
+
+def look_for_gpus() -> Iterator[Finding]:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        yield Finding("GPUs", "none")
+        return
+    module: Any = torch.get_device_module(accelerator)
+    names = [module.get_device_name(number) for number in range(torch.accelerator.device_count())]
+    yield Finding("GPUs", f"{accelerator.type}: {', '.join(names)}")
+
+
+# the steps, and what is found where one raises, hangs or dies
+FAILURES = {
+    import_torch: Finding(
+        "torch",
+        "",
+        "importing torch",
+        "install PyTorch again (docs/compatibility.md lists tested versions); see that no file of yours is named torch",
+        fatal=True,
+    ),
+    start_pool: Finding(
+        "pool", "", "running a pool", "see memory and limits above, and what else runs (top shows it)", fatal=True
+    ),
+    look_for_gpus: Finding("GPUs", "", "looking for GPUs", "see that the driver works (nvidia-smi); pools on the CPU do"),
+}
+NO_PYTHON = Finding("trial", "", "starting Python", "see memory and limits above", fatal=True)
+
+
+def trial(file: Path) -> None:
+    """Write into the file, as lines of JSON, what would be said if the step that begins failed, and what it finds."""
+    with file.open("w", buffering=1) as lines:
+        for step, failure in FAILURES.items():
+            print(json.dumps({"begins": dataclasses.asdict(failure)}), file=lines)
+            for finding in found_by([step]):
+                print(json.dumps({"found": dataclasses.asdict(finding)}), file=lines)
+                if finding.fatal:
+                    return
+
+
+def tried(command: Sequence[str], limit: float) -> list[Finding]:
+    """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed, and its workers end."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, output = Path(folder, "findings"), Path(folder, "output")
+        file.touch()
+        with output.open("wb") as told:  # no pipe: what the trial has started may outlive it, and hold that open
+            try:
+                process = subprocess.Popen([*command, str(file)], stdin=subprocess.DEVNULL, stdout=told, stderr=told)
+            except OSError as error:
+                return [dataclasses.replace(NO_PYTHON, problem=f"no process can be started ({error})")]
+        try:
+            ended = ending(process.wait(limit))
+        except subprocess.TimeoutExpired:
+            ended = f"had not ended after {limit:g} s, and was killed"
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_SECONDS)
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        words = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    findings = [Finding(**line["found"]) for line in lines if "found" in line]
+    if ended:
+        begun = [Finding(**line["begins"]) for line in lines if "begins" in line]
+        failure = begun[-1] if begun else NO_PYTHON
+        said = f"; it said: {' / '.join(words[-2:])}" if words else ""
+        findings.append(dataclasses.replace(failure, problem=f"{failure.problem} {ended}{said}"))
+    return findings
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words; none if it ended well."""
+    if status < 0:
+        return f"died ({signal.Signals(-status).name})"
+    return f"ended with exit status {status}" if status else ""
+
+
+if __name__ == "__main__":
+    trial(Path(sys.argv[1]))
