@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
-import pathlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -131,54 +128,6 @@ def test_arguments_and_captures_are_private(pool2: mpgrad.Pool) -> None:
     with pytest.warns(UserWarning, match="wrote into a tensor that it captures"):
         pool2.map(count, xs)
     assert not state.any()
-
-
-def test_what_lies_before_an_argument_is_not_mistaken(pool2: mpgrad.Pool) -> None:
-    def reach(x: Tensor) -> Tensor:
-        return x.as_strided((2,), (1,), 0)
-
-    known(pool2, reach, items())
-    rows = list(torch.arange(1000.0).view(10, 100))
-    with pytest.raises(RuntimeError, match="what lies there before it did not come along"):
-        pool2.map(reach, rows[4:])
-    assert torch.equal(known(pool2, lambda x: x * 2, rows[4:])[0], rows[4] * 2)
-
-
-INSTALLED = """
-class Reaching:
-    def __init__(self, x, start):
-        self.x, self.start = x, start
-
-    def reached(self):
-        return reach(self.x, self.start)
-
-def reach(x, start=0):
-    return x[:2] * 2 if start is None else x.as_strided((2,), (1,), start)
-"""
-
-
-def test_what_lies_before_an_argument_of_installed_code_is_not_mistaken(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool
-) -> None:
-    """Its code is not in the pickle, which is all that can be looked at before a call."""
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "installed_reaching.py").write_text(INSTALLED)
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    module = importlib.import_module("installed_reaching")
-    rows = list(torch.arange(1000.0).view(10, 100))[4:]
-    objects: Callable[[int | None], list[Any]] = lambda start: [module.Reaching(x, start) for x in rows]  # noqa: E731
-    with mpgrad.Pool(2) as pool:
-        staffed(pool)
-        for fn, fine, bad in (
-            (functools.partial(module.reach), items(), rows),
-            (lambda x: module.reach(x), items(), rows),
-            (lambda item: item.reached(), objects(None), objects(0)),
-        ):
-            known(pool, fn, fine)
-            with pytest.raises(RuntimeError, match="what lies there before it did not come along"):
-                pool.map(fn, bad)
-        fn = functools.partial(module.reach, start=None)
-        assert all(map(torch.equal, known(pool, fn, rows), map(fn, rows)))
 
 
 def test_writes_to_leaves_are_refused(pool2: mpgrad.Pool) -> None:
