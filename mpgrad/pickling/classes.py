@@ -30,12 +30,12 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _class_setstate as set_class
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from cloudpickle.cloudpickle import _lookup_class_or_track as track
-from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import PLACED, attribute_here, own_import, pickle_finds
-from mpgrad.pickling.uses import is_own, name_of
+from mpgrad.pickling.c_types import reduce_c_type
+from mpgrad.pickling.modules import AS_IMPORTED, PLACED, attribute_here, own_import, pickle_finds
+from mpgrad.pickling.uses import is_own
 
 __all__ = [
     "SETS_CLASS",
@@ -44,10 +44,8 @@ __all__ = [
     "dumps",
     "dynamic",
     "follow_the_caller",
-    "is_c_type",
     "loads",
     "made_like_own",
-    "reduce_c_type",
 ]
 
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
@@ -92,26 +90,6 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             return attribute_here, (value.__module__, name)
         OURS.add(value)
         return with_slots(value, reduced)
-
-
-def is_c_type(value: Any) -> bool:
-    """Whether it is a type of ctypes. Their metaclasses have no names, so cloudpickle can carry none of them by value."""
-    return any(each.__module__ == "_ctypes" for each in type(value).__mro__[:-2])
-
-
-def reduce_c_type(value: type) -> tuple[Any, ...] | None:
-    """A type of ctypes in a module of the user's own is that of the worker's import; None for others.
-
-    Raises:
-        TypeError: no module has the type.
-    """
-    if not is_c_type(value):
-        return None
-    if name_of(value) is not None:
-        return attribute_here, (value.__module__, value.__qualname__)
-    if importable_as(value) is None:
-        raise TypeError(f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes")
-    return None
 
 
 def other_name(value: type) -> str | None:
@@ -165,6 +143,7 @@ def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., t
         found = getattr(found, part, None)
     is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
     if isinstance(found, type) and is_free and is_alike(found, make, arguments):
+        AS_IMPORTED[found] = dict(vars(found))
         track(tracker_id, found)
         return found
     return make(*arguments)

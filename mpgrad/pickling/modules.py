@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABOUT_ITSELF",
+    "AS_IMPORTED",
     "LIVE",
     "NAMES_HERE",
     "PLACED",
@@ -59,6 +61,7 @@ __all__ = [
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
 FAILED: dict[str, ImportError] = {}  # own imports that are not tried again
+AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()  # classes that travel, too
 
 # --- on their way
 
@@ -80,7 +83,7 @@ class LeftOf(NamedTuple):
     """Stands in a pickle for a value that cannot be carried: the worker's own is meant."""
 
     module: str
-    name: str
+    name: str  # of an attribute of a class: a path
     type_name: str
 
 
@@ -170,7 +173,7 @@ class Namespaces(Live):
 
     def resolve(self, mark: Mark) -> Any:
         if isinstance(mark, LeftOf):
-            return left_here(mark)
+            return left_in_class(mark) if "." in mark.name else left_here(mark)
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
 
 
@@ -264,6 +267,26 @@ def left_here(mark: LeftOf) -> Any:
             f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
         )
     return value
+
+
+def left_in_class(mark: LeftOf) -> Any:
+    """The attribute that a class has as the worker imported it: the caller may have set another one since."""
+    path, _, name = mark.name.rpartition(".")
+    try:
+        kind = attribute_here(mark.module, path)
+        return AS_IMPORTED.get(kind, vars(kind))[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        return NotHere(f"{mark.module}.{mark.name}", f"{type(error).__name__}: {error}")
+
+
+class NotHere:
+    """Stands for an attribute that was not carried, and is none of the worker's own: who wants it is told."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self._words = f"{path} cannot be carried to or from a worker, and the worker's own import has none ({reason})"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise TypeError(f"{self._words}; make it where its module defines the class")
 
 
 # --- what `sys.modules` has while a call runs

@@ -38,7 +38,8 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.pickling import caches
-from mpgrad.pickling.classes import MAKERS, dynamic, is_c_type, made_like_own, reduce_c_type
+from mpgrad.pickling.c_types import reduce_c_type
+from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own
 from mpgrad.pickling.compiled import MARK, Placement
 from mpgrad.pickling.modules import ABOUT_ITSELF, PLACED, LeftOf, Live, Namespaces, make_function, own_imports
 from mpgrad.pickling.reducers import INHERITED, weakly
@@ -57,7 +58,6 @@ __all__ = [
     "namespaces_of",
 ]
 
-OF_CLASSES = "a class travels with its attributes: keep what cannot in a global of its module, as workers import it"
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
 CONTAINERS = {collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
 OF_MODULES = getattr(torch.nn.Module, "__getstate__", None)  # leaves out what was compiled
@@ -244,10 +244,9 @@ class StatePickler(CallerPickler):
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
         except Exception as error:
-            is_code = isinstance(value, types.FunctionType | type) and is_own(value.__module__) and not is_c_type(value)
+            is_code = isinstance(value, types.FunctionType | type) and is_own(value.__module__)
             if wanted in self._left or (by_itself and is_code):
-                keep = f"; {OF_CLASSES}" if isinstance(value, type) else ""
-                error.args = (f"{wanted.module}.{wanted.name}: {error}{keep}",)
+                error.args = (f"{wanted.module}.{wanted.name}: {error}",)
                 raise
             return False
         if wanted in self._left:
@@ -305,13 +304,15 @@ class StatePickler(CallerPickler):
         if is_own(value.__module__):
             self._hasten_methods(value)
         reduced = dynamic(value) if is_own(value.__module__) else super(CallerPickler, self).reducer_override(value)
+        if reduced is not NotImplemented and own is not None:
+            make, arguments, (members, more), *rest = reduced
+            members = {name: member_or_left(value, name, each) for name, each in members.items()}
+            identity = value.__module__, value.__qualname__, tracker_id_of(value)
+            reduced = made_like_own, (*identity, make, arguments), (members, more), *rest
         if reduced is not NotImplemented:
             self.watch.content(contents_of_class, value)
             self._note_made(reduced)
             self._want_name(value)
-            if own is not None:
-                make, arguments, *rest = reduced
-                reduced = made_like_own, (value.__module__, value.__qualname__, tracker_id_of(value), make, arguments), *rest
         return reduced
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
@@ -388,6 +389,25 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
 def refuse_files(value: object) -> None:
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
         raise TypeError(f"cannot pickle an open file ({value!r})")  # cloudpickle would send what is in it
+
+
+class WithoutFiles(CallerPickler):
+    """Sees whether something can be carried."""
+
+    def reducer_override(self, value: object) -> Any:
+        refuse_files(value)
+        return super().reducer_override(value)
+
+
+def member_or_left(kind: type, name: str, member: Any) -> Any:
+    """What stands in a pickle for an attribute of a class: the worker's own where it cannot be carried, such as a file."""
+    if name.startswith(("__", "_abc_")) or type(member) in PLAIN or issubclass(type(member), (*CODE, *STEADY)):
+        return member
+    try:
+        WithoutFiles(io.BytesIO()).dump(member)
+    except Exception:
+        return LeftOf(kind.__module__, f"{kind.__qualname__}.{name}", type(member).__qualname__)
+    return member
 
 
 def is_defined_there(wanted: Wanted) -> bool:

@@ -477,15 +477,60 @@ def test_attributes_of_classes_that_change_and_change_back(any_pool: mpgrad.Pool
         del sys.modules["given"]
 
 
+def test_classes_go_without_what_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
+    user.write(
+        "trainer",
+        """
+        class Trainer:
+            pool = None
+            rate = 0.5
+            def step(self, x): return x * self.rate
+            def all(self, xs): return self.pool.map(self.step, xs)
+        """,
+    )
+    trainer = importlib.import_module("trainer")
+    try:
+        with mpgrad.Pool(2) as trainer.Trainer.pool:
+            for trainer.Trainer.rate in (0.5, 2.0):
+                found = trainer.Trainer().all(xs(4))
+                assert all(torch.equal(r, x * trainer.Trainer.rate) for r, x in zip(found, xs(4), strict=True))
+    finally:
+        del sys.modules["trainer"]
+
+
+OPEN = """
+    import abc
+    class Base(abc.ABC):
+        log = open(__file__)
+        @abc.abstractmethod
+        def name(self): ...
+    class Reader(Base):
+        file = open(__file__)
+        files = [file]
+        def name(self): return self.file.name, self.log.name, getattr(self, "files", None)[0].name
+    reader = Reader()
+    def by_class(x): return Reader().name()
+    def by_object(x): return reader.name()
+    def added_later(x): return getattr(reader, "later", None)
+"""
+
+
+@pytest.mark.quick
 def test_attributes_of_classes_that_cannot_be_carried(user: Any, nursery: mpgrad.Pool) -> None:
-    user.write("readers", "class Reader:\n    file = open(__file__)\ndef f(x): return Reader().file.name\n")
+    """Symptom: a worker's class had no `file`, and `getattr(self, "files", None)` was None. Cause: they were left out."""
+    user.write("readers", OPEN)
     readers = importlib.import_module("readers")
     try:
-        said = r"readers\.Reader: cannot pickle.*open file.*keep what cannot in a global of its module"
-        with mpgrad.Pool(1) as pool, pytest.raises(TypeError, match=said):
-            pool.map(readers.f, [0])
+        with mpgrad.Pool(1) as pool:
+            for function in (readers.by_class, readers.by_object, readers.by_class):
+                assert pool.map(function, [0]) == [function(0)]
+            readers.Reader.later = readers.Reader.file
+            assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
+            with pytest.raises(TypeError, match=r"readers\.Reader\.later cannot be carried.*the worker's own import has none"):
+                pool.map(readers.added_later, [0])
     finally:
         readers.Reader.file.close()
+        readers.Reader.log.close()
         del sys.modules["readers"]
 
 
