@@ -341,9 +341,9 @@ NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit"
 NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cache_wrapper"}
 NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_lock", "_value"}
 NOT_TORCH |= {"_aborting"}  # of joblib
-# of multiprocessing, atexit, numpy and scipy
+# of multiprocessing, atexit, ctypes, numpy and scipy
 NOT_TORCH |= {"_exit_function", "_forkserver", "_forkserver_pid", "_log_to_stderr", "_resource_tracker"}
-NOT_TORCH |= {"_clear", "_run_exitfuncs"}
+NOT_TORCH |= {"_clear", "_run_exitfuncs", "_argtypes_", "_flags_", "_restype_", "_dtype_", "_ndim_", "_shape_"}
 NOT_TORCH |= {"_bit_generator", "_init_quad", "_rand", "_seed_seq"}
 INSTANCES = {"_modules", "_parameters", "_buffers"}  # dictionaries of each module, without which it is none
 ONLY_FOR_THE_COMPILER = {"_dynamo", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"}  # see `never_compile`
