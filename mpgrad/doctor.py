@@ -130,6 +130,10 @@ def software() -> Iterator[Finding]:
         yield Finding("system", name, f"mpgrad cannot work here: {error}", remedy, fatal=True)
     else:
         yield Finding("system", name)
+    if importlib.util.find_spec("mpgrad.workers") is None:
+        remedy = "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again"
+        problem = "mpgrad.workers is missing: was a clone copied without its link mpgrad/workers?"
+        yield Finding("mpgrad.workers", "missing", problem, remedy, fatal=True)
     for package in ("torch", "cloudpickle", "psutil"):
         if importlib.util.find_spec(package) is None:
             yield Finding(package, "not installed", f"mpgrad needs {package}", f"pip install {package}", fatal=True)

@@ -96,7 +96,11 @@ class Timeline:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        from mpgrad.timeline.picture import draw  # matplotlib takes a second to import, and need not be there
+        # matplotlib takes a second to import, and need not be there
+        try:
+            from mpgrad.timeline.picture import draw
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib ({error})") from error
 
         draw(self.events, path)
 

@@ -5,7 +5,7 @@ and backward of several items in the worker, and returns losses and gradients as
 the loss is a sum, so that every item's incoming gradient is known beforehand. Peers that do not cut a map into chunks get
 those of multiprocessing.Pool, four a worker. All have the same number of workers of one intra-op thread, and stay warm.
 
-All give the serial loop's losses and gradients in every case, or nothing is timed; then they take turns in a random order.
+All give the serial loop's losses and gradients in each case before it is timed; then they take turns in a random order.
 The clock runs from tensors in the caller to losses and gradients in the caller. "the best serial" is the fastest serial loop
 of the case, whatever its threads.
 

@@ -8,7 +8,7 @@ takes a random worker at random moments, several within a millisecond at times, 
     stops it (SIGSTOP)                          nobody sees that, until a call exceeds the pool's timeout: then likewise
     slows it down (SIGSTOP, and soon SIGCONT)   it goes on, unless it was slow for longer than the timeout
 
-A step that takes longer than `--hang` seconds counts as a hang and ends the run. So do injuries that follow each other faster
+A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow each other faster
 than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is left that could get a step done.
 
     python scripts/reliability/soak.py --kills 1000 --seconds 600

@@ -540,6 +540,19 @@ def test_what_was_lost_is_made_again_bit_for_bit(unharmed: list[torch.Tensor], w
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ended", ["terminate", "join"])
+def test_values_outlive_the_pool(nursery: mpgrad.Pool, ended: str) -> None:
+    x = leaf()
+    with cluster(*TWO) as (pool, _):
+        a, b, c = chain(pool, x)
+        c.result()
+        if ended == "join":
+            pool.close()
+            pool.join()
+    assert torch.equal(a.result(), double(x)) and torch.equal(b.result(), torch.sin(double(x)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["workers", "sites"])
 def test_chains_whose_graphs_were_lost(nursery: mpgrad.Pool, what: str) -> None:
     """Their calls run again with the results that the caller has, also where nobody has read these."""

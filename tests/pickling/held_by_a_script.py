@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -257,6 +258,10 @@ event.set()
 lock.acquire()  # held in the caller: a worker has its own
 bounded.acquire()
 local.here = 1
+level: contextvars.ContextVar[float] = contextvars.ContextVar("level", default=2.0)
+unset: contextvars.ContextVar[float] = contextvars.ContextVar("unset")
+changed: contextvars.ContextVar[float] = contextvars.ContextVar("changed")
+changed.set(5.0)
 
 
 class Own(threading.local):
@@ -278,7 +283,7 @@ def in_the_worker(x: Tensor) -> Tensor:
     assert not signal.acquire(blocking=False)  # nobody has given one
     with both[0]:
         assert not shared.acquire(blocking=False)
-    return x * 2
+    return x * level.get() * unset.get(3.0) * changed.get()
 
 
 class Guarded:
@@ -467,7 +472,7 @@ def main() -> None:
                 print(name, traceback.format_exc())
         for _ in range(2):  # each operation has new ones
             ys = pool.map(in_the_worker, xs[:1])
-            assert torch.equal(ys[0], xs[0] * 2)
+            assert torch.equal(ys[0], xs[0] * 2.0 * 3.0 * 5.0)
         print("guards ok")
         folder.cleanup()
         assert torch.equal(pool.map(warm_in_the_worker, xs[:1])[0], xs[0] * warm(1).weight)

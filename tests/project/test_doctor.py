@@ -264,6 +264,8 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert findings(doctor.software)["torch"].remedy == "pip install torch"
     assert findings(doctor.software)["psutil"].fatal
+    link = findings(doctor.software)["mpgrad.workers"]  # of a clone
+    assert link.fatal and "ln -s ../workers mpgrad/workers" in link.remedy
 
 
 class Times(NamedTuple):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -382,6 +383,16 @@ def test_the_picture(pool2: mpgrad.Pool, tmp_path: Path) -> None:
         differentiated(pool2, leaves(), chunksize=1)
     timeline.draw(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.quick
+def test_a_picture_without_matplotlib(nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
+    with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:
+        pool.map(abs, [1])
+    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+        timeline.draw(tmp_path / "run.png")
 
 
 @pytest.mark.quick

@@ -117,7 +117,6 @@ def quantized() -> Tensor:
         lambda: None,
         quantized,
     ],
-    ids=str,
 )
 def test_what_is_not_alike_goes_another_way(make: Callable[[], Tensor | None]) -> None:
     packer = Packer(Arena(0))
