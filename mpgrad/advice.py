@@ -194,6 +194,8 @@ def advise(fn: Callable[[T], object], items: Iterable[T], *, seconds: float = 5.
         for workers in sorted({most, max(most // 2, min(most, 2))}):  # half: two CPUs may share a core
             pools[workers] = stack.enter_context(Pool(workers))
             pools[workers].map(abs, [1], 1)  # starts the workers
+        for pool in (*loops.values(), *pools.values()):
+            pool._submitter.cheap_calls = None  # what the log would say, the advice says
         end = time.perf_counter() + seconds
         sample, first, cpus_of_loop = first_loop(loops[1], timer, items, seconds)
         is_long = sum(first) > LONG_SHARE * seconds

@@ -327,7 +327,11 @@ def trial(file: Path) -> None:
 
 def tried(command: Sequence[str], limit: float) -> list[Finding]:
     """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed, and its workers end."""
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        except OSError as error:
+            return [dataclasses.replace(NO_PYTHON, problem=f"no temporary folder can be made ({error})")]
         file, output = Path(folder, "findings"), Path(folder, "output")
         file.touch()
         with output.open("wb") as told:  # no pipe: what the trial has started may outlive it, and hold that open

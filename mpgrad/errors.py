@@ -55,12 +55,13 @@ ONE_CALL = "call"  # the noun of one that was asked for by itself, and has no nu
 class CallNames(NamedTuple):
     """How errors name the calls of an operation."""
 
-    function: str = ""  # as people call it; "" for one of mpgrad's own
+    function: str = ""  # as Python calls it; "" for one of mpgrad's own
     noun: str = "item"  # what a call is in the caller's eyes: an item, or a block of them, or `ONE_CALL`
 
     def words(self, index: int | range | None) -> str:
         """For example "item 3 of simulate", "items 0 to 7 of simulate", "a call of simulate"."""
-        of = f" of {self.function}" if self.function else ""
+        has_name = self.function and not self.function.endswith("<lambda>")
+        of = f" of {self.function}" if has_name else ""
         if index is None or self.noun == ONE_CALL:
             return f"a call{of}"
         if isinstance(index, range):

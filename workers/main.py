@@ -26,7 +26,7 @@ from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
-from mpgrad.torch_state.modes import begin_as_new, keep_steady
+from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
@@ -95,7 +95,6 @@ def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack |
         if initializer is not None:
             with noting_those_of_initializer():
                 run_initializer(initializer, initargs)
-        keep_steady()
         FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryWatch() if start.spares_memory else None)

@@ -55,7 +55,7 @@ class TimedStage(Stage):
 
 
 class Recorder:
-    """From its making on."""
+    """Notes what is done for each chunk, from its making on."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []  # of the chunk that is being answered

@@ -174,7 +174,9 @@ def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
     context = compiler_context(value)
     options = None if context is None else compiler_options(context)
     if options is None:
-        return disabled_again, (before_compiler(value), disabling(value))
+        original = before_compiler(value)
+        state = (getattr(original, name, True) for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"))
+        return disabled_again, (original, disabling(value), not any(state))
     return compiled_again, (before_compiler(value), classes.dumps(options))
 
 
@@ -215,11 +217,13 @@ def compiled_again(original: Any, options: bytes) -> Any:
     return compiled
 
 
-def disabled_again(original: Any, options: dict[str, Any]) -> Any:
-    """As `torch.compiler.disable`: the same as before for a function that is its code and its globals, and nothing else."""
+def disabled_again(original: Any, options: dict[str, Any], is_plain: bool) -> Any:
+    """As `torch.compiler.disable`; the same as before where the function `is_plain`: no more than code and globals.
+
+    Who pickles it says so: here a function that leads to itself has no defaults yet.
+    """
     disable: Any = torch.compiler.disable
-    own = (getattr(original, name, True) for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"))
-    if any(own):
+    if not is_plain:
         return disable(original, **options)
     key = original.__code__, id(original.__globals__), *options.values()
     if key not in ROOMS.disabled:  # guards ask for the very same object

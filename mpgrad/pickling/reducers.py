@@ -248,8 +248,9 @@ def referent(proxy: Any) -> Referent:
 
 def reduce_weak(value: Any) -> Reduced:
     """A WeakKeyDictionary, WeakValueDictionary or WeakSet; what it leads to hangs on it."""
-    if type(value) not in WEAK:  # which says itself how it is pickled, and nobody would hold its members
-        raise TypeError(f"cannot pickle {type(value).__qualname__!r} object, of a subclass of WeakSet; use a WeakSet")
+    if type(value) not in WEAK:  # its own attributes and methods are not known
+        base = next(each.__name__ for each in WEAK if isinstance(value, each))
+        raise TypeError(f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a {base}")
     contents = list(value if type(value) is weakref.WeakSet else value.items())
     return type(value), (), contents, None, None, fill_weak
 
@@ -382,6 +383,8 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),
     threading.Condition: reduce_condition,
+    # whoever holds one in the caller does not give it back here
+    threading.BoundedSemaphore: lambda value: (threading.BoundedSemaphore, (value._initial_value,)),
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
     torch.UntypedStorage: reduce_storage,
@@ -391,7 +394,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
 }
-INHERITED = {weakref.WeakSet, threading.local, types.ModuleType, Optimizer, Transform}
+INHERITED = {*WEAK, threading.local, types.ModuleType, Optimizer, Transform}
 DESCRIPTORS = {property, classmethod, staticmethod}
 INHERITED |= DESCRIPTORS
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)  # no deeper: every object is looked up here

@@ -86,7 +86,7 @@ def generator_again(kind: Any, bits: Any) -> Any:
 
 
 def set_attributes(made: Any, attributes: Any) -> None:
-    """Those that an object has in Python. (`__setstate__` of numpy's takes a dictionary for the state of the bits.)"""
+    """Set an object's attributes in Python. (`__setstate__` of numpy's takes a dictionary for the state of the bits.)"""
     vars(made).update(attributes)
 
 

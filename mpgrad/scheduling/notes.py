@@ -1,8 +1,9 @@
 """What the parts of a scheduler say to a timeline that is being recorded. Caller's side.
 
-Who does something asks for `recording` first, once for each chunk; off, it is None and nothing else is done.
+Whoever does something looks at `recording` first, once for each chunk. If it is None, nothing else is done.
 
-Assumes: called by the scheduling thread, but for `begin` and `lap`, which any thread uses.
+Assumes: called by the scheduling thread, but for `begin` and `lap`, which any thread uses. Any thread may also set
+    `recording` to None, so the scheduling thread reads it once.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ class Notes:
     # --- the scheduling thread
 
     def know(self, worker: WorkerHandle) -> None:
-        if self.recording is not None:
+        recording = self.recording  # read once: the caller's thread may end it
+        if recording is not None:
             about = Worker(worker.number, worker.pid, name_of(worker.device), worker.link.node)
-            self.recording.workers[worker.number] = about
+            recording.workers[worker.number] = about
 
     def sent(self, worker: WorkerHandle, number: int) -> None:
         """It is about to be."""

@@ -99,8 +99,7 @@ class Starter:
         scheduler, deterministic = self._scheduler, self._options.deterministic
         now = modes or current_modes(scheduler.packer.kind)
         with scheduler.notes.lap("pickles", name), outside_transforms():
-            is_named = not (is_own or name.endswith("<lambda>"))
-            names = CallNames(name if is_named else "", noun)
+            names = CallNames("" if is_own else name, noun)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
             home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, self._options.guesses)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]

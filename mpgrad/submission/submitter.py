@@ -45,7 +45,9 @@ class Submitter:
         self._may_bundle = options.may_bundle
         self.starter = Starter(options, scheduler)
         self.feeder = Feeder(scheduler)
-        self._cheap_calls = None if options.traits.in_caller else CheapCalls(scheduler)
+        # not on devices, whose kernels go on after the call
+        is_measured = not options.traits.in_caller and options.device_codes is None
+        self.cheap_calls = CheapCalls(scheduler) if is_measured else None
         self.uncollected = Uncollected()
 
     @property
@@ -83,7 +85,8 @@ class Submitter:
         like, calls = first_of(source)
         prepared = self.starter.prepare(function, options, like, modes, source.items)
         operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
-        wait_until, answers = self._scheduler.wait_until, self._scheduler.receiver.answers
+        wait_until = self._scheduler.wait_until
+        answers = self._scheduler.receiver.answers
         try:
             with reported(options.progress, standing_of(operation, source.total)):
                 with collector_held():
@@ -96,9 +99,10 @@ class Submitter:
             raise
         with collector_held(), self._scheduler.notes.lap("makes results"):
             results = operation.values()
-        is_fair = source.at_rest and modes is None and options.on_error == "raise" and not prepared.is_own
-        if is_fair and self._cheap_calls is not None:
-            self._cheap_calls.note(operation, prepared.function_name, time.perf_counter() - started, answers)
+        is_map = source.at_rest and source.noun != ONE_CALL
+        is_fair = is_map and modes is None and options.on_error == "raise" and not prepared.is_own
+        if is_fair and self.cheap_calls is not None:
+            self.cheap_calls.note(operation, prepared.function_name, time.perf_counter() - started, answers)
         return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:

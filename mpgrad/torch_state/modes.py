@@ -54,7 +54,6 @@ __all__ = [
     "current_modes",
     "default_settings",
     "draw_seed",
-    "keep_steady",
     "kept_random_state",
     "load_generators",
     "seed_item",
@@ -129,6 +128,16 @@ class Table:
 
 
 TABLE = Table()
+# These are the caller's also where he has PyTorch's default, whatever an initializer or an earlier call has set. Of all others
+# the worker's stay then, for to read them all takes longer than a small call.
+STEADY = {
+    name: TABLE.settings[name].default
+    for name in (
+        "torch.set_default_dtype",
+        "torch.use_deterministic_algorithms",
+        "torch.autograd.set_detect_anomaly",
+    )
+}
 
 
 class Enclosing(threading.local):
@@ -144,13 +153,12 @@ ENCLOSING = Enclosing()
 @contextmanager
 def under_settings(changed: Changed) -> Iterator[None]:
     """All others are what they were outside of any `under`. Each is set only where it differs."""
-    if ENCLOSING.depth == 1:
-        set_where_different(SHARED.steady, SHARED.at_first)
     outer = ENCLOSING.before
-    if not changed and not outer:
+    is_astray = any(TABLE.settings[name].get() != value for name, value in STEADY.items())
+    if not (changed or outer or is_astray):
         yield
         return
-    wanted = {**outer, **dict(changed)}
+    wanted = {**outer, **STEADY, **dict(changed)}
     every = TABLE.settings
     settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
     with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:
@@ -178,8 +186,6 @@ class Shared:
         self._lock = threading.RLock()
         self.held: dict[str, Held] = {}
         self.with_caller = True  # not in a process of a pool's own, where calls run one by one
-        self.steady: Sequence[Setting] = ()  # in such a process: calls begin with these as the first one did
-        self.at_first: Mapping[str, Any] = {}
 
     @contextmanager
     def set_to(self, settings: Sequence[Setting], wanted: Mapping[str, Any], nested: bool) -> Iterator[dict[str, Any]]:
@@ -245,23 +251,6 @@ def begin_as_new(is_process: bool) -> None:
         remove_global_hooks()
     own = [setting for setting in TABLE.settings.values() if is_process or setting.of_thread]
     set_where_different(own, {setting.name: setting.default for setting in own})
-
-
-STEADY = (
-    "torch.set_default_dtype",
-    "torch.use_deterministic_algorithms",
-    "torch.autograd.set_detect_anomaly",
-)
-
-
-def keep_steady() -> None:
-    """Have calls of a pool's own process begin with these settings as they are now, whatever a call before them did.
-
-    The others stay as a call leaves them, for reading all takes longer than a small call.
-    """
-    if not SHARED.with_caller:
-        SHARED.steady = [TABLE.settings[name] for name in STEADY]
-        SHARED.at_first = {setting.name: setting.get() for setting in SHARED.steady}
 
 
 class Watch:

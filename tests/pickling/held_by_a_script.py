@@ -275,11 +275,10 @@ own.number = 5
 
 def in_the_worker(x: Tensor) -> Tensor:
     assert (own.number, untouched.number) == (6, 4)
-    with lock, rlock, rlock, condition, semaphore, bounded:
+    with lock, rlock, rlock, condition, semaphore, bounded, bounded:
         barrier.wait(1)
         assert event.is_set() and not hasattr(local, "here")
         local.here = 2
-        assert not bounded.acquire(blocking=False)  # one is the caller's
     assert not signal.acquire(blocking=False)  # nobody has given one
     with both[0]:
         assert not shared.acquire(blocking=False)

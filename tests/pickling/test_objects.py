@@ -208,10 +208,21 @@ def test_objects_of_items_and_results(pool: mpgrad.Pool) -> None:
 class Members(weakref.WeakSet[Any]): ...
 
 
+class Keyed(weakref.WeakKeyDictionary[Any, Any]): ...
+
+
+class ByName(weakref.WeakValueDictionary[Any, Any]): ...
+
+
 def test_what_is_not_made_again(pool2: mpgrad.Pool) -> None:
     kept = Holder(torch.ones(1))
-    said = "'Members' object, of a subclass of WeakSet; use a WeakSet (<lambda>'s closure: value"
-    assert said in refusal(pool2, closing_over(Members([kept])))
+    for base, value in (
+        ("WeakSet", Members([kept])),
+        ("WeakKeyDictionary", Keyed({kept: 1})),
+        ("WeakValueDictionary", ByName(a=kept)),
+    ):
+        said = f"{type(value).__name__!r} object, of a subclass of {base}; use a {base} (<lambda>'s closure: value"
+        assert said in refusal(pool2, closing_over(value))
 
 
 def test_proxies_of_a_manager(pool: mpgrad.Pool) -> None:

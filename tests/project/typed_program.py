@@ -44,7 +44,6 @@ class Scaled(torch.autograd.Function):
 xs = [torch.ones(3) for _ in range(4)]
 pool = mpgrad.Pool(2, graphs="recompute", engine="process", retries=0)
 mpgrad.Pool(2, graphs="recompte")  # wrong
-mpgrad.Pool(2, send="always")  # wrong
 mpgrad.Pool(2, engine="processes")  # wrong
 mpgrad.Pool("2")  # wrong
 mpgrad.Pool(n_jobs=2)  # wrong

@@ -77,10 +77,27 @@ def test_a_task_does_not_change_the_default_dtype_of_others(pool2: mpgrad.Pool) 
     assert set(pool2.map(found, range(8), chunksize=1)) == {(torch.float32, False, False)}
 
 
-def test_the_default_dtype_of_an_initializer(nursery: mpgrad.Pool) -> None:
+def test_the_default_dtype_of_the_caller_counts(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, torch.set_default_dtype, (torch.float64,)) as pool:
-        pool.apply(torch.set_default_dtype, (torch.float16,))
-        assert pool.map(lambda k: torch.ones(1).dtype, [0]) == [torch.float64]
+        assert pool.map(lambda k: torch.ones(1).dtype, [0]) == [torch.float32]
+
+
+@pytest.mark.parametrize("engine", ["inline", "thread"])
+def test_pools_of_a_task_leave_its_default_dtype(pool2: mpgrad.Pool, engine: Any) -> None:
+    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool found counted.
+
+    def nested(x: float) -> tuple[torch.dtype, list[torch.dtype], torch.dtype]:
+        before = torch.get_default_dtype()
+        with mpgrad.Pool(1, engine=engine) as inner:
+            found = inner.map(lambda _: torch.get_default_dtype(), [x])
+        return before, found, torch.get_default_dtype()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert pool2.map(nested, [0, 1, 2, 3], chunksize=1) == [(torch.float64, [torch.float64], torch.float64)] * 4
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert pool2.map(nested, [0, 1, 2, 3], chunksize=1) == [(torch.float32, [torch.float32], torch.float32)] * 4
 
 
 def test_autocast(pool: mpgrad.Pool) -> None:
