@@ -458,7 +458,7 @@ def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]
     choose = random.Random(f"program {seed}")
     is_real = options["deterministic"] and options["graphs"] != "ahead" and choose.random() < 0.5
     threads = choose.choice([1, 1, 1, 3])
-    draws = threads == 1 and options["engine"] != "thread" and choose.random() < 0.15
+    draws = not is_real and threads == 1 and options["engine"] != "thread" and choose.random() < 0.15
     with tempfile.TemporaryDirectory() as folder:
         dies = options["engine"] == "process" and choose.random() < 0.15
         traits = {"raises": choose.random() < 0.5, "draws": draws, "dies": folder if dies else ""}
