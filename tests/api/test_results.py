@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import staffed
 
 import mpgrad
 from mpgrad.calls.operations import Operation, OperationOptions
@@ -333,6 +334,27 @@ def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
     assert borrowed(before + 1) == before + 1
     del kept
     assert borrowed(before) == before
+
+
+def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:
+    """By the caller, who has lent captures, and by the workers, who have lent results: 2 MB each."""
+
+    def products(capture: torch.Tensor) -> None:
+        fresh_pool.map(lambda k: capture * k, range(4), 1)
+
+    def rounds(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            products(torch.ones(500_000))
+        gc.collect()
+        fresh_pool.map(time.sleep, [0.02] * 8, 1)  # what is given back is told with an answer
+        stats = fresh_pool.stats()
+        return stats.shared_bytes, stats.resident_bytes
+
+    staffed(fresh_pool)
+    shared, resident = rounds(5)
+    shared_later, resident_later = rounds(20)
+    assert shared_later < shared + 10e6
+    assert resident_later < resident + 40e6
 
 
 class Large:

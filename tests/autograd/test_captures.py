@@ -164,11 +164,13 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
         receive(worker, frame)
 
     scheduler.receiver._receive = count
+    backwards = pool2.stats().backwards
     try:
         sum(r.sum() for r in results).backward()
     finally:
         scheduler.receiver._receive = receive
     assert 1 <= len(returned) <= 2
+    assert pool2.stats().backwards == backwards + 50  # no call is asked again for its part: the sums have all of them
 
 
 def test_writing_into_a_capture_warns_and_stays_in_the_worker(pool: mpgrad.Pool) -> None:

@@ -84,7 +84,7 @@ def test_the_default_dtype_of_the_caller_counts(nursery: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize("engine", ["inline", "thread"])
 def test_pools_of_a_task_leave_its_default_dtype(pool2: mpgrad.Pool, engine: Any) -> None:
-    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool found counted.
+    """Symptom: later maps of a caller with float32 were in float64. Cause: what the inner pool found counted."""
 
     def nested(x: float) -> tuple[torch.dtype, list[torch.dtype], torch.dtype]:
         before = torch.get_default_dtype()
@@ -150,7 +150,7 @@ def test_random_numbers_follow_the_parents_seed(shared_pools: Callable[[str, int
 
 @pytest.mark.slow
 def test_numpys_generator_is_there_before_it_is_needed(nursery: mpgrad.Pool) -> None:
-    """Else the first call that the caller runs itself would read files, and need a descriptor."""
+    """Else the first map would read files, and need a descriptor."""
     code = "import sys, mpgrad; pool = mpgrad.Pool(1); print('numpy.random' in sys.modules); pool.terminate()"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=58) == "True\n"
     with mpgrad.Pool(1) as pool:
