@@ -103,7 +103,8 @@ class SharedFunction:
         self.number = next(self.numbers)
         self.summed: dict[object, int] = {}  # gradients ahead of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
-        self.is_new = False  # to a worker that it was sent to, which may have had to start, or imports what it needs
+        # some worker got the pickle in this operation: its first call took longer (asked by `cheap_calls`)
+        self.is_new = False
         self.ones = True  # no other gradient than one has come yet where that would have mattered
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)

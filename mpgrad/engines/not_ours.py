@@ -17,7 +17,11 @@ __all__ = ["Life", "SharedTracker", "check_fork_server"]
 
 
 class Life:
-    """With the caller, the workers of a fork server end: their parent goes on for as long as anybody has something from it."""
+    """A pair of sockets, whose other end the workers have.
+
+    When the caller ends, this end closes and the workers of a fork server end too. Their parent, the fork server, goes on for
+    as long as anybody has something from it.
+    """
 
     def __init__(self, kind: int = socket.SOCK_STREAM) -> None:
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, kind)

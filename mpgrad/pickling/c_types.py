@@ -34,7 +34,7 @@ def reduce_c_type(value: type) -> Reduced | None:
         TypeError: nobody can make it again: a script derived it, or it is the type of an open library's functions.
     """
     kind: Any = type(value)
-    if all(each.__module__ != "_ctypes" for each in kind.__mro__[:-2]):
+    if not any(each.__module__ == "_ctypes" for each in kind.__mro__):
         return None
     if name_of(value) is not None:
         return attribute_here, (value.__module__, value.__qualname__)

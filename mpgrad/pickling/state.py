@@ -473,19 +473,18 @@ class State:
 
 
 class Recent(Generic[T]):
-    """What was put here last, by number. Two of these that see the same numbers have the same."""
+    """The values that were put here last. Two of these that see the same keys in the same order keep the same ones."""
 
-    def __init__(self, most: int = MOST_STATES) -> None:
+    def __init__(self) -> None:
         self._kept: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
-        self._most = most
 
-    def get(self, number: Hashable) -> T | None:
-        return self._kept.get(number)
+    def get(self, key: Hashable) -> T | None:
+        return self._kept.get(key)
 
-    def put(self, number: Hashable, value: T) -> None:
-        self._kept[number] = value
-        self._kept.move_to_end(number)
-        if len(self._kept) > self._most:
+    def put(self, key: Hashable, value: T) -> None:
+        self._kept[key] = value
+        self._kept.move_to_end(key)
+        if len(self._kept) > MOST_STATES:
             self._kept.popitem(last=False)
 
 

@@ -51,7 +51,7 @@ class Codes:
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, Measured] = {}  # by number
         self._ones = True  # of functions of which nothing is known: see `SharedFunction.ones`
-        self.wrong_predictions = 0
+        self.wrong_predictions = 0  # about so many: threads that count at once may lose one
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""

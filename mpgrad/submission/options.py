@@ -183,9 +183,10 @@ class CallOptions:
         one_of("on_error", self.on_error, get_args(OnError))
 
     @property
-    def leaves_ways_open(self) -> bool:
+    def may_bundle(self) -> bool:
         """Whether calls may go together: nothing is asked of one by itself."""
-        return self.chunksize is None and self.timeout is None and self.progress is False
+        is_plain = self.chunksize is None and self.timeout is None and self.progress is False
+        return is_plain and self.on_error == "raise"
 
 
 def pickled_initializer(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bytes:

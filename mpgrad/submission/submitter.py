@@ -115,7 +115,7 @@ class Submitter:
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
         """How many calls there are, of which some may go together; None where each goes by itself."""
-        if not (self._may_bundle and source.at_rest and options.leaves_ways_open and options.on_error == "raise"):
+        if not (self._may_bundle and source.at_rest and options.may_bundle):
             return None
         return None if source.total == 1 or torch.are_deterministic_algorithms_enabled() else source.total
 

@@ -87,7 +87,8 @@ def worker_slices(worker: Worker, chunks: Sequence[Chunk], end: int) -> Iterator
             items, function = chunk.calls[position]
             if isinstance(items, range) and chunk.phase == "forward":
                 items = items[offset]
-            name = "forward again" if phase == "forward" != chunk.phase else phase
+            is_again = phase == "forward" and chunk.phase == "backward"
+            name = "forward again" if is_again else phase
             args: dict[str, object] = {"item": whole(items), "function": function}
             yield Slice(pid, CALLS, first + ahead, last + ahead, name, phase, args)
     for chunk in [each for each in chunks if each.answered is None][:1]:

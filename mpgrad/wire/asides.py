@@ -1,7 +1,7 @@
 """What passes between a worker and its site, and not on to the caller or from there. Needs no torch, as the site has none.
 
-A frame of a worker's that comes with descriptors is for the site, since descriptors end at the machine's border. Where there is
-no site it is for the caller.
+A frame of a worker's that comes with descriptors is for the site, since descriptors end at the machine's border. With a
+shared-memory engine there is no site, and the frame is for the caller.
 
 `Whereabouts` are numbers in shared memory: whoever is on the worker's machine reads them, a site or the caller.
 """

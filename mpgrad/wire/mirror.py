@@ -1,4 +1,6 @@
-"""Memory of the other side, where it cannot be shared: a mirror here, with the same numbers and offsets. Both sides.
+"""Memory of the other side, where it cannot be shared: a mirror here, with the same numbers and offsets.
+
+A site keeps mirrors of the caller's memory, and the caller keeps mirrors of each site's. Both sides.
 
     lend a slot ──► carry ──► its bytes stand behind the payload of the next frame ══► written at the same offset ──► borrowed
 So addresses stay valid, no message is rewritten, and who borrows looks at memory of this machine as if it were shared. A slot

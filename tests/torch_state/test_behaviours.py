@@ -339,7 +339,7 @@ OF_THE_COMPILER |= {"_compiled_call_impl", "_orig_mod", "_torchdynamo_disable_ms
 BY_STRING = {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {"_args_from_interpreter_flags", "_dynamic_function_reduce", "_exit", "_function_getnewargs", "_inst", "_replace"}
 NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cache_wrapper"}
-NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_lock", "_value"}
+NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_initial_value", "_lock", "_value"}
 NOT_TORCH |= {"_aborting"}  # of joblib
 # of multiprocessing, atexit, ctypes, numpy and scipy
 NOT_TORCH |= {"_exit_function", "_forkserver", "_forkserver_pid", "_log_to_stderr", "_resource_tracker"}

@@ -190,7 +190,10 @@ def test_matmul_precision_travels(pool2: mpgrad.Pool) -> None:
     try:
         assert pool2.map(lambda _: torch.get_float32_matmul_precision(), [0]) == ["medium"]
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision("highest")  # which leaves newer settings at "ieee": they would travel from now on
+        for backend in (torch.backends.mkldnn, torch.backends.cuda):
+            if hasattr(backend.matmul, "fp32_precision"):
+                backend.matmul.fp32_precision = "none"
 
 
 def test_split_mix_against_the_published_sequence() -> None:

@@ -205,7 +205,7 @@ def in_c(name: str, get: str, use: str, default: Any, of_thread: bool = False) -
 def of_this_version(setting: Setting) -> Setting:
     """With the default, and the way to set it, that this PyTorch has: older ones have less of some."""
     now = setting.get()
-    if isinstance(now, tuple):  # of two truth values, where an older PyTorch has the first only
+    if isinstance(now, tuple) and setting.default is True:  # of two truth values, where an older PyTorch has the first only
         return setting._replace(set=lambda both: setting.set(*both), default=(True, True))
     return setting._replace(default=setting.default[: len(now)]) if isinstance(now, list) else setting
 
