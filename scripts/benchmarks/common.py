@@ -14,6 +14,7 @@ import datetime
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import platform
 import random
@@ -27,6 +28,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
+
+# mpgrad says once of each tiny function that it costs more to send than to run: here that is what is measured
+logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))
 
 T = TypeVar("T")
 Record = dict[str, Any]

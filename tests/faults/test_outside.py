@@ -45,6 +45,7 @@ import faulthandler, gc, logging, os, resource, sys, time
 faulthandler.dump_traceback_later(50, exit=True)
 import torch, mpgrad
 
+logging.getLogger("mpgrad").addFilter(lambda record: "cost more to send" not in str(record.msg))  # these tiny calls do
 MIB = 1 << 20
 
 def works(pool):
