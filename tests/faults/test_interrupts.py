@@ -301,9 +301,13 @@ def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, eng
 def test_what_is_no_interrupt_does_not_call_off(nursery: mpgrad.Pool) -> None:
     """An executor does what was submitted, as in concurrent.futures."""
 
+    def slowly(k: int) -> int:
+        time.sleep(0.1)  # so that the others have not come when the first is asked for
+        return k
+
     def first_of(futures: list[concurrent.futures.Future[int]]) -> Iterator[int]:
         with mpgrad.Executor(1) as executor:
-            futures += [executor.submit(abs, -k) for k in range(3)]
+            futures += [executor.submit(slowly, k) for k in range(3)]
             yield from (future.result() for future in futures)
 
     for leave in (lambda given: given.throw(LookupError), lambda given: given.close()):
