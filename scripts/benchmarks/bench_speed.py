@@ -375,7 +375,8 @@ with Pool(processes, **options) as pool:
 def run_program(program: str, plan: Plan) -> Any:
     settings = json.dumps([plan.processes, plan.further_workers, sent(mpgrad.Pool), plan.idle_seconds])
     command = [sys.executable, "-c", STARTED + program, settings]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT)
+    folder = Path(mpgrad.__file__).parents[1]  # else the program would import mpgrad from where this one was started
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROGRAM_LIMIT, cwd=folder)
     return json.loads(ended.stdout)
 
 
