@@ -219,7 +219,8 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> N
 
 
 def losses_of(pool: mpgrad.Pool) -> torch.Tensor:
-    xs = [torch.full((50,), float(k), requires_grad=True) for k in range(6)]
+    # large enough to show in what the heap of a worker has
+    xs = [torch.full((50_000,), float(k), requires_grad=True) for k in range(6)]
     return torch.stack(pool.map(lambda x: x.exp().sum(), xs, chunksize=1))
 
 
