@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.timeline.recording import Chunk as NotedChunk
-from mpgrad.timeline.recording import NotedCall, Recording, Worker
+from mpgrad.timeline.recording import NotedCall, NotedChunk, Recording, Worker
 from mpgrad.wire.messages import Recorded
 
 __all__ = ["Notes"]

@@ -1,6 +1,8 @@
 """What is noted while a timeline is recorded: laps of the caller's threads, chunks on their way through workers.
 
-    threads of the caller ──► `lap` ──► Lap        the scheduling thread, `scheduling.notes` ──► Chunk ◄── a worker's `Recorded`
+    a thread of the caller ──► `lap` ──► Lap
+    the scheduling thread (`scheduling.notes`) ──► NotedChunk ◄── a worker's `Recorded`
+
 Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of `time.monotonic_ns`, those
     of workers by their own clock.
 """
@@ -10,13 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpgrad.errors import contextmanager
 from mpgrad.wire.messages import Span
 
-__all__ = ["Chunk", "Lap", "NotedCall", "Recording", "Worker"]
+__all__ = ["Lap", "NotedCall", "NotedChunk", "Recording", "Worker"]
 
 
 class Lap(NamedTuple):
@@ -37,7 +39,7 @@ class NotedCall(NamedTuple):
 
 
 @dataclass
-class Chunk:
+class NotedChunk:
     """Calls, or backwards, that a worker was sent in one message."""
 
     worker: int
@@ -68,7 +70,7 @@ class Recording:
         self.ended: int | None = None
         self.is_known = False  # to the workers, which time what they are sent from then on
         self.laps: list[Lap] = []
-        self.chunks: list[Chunk] = []  # in the order in which they were sent
+        self.chunks: list[NotedChunk] = []  # in the order in which they were sent
         self.workers: dict[int, Worker] = {}
         self.threads: dict[int, str] = {}  # of the caller, with their names
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpgrad.timeline.recording import Chunk, Recording, Worker
+from mpgrad.timeline.recording import NotedChunk, Recording, Worker
 
 __all__ = ["CALLER", "Event", "events_of"]
 
@@ -74,7 +74,7 @@ def caller_slices(recording: Recording) -> Iterator[Slice]:
         yield Slice(CALLER, tracks[thread], began, ended, f"{kind} {function}".rstrip(), kind, {})
 
 
-def worker_slices(worker: Worker, chunks: Sequence[Chunk], end: int) -> Iterator[Slice]:
+def worker_slices(worker: Worker, chunks: Sequence[NotedChunk], end: int) -> Iterator[Slice]:
     """Of the chunks that have no answer only the first: the worker was at that one."""
     pid, free = CALLER + worker.number, 0  # `free`: since when it has nothing to do
     ahead = ahead_of(chunks) if worker.node else 0
@@ -96,7 +96,7 @@ def worker_slices(worker: Worker, chunks: Sequence[Chunk], end: int) -> Iterator
         yield Slice(pid, CALLS, max(free, chunk.sent), chunk.died or end, name, "unanswered", items_in(chunk))
 
 
-def items_in(chunk: Chunk) -> dict[str, object]:
+def items_in(chunk: NotedChunk) -> dict[str, object]:
     return {"items": [whole(call.items) for call in chunk.calls]}
 
 
@@ -105,7 +105,7 @@ def whole(items: int | range) -> int | list[int]:
     return items if isinstance(items, int) else [items[0], items[-1]]
 
 
-def ahead_of(chunks: Sequence[Chunk]) -> int:
+def ahead_of(chunks: Sequence[NotedChunk]) -> int:
     """Nanoseconds that the caller's clock shows more than that of a worker on another machine, which got these chunks.
 
     A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the difference from both sides;

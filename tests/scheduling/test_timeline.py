@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline.recording import Chunk, NotedCall, Recording, Worker
+from mpgrad.timeline.recording import NotedCall, NotedChunk, Recording, Worker
 from mpgrad.timeline.trace import events_of
 
 Events = list[dict[str, Any]]
@@ -326,9 +327,9 @@ def recorded(shift: int = 0, node: str = "") -> Events:
     start = recording.began
     recording.workers[1] = Worker(1, 4242, "cpu", node)
 
-    def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> Chunk:
+    def chunk(phase: str, sent: int, began: int, span: Sequence[int]) -> NotedChunk:
         theirs = [start + shift + each * MS for each in (began, *span)]
-        noted = Chunk(1, phase, [NotedCall(0, "wave")], start + sent * MS)
+        noted = NotedChunk(1, phase, [NotedCall(0, "wave")], start + sent * MS)
         noted.began, noted.ended, noted.spans = theirs[0], theirs[2], [(phase, 0, 0, theirs[1], theirs[2])]
         noted.answered = noted.ended - shift + MS
         return noted
@@ -383,6 +384,24 @@ def test_the_picture(pool2: mpgrad.Pool, tmp_path: Path) -> None:
         differentiated(pool2, leaves(), chunksize=1)
     timeline.draw(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise Frozen(3)
+
+
+@pytest.mark.quick
+def test_an_exception_that_cannot_be_changed(nursery: mpgrad.Pool) -> None:
+    """Symptom: a FrozenInstanceError while a timeline was recorded. Cause: contextlib sets attributes of exceptions."""
+    with mpgrad.Pool(1, engine="inline") as pool, pool.timeline(), pytest.raises(Frozen) as caught:
+        pool.map(abs, [Unpicklable()])
+    assert caught.value.code == 3
 
 
 @pytest.mark.quick
