@@ -157,10 +157,9 @@ class Loop:
             compare_values(f"item {index}", *pair)
         ours = differentiable(inputs)
         names = [*(f"input {number}" for number in range(len(ours))), *self._names]
-        found = derivatives(results, [*ours, *self._captures], len(self._derivatives))
-        for degree, (grads, expected) in enumerate(
-            zip(itertools.islice(found, order), self._derivatives, strict=False), start=1
-        ):
+        every = derivatives(results, [*ours, *self._captures], len(self._derivatives))
+        asked = zip(itertools.islice(every, order), self._derivatives, strict=False)
+        for degree, (grads, expected) in enumerate(asked, start=1):
             label = "gradient of" if degree == 1 else f"derivative of order {degree} of"
             for number, name in enumerate(names):
                 rtol = 0.0 if degree == 1 and number < len(ours) else self._rtol

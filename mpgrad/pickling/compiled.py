@@ -218,9 +218,10 @@ def compiled_again(original: Any, options: bytes) -> Any:
 
 
 def disabled_again(original: Any, options: dict[str, Any], is_plain: bool) -> Any:
-    """As `torch.compiler.disable`; the same as before where the function `is_plain`: no more than code and globals.
+    """Disable the compiler for a function, as `torch.compiler.disable` does.
 
-    Who pickles it says so: here a function that leads to itself has no defaults yet.
+    A plain function, which is no more than code and globals, gets the same object as before. The pickler says whether it is
+    plain, because a recursive function gets its defaults only after this call.
     """
     disable: Any = torch.compiler.disable
     if not is_plain:

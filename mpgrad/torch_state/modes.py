@@ -128,9 +128,9 @@ class Table:
 
 
 TABLE = Table()
-# These are the caller's also where he has PyTorch's default, whatever an initializer or an earlier call has set. Of all others
-# the worker's stay then, for to read them all takes longer than a small call.
-STEADY = {
+# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or an earlier call has set.
+# It keeps what it has of the other settings, because reading them all takes longer than a small call.
+RESET = {
     name: TABLE.settings[name].default
     for name in (
         "torch.set_default_dtype",
@@ -154,11 +154,11 @@ ENCLOSING = Enclosing()
 def under_settings(changed: Changed) -> Iterator[None]:
     """All others are what they were outside of any `under`. Each is set only where it differs."""
     outer = ENCLOSING.before
-    is_astray = any(TABLE.settings[name].get() != value for name, value in STEADY.items())
+    is_astray = any(TABLE.settings[name].get() != value for name, value in RESET.items())
     if not (changed or outer or is_astray):
         yield
         return
-    wanted = {**outer, **STEADY, **dict(changed)}
+    wanted = {**outer, **RESET, **dict(changed)}
     every = TABLE.settings
     settings = [every[name] for name in (every if outer else wanted) if name in wanted]  # in the table's order
     with SHARED.set_to(settings, wanted, ENCLOSING.depth > 1 or bool(outer)) as outside:

@@ -109,6 +109,12 @@ def itself_left_alone(x: Tensor) -> Tensor:
     return x * bias
 
 
+@torch.compiler.disable
+def counts_down(x: Tensor, steps: int = 1) -> Tensor:
+    """It leads to itself, and has a default."""
+    return x if not steps else counts_down(x, steps - 1) + 1
+
+
 def around(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     @functools.wraps(fn)
     def wrapped(x: Tensor) -> Tensor:
@@ -216,6 +222,13 @@ def main() -> None:
             pool.map(of_globals, shapes)
             assert not any(pid == str(os.getpid()) for pid in LOG.read_text().split())
     print("engines ok")
+    original: Any = counts_down
+    while hasattr(original, "__wrapped__"):
+        original = original.__wrapped__
+    with mpgrad.Pool(1) as pool:
+        for original.__defaults__ in ((1,), (5,)):
+            assert torch.equal(pool.map(lambda x: counts_down(x), xs[:1])[0], counts_down(xs[0]))
+    print("defaults ok")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,15 @@ def test_a_process_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> Non
     started[0].wait(LIMIT)
 
 
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> Any:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refused)
+    (finding,) = tried([sys.executable, "-c", ""], 1.0)
+    assert finding.fatal and finding.problem.startswith("no temporary folder can be made")
+
+
 def test_no_process_can_be_started() -> None:
     (finding,) = tried(["/no/such/program"], 1.0)
     assert finding.fatal and finding.problem.startswith("no process can be started")

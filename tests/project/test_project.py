@@ -632,6 +632,7 @@ def test_the_oracle_looks_at_each_way_to_run(nursery: mpgrad.Pool) -> None:
         with pytest.raises(AssertionError, match=r"item 0, value: the pool and the serial loop differ by up to 1"):
             assert_same_as_serial(lambda x: torch.tensor([os.getpid() == caller]), items, pool)
         assert_same_as_serial(lambda x: x * 2, [], pool)
+        assert_same_as_serial(lambda x: x * 2, items, pool, run=lambda pool, fn, items: pool.imap(fn, items))
         with pytest.raises(AssertionError, match=r"the pool gave 2 results, the serial loop 1"):
             assert_same_as_serial(lambda x: x * 2, items, pool, run=lambda pool, fn, items: pool.map(fn, [*items, items[0]]))
 

@@ -405,6 +405,16 @@ def test_an_exception_that_cannot_be_changed(nursery: mpgrad.Pool) -> None:
 
 
 @pytest.mark.quick
+def test_lambdas_have_their_name(nursery: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:
+        pool.map(lambda k: k, [0])
+    (forward,) = slices(timeline.events, "forward")
+    assert forward["args"]["function"].endswith("<lambda>")
+    (packs,) = slices(timeline.events, "packs")
+    assert packs["name"].endswith("<lambda>")
+
+
+@pytest.mark.quick
 def test_a_picture_without_matplotlib(nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)

@@ -516,6 +516,6 @@ def test_nothing_in_pytorch_is_unaccounted_for() -> None:
 
 def test_a_chunk_of_what_nobody_has_changed_reads_few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     now = modes.current_modes()
-    monkeypatch.setattr(modes.TABLE, "settings", {name: modes.TABLE.settings[name] for name in modes.STEADY})
+    monkeypatch.setattr(modes.TABLE, "settings", {name: modes.TABLE.settings[name] for name in modes.RESET})
     with modes.under(now):
         pass
