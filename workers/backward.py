@@ -1,6 +1,6 @@
 """The backward pass: gradients for the outputs of kept graphs come, gradients of inputs and captures go.
 
-    Backward ──► before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
+    Backwards ──► before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
                                                    captures' gradients: added up ──┘
     Collect ──► the sum ──► lend ──► Collected
 Guarantees: each backward that is not skipped has one outcome, whatever the task raises.
@@ -21,7 +21,7 @@ from mpgrad.environment import FOLLOWER
 from mpgrad.pickling import classes
 from mpgrad.torch_state.modes import under
 from mpgrad.torch_state.private import plus
-from mpgrad.wire.messages import Backward, BackwardCall, Collect, Collected, Failure, Gradients, Missing, Rederive, Rerun
+from mpgrad.wire.messages import BackwardCall, Backwards, Collect, Collected, Failure, Gradients, Missing, Rederive, Rerun
 from mpgrad.wire.tensor_packing import Payload
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, TensorRef, flags_in
 from mpgrad.workers.call_run import CallRun, CallRunner
@@ -49,7 +49,7 @@ class Differentiated(NamedTuple):
 
 
 class BackwardHandler:
-    """Answers `Backward`, after the steps that make missing graphs again; and `Collect`."""
+    """Answers `Backwards`, after the steps that make missing graphs again; and `Collect`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class BackwardHandler:
         self._station = station
         self.new_stage: Callable[[], Stage] = Stage  # for each chunk
 
-    def answer(self, message: Backward, incoming: memoryview) -> tuple[Gradients, Payload]:
+    def answer(self, message: Backwards, incoming: memoryview) -> tuple[Gradients, Payload]:
         chunk, calls = message.chunk, message.calls
         payload = Payload()
         outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
@@ -175,7 +175,9 @@ class BackwardHandler:
             stage.backward_seconds += time.perf_counter() - started
         if call.captures and not call.apart:
             gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
-            graph.function.sums.add(call.graph_task, call.levels, of_captures)
+            sums = graph.function.sums.of(call.graph_task, call.levels, len(of_captures))
+            sums.add(of_captures)
+            sums.calls += 1
         reached: Sequence[int] = ()
         if call.graph is not None:
             connected = [grad for grad in gradients if grad is not None and grad.requires_grad]

@@ -29,7 +29,7 @@ from mpgrad.wire.tensor_refs import (
     need_no_pickle,
     with_more_behind,
 )
-from mpgrad.workers.backward_ahead import Ahead
+from mpgrad.workers.eager import EagerBackwards
 from mpgrad.workers.failures import described, given_in_words
 from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
@@ -69,7 +69,7 @@ class CallRun:
         self._entrances = entrances
         self._function = function
         self._inference = inference
-        self._outputs: list[Edge] = []  # those of losses whose backward was run ahead have gone
+        self._outputs: list[Edge] = []  # those of losses whose backward was an eager one have gone
         self._codes: list[int] = []  # where the outputs lie, in a pool with devices
         self._has_graph = False
         self._reentrant = False  # see `GraphEdges`
@@ -121,10 +121,10 @@ class CallRun:
         self._codes += self._station.codes_of(outputs)
         self._reentrant = self._reentrant or reentrant
 
-    def take_ahead(self, ahead: Ahead, item: int, found: list[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
+    def take_eagerly(self, eager: EagerBackwards, item: int, found: list[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """Run the backward of what an item gave, if that is a loss; returns what is to be sent."""
         outputs = self.connect(found, reentrant)
-        if outputs and ahead.take(item, self.inputs, found, reentrant):
+        if outputs and eager.take(item, self.inputs, found, reentrant):
             return [tensor.detach() for tensor in found]  # nothing holds the graph now: the next one gets its memory
         if outputs:
             self.enter(outputs, reentrant)
@@ -153,9 +153,9 @@ class CallRunner:
         function: Function,
         payload: memoryview,
         stage: Stage,
-        ahead: Ahead | None = None,
+        eager: EagerBackwards | None = None,
     ) -> CallRun:
-        """Notes in `stage` how far it came. `ahead`: what runs the backwards of losses at once."""
+        """Notes in `stage` how far it came. `eager`: what runs the backwards of losses at once."""
         station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
         refs = station.named(call.tensors, function.gathers)
         given, entrances = dress(self._loans.views(refs, payload), flags_in(refs))
@@ -165,8 +165,8 @@ class CallRunner:
             stage.phase = "forward"
             if call.bundle:
                 begin_item(stage.offset)
-            if ahead is not None:
-                ahead.begin()
+            if eager is not None:
+                eager.begin()
             args, kwargs = arguments(call, stage.offset, own, function.modules)
             pickled = structure_of(call, stage.offset)
             copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
@@ -188,12 +188,10 @@ class CallRunner:
                 run.note_strays(found, copied)
             del args, kwargs, own, value
             run.shapes.append((shape, len(found)))
-            if ahead is not None:
-                found, before = run.take_ahead(ahead, stage.offset, found, CHECKPOINTS.count != before), CHECKPOINTS.count
+            if eager is not None:
+                found, before = run.take_eagerly(eager, stage.offset, found, CHECKPOINTS.count != before), CHECKPOINTS.count
             run.tensors += found
-        if ahead is not None:
-            ahead.end()
-        elif outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before):
+        if eager is None and (outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)):
             run.enter(outputs, reentrant)
         begin_item(-1)
         run.end()

@@ -24,7 +24,6 @@ class CaptureSums:
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """One gradient for each capture, None where there is none. Writes to sums of its own only."""
-        self.calls += 1
         for k, grad in enumerate(grads):
             held = self.sums[k]
             if grad is None:
@@ -39,29 +38,21 @@ class CaptureSums:
 
 
 class FunctionSums:
-    """All sums of one function: one for each backward, and one for the backwards that ran right after their forwards."""
+    """All sums of one function: of each backward, and (None) of the eager ones."""
 
     def __init__(self) -> None:
-        self._ahead: CaptureSums | None = None
-        self._by_backward: dict[tuple[int, tuple[Level, ...]], CaptureSums] = {}
+        self._sums: dict[tuple[int | None, tuple[Level, ...]], CaptureSums] = {}
 
-    def add(self, graph_task: int, levels: tuple[Level, ...], grads: Sequence[torch.Tensor | None]) -> None:
+    def of(self, graph_task: int | None, levels: tuple[Level, ...], count: int) -> CaptureSums:
+        """That of `count` captures; whoever adds a call to it counts the call."""
         key = graph_task, levels
-        sums = self._by_backward.get(key)
+        sums = self._sums.get(key)
         if sums is None:
-            sums = self._by_backward[key] = CaptureSums(len(grads))
-            if len(self._by_backward) > MOST_BACKWARDS:  # a backward that failed leaves its sum behind
-                del self._by_backward[next(iter(self._by_backward))]
-        sums.add(grads)
-
-    def add_ahead(self, grads: Sequence[torch.Tensor | None]) -> None:
-        if self._ahead is None:
-            self._ahead = CaptureSums(len(grads))
-        self._ahead.add(grads)
+            sums = self._sums[key] = CaptureSums(count)
+            if len(self._sums) > MOST_BACKWARDS:  # a backward that failed leaves its sum behind
+                del self._sums[next(iter(self._sums))]
+        return sums
 
     def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
-        """What was added up for a backward; without `graph_task`, for those ahead."""
-        if graph_task is not None:
-            return self._by_backward.pop((graph_task, levels), None)
-        ahead, self._ahead = self._ahead, None
-        return ahead
+        """What was added up, which is not here any more then."""
+        return self._sums.pop((graph_task, levels), None)

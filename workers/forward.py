@@ -1,7 +1,7 @@
 """The forward pass: the calls of a `Forward` run, their results are lent, their graphs kept.
 
     Forward ──► CallRunner ──► CallRun ──► results: lend ──► Results
-                                  └──────► graph: keep; or, with graphs="ahead", its backward runs at once: gradients, lent too
+                                  └──────► graph: keep; or its backward runs at once: gradients, lent too
 Guarantees: each call that is not skipped has one outcome, whatever the task raises.
 """
 
@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 
 from mpgrad.errors import SharedMemoryError
 from mpgrad.torch_state.modes import under
-from mpgrad.wire.messages import Failure, Forward, ForwardCall, Result, Results, RunAhead
+from mpgrad.wire.messages import Eager, Failure, Forward, ForwardCall, Result, Results
 from mpgrad.wire.tensor_packing import Payload, Placed, Together
 from mpgrad.wire.tensor_refs import TensorRef
-from mpgrad.workers.backward_ahead import Ahead, may_go_ahead
 from mpgrad.workers.call_run import CallRun, CallRunner
-from mpgrad.workers.capture_sums import CaptureSums
+from mpgrad.workers.eager import EagerBackwards
 from mpgrad.workers.failures import failure
 from mpgrad.workers.functions import Function, FunctionTable
-from mpgrad.workers.graph_edges import APPLIED
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
 from mpgrad.workers.stage import Stage
@@ -63,7 +61,7 @@ class ForwardHandler:
         function = found if isinstance(found, Function) else None
         payload = Payload()
         outcomes: list[Result | Failure] = []
-        own_seconds = ahead_seconds = failed_seconds = 0.0
+        own_seconds = eager_seconds = failed_seconds = 0.0
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
@@ -79,7 +77,7 @@ class ForwardHandler:
                     self._loans.give_back_unread(call)
                 if isinstance(outcome, Result):
                     own_seconds += stage.own_seconds
-                    ahead_seconds += stage.backward_seconds
+                    eager_seconds += stage.backward_seconds
                     continue
                 failed_seconds += time.perf_counter() - begun
                 if message.stop_at_failure:
@@ -91,7 +89,7 @@ class ForwardHandler:
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         reached = () if function is None else function.search.take_found()
         warned = self._warnings.take()
-        return Results(chunk, outcomes, seconds, own_seconds, ahead_seconds, mutated, warned, dropped, nbytes, reached), payload
+        return Results(chunk, outcomes, seconds, own_seconds, eager_seconds, mutated, warned, dropped, nbytes, reached), payload
 
     def _run(
         self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
@@ -99,31 +97,32 @@ class ForwardHandler:
         """The outcome of a call. What was lent for it, and its graph where that is kept, are noted."""
         before = self._graphs.memory_in_use()
         try:
-            ahead = None
-            in_vain = message.expected is not None and function.code.is_cut_short
-            if message.ahead and not in_vain and may_go_ahead(call, message.modes, function.precise):
-                sums = CaptureSums(len(function.edges)) if message.ahead == RunAhead.SUMS else None
-                at_once = bool(function.code.gives_losses)
-                ones, expected, note = message.ones, message.expected, self._tracker.begin_item
-                ahead = Ahead(call, function.edges, sums, at_once, ones, expected, note, stage)
-            run = self._runner.run(message, call, function, incoming, stage, ahead)
+            eager = None
+            if message.eager is not None and not function.code.is_cut_short:
+                eager = self._eager(message.eager, call, function, stage)
+            run = self._runner.run(message, call, function, incoming, stage, eager)
             placed = self._place(run, call.origin, stage)
             graph = run.graph
             gradients = None
-            if graph is not None and ahead is not None and ahead.has_begun:
-                gradients = self._lend_ahead(call.call, ahead, graph, payload)
-                graph = graph if ahead.keeps else None
+            if graph is not None and eager is not None and eager.has_begun:
+                gradients = self._lend_gradients(call.call, eager, graph, payload)
+                graph = graph if eager.how.keeps else None
             shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
-            for_one = gradients is not None and ahead is not None and ahead.for_one
             refs = self._loans.lend(placed, payload)
-            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, for_one, run.strays)
-            del run, placed, ahead
+            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays)
+            del run, placed, eager
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
             return result
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
             return failure(error, stage.phase, stage.offset, stage.given)
+
+    def _eager(self, how: Eager, call: ForwardCall, function: Function, stage: Stage) -> EagerBackwards:
+        sums = None
+        if function.edges and not how.apart:
+            sums = function.sums.of(None, (), len(function.edges))
+        return EagerBackwards(call, how, function.edges, sums, stage)
 
     def _place(self, run: CallRun, origin: int, stage: Stage) -> list[Placed] | Together:
         """Copies of the results' tensors, to be had where the call came from (`origin`)."""
@@ -138,23 +137,19 @@ class ForwardHandler:
             placed += itertools.starmap(packer.place, itertools.islice(rows, count))
         return placed
 
-    def _lend_ahead(self, call: int, ahead: Ahead, graph: GraphEdges, payload: Payload) -> Sequence[TensorRef | None] | None:
-        """The gradients of losses; None where not all could be had: the caller's backward makes the graph again."""
+    def _lend_gradients(
+        self, call: int, eager: EagerBackwards, graph: GraphEdges, payload: Payload
+    ) -> Sequence[TensorRef | None] | None:
+        """Those of losses; None where not all could be had: the caller's backward is sent then."""
         function, gradients = graph.function, None
-        if ahead.is_complete:
-            # not for engines in the caller's process, where a call that is run again may draw other random numbers
-            if function.code.gives_losses is None:
-                function.code.gives_losses = APPLIED.is_watching
-            homes = graph.devices.homes(range(len(graph.inputs)), ahead.sums is None)
+        if eager.is_complete:
+            homes = graph.devices.homes(range(len(graph.inputs)), eager.sums is None)
             with contextlib.suppress(Exception):  # no room for them: there may be for the result, which matters more
-                gradients = self._loans.lend_all(ahead.found, homes, payload)
-        else:
-            function.code.gives_losses = False
+                gradients = self._loans.lend_all(eager.found, homes, payload)
         if gradients is None:
-            if ahead.keeps:
-                function.code.is_cut_short = True
-            else:
+            function.code.is_cut_short = True
+            if not eager.how.keeps:
                 self._graphs.miss(call)
-        elif ahead.sums is not None and ahead.sums.calls:
-            function.sums.add_ahead(ahead.sums.sums)
+        elif eager.sums is not None:
+            eager.sums.calls += 1
         return gradients

@@ -15,7 +15,6 @@ from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
-from mpgrad.workers.backward_ahead import are_precise
 from mpgrad.workers.capture_sums import FunctionSums
 from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import CaptureSearch, Edge
@@ -31,12 +30,11 @@ GARBAGE_BYTES = 64 << 20
 class Code:
     """A pickled function, which operations have in common. Their captures differ."""
 
-    __slots__ = ("gives_losses", "is_cut_short", "pickled")
+    __slots__ = ("is_cut_short", "pickled")
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
-        self.is_cut_short = False  # backwards that were guessed were run for a part of a call's items, in vain
-        self.gives_losses: bool | None = None  # whether it gave nothing else up to now; None: nobody knows
+        self.is_cut_short = False  # eager backwards were run for a part of a call's items, in vain
 
 
 class Function(NamedTuple):
@@ -50,7 +48,6 @@ class Function(NamedTuple):
     versions: list[int]  # of the captures before any call
     gathers: bool  # the tensors of its calls come to our device
     homes: Sequence[int] | None  # where the captures that need gradients lie in the caller, in a pool with devices
-    precise: bool  # these gradients are not of half precision
     search: CaptureSearch
     sums: FunctionSums
     streams: Streams  # of the generators that it captures
@@ -124,7 +121,6 @@ class FunctionTable:
             versions=[tensor._version for tensor in captures],
             gathers=message.gathers,
             homes=self._station.codes_in(message.captures),
-            precise=are_precise(message.captures),
             search=CaptureSearch({id(edges[number]): number for number in with_more_behind(message.captures)}),
             sums=FunctionSums(),
             streams=streams,

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -23,7 +22,6 @@ from mpgrad.torch_state.vmap_levels import Level, over
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD
 
 __all__ = [
-    "APPLIED",
     "CHECKPOINTS",
     "ENTRY_NODE",
     "HOOKS",
@@ -34,7 +32,6 @@ __all__ = [
     "edge_of",
     "edges_at",
     "gradients_at",
-    "is_linear",
     "leaves_behind",
     "still_there",
 ]
@@ -202,25 +199,5 @@ def taken(edge: Edge) -> torch.Tensor | None:
     return vars(edge.node).pop("received", None)  # type: ignore[no-any-return]
 
 
-def is_linear(output: torch.Tensor) -> bool:
-    """Whether twice the gradient that comes gives twice the gradients: not so where a backward, written in Python, clips.
-
-    For engines in the caller's process, where `APPLIED` may not watch. Of hooks nothing is seen here.
-    """
-    nodes = [] if output.grad_fn is None else [output.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if isinstance(node, ENTRY_NODE):
-            continue
-        if isinstance(node, BackwardCFunction):
-            return False
-        further = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= further
-        nodes += further
-    return True
-
-
 CHECKPOINTS = CallCounter(CheckpointFunction, "forward")  # reentrant ones
-APPLIED = CallCounter(torch.autograd.Function, "apply")  # Functions whose backward is written in Python
 HOOKS = CallCounter(torch.Tensor, "register_hook")

@@ -16,7 +16,7 @@ The life of a graph, by call. Each arrow is a method of `GraphTable`:
                      (none)
 keep: a call has run, for the first time or again; or a backward whose gradients are to be differentiated. spend: a backward
 ran through it that was not to keep it. release: the caller's node has died, or the backward was the last one. trim: graphs
-take too much memory. find: a backward wants it. miss: its backward ran ahead, and gave nothing. Of a dropped graph the caller
+take too much memory. find: a backward wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller
 sends the call once more with the next backward that needs it.
 """
 

@@ -32,7 +32,7 @@ from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
 from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
 from mpgrad.workers.failures import failure
-from mpgrad.workers.graph_edges import APPLIED, CHECKPOINTS, HOOKS
+from mpgrad.workers.graph_edges import CHECKPOINTS, HOOKS
 from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.last_words import promise_last_words
 from mpgrad.workers.memory_watch import MemoryWatch
@@ -178,7 +178,6 @@ def settle(start: Start, number: int) -> None:
     classes.follow_the_caller()
     PLACED.begin()
     CHECKPOINTS.watch()
-    APPLIED.watch()
     HOOKS.watch()
 
 

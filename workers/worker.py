@@ -1,6 +1,6 @@
 """One worker: takes frames, answers what asks for an answer. The same object serves in a process, a thread, or inline.
 
-    requests   Forward ─► ForwardHandler ─► Results        Backward, Collect ─► BackwardHandler ─► Gradients, Collected
+    requests   Forward ─► ForwardHandler ─► Results        Backwards, Collect ─► BackwardHandler ─► Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
     timelines  Record ─► Recorder ─► Recorded, with each answer
@@ -19,7 +19,7 @@ from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
 from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
-    Backward,
+    Backwards,
     Collect,
     Define,
     Direct,
@@ -68,7 +68,7 @@ class Worker:
         self._backward = backward = BackwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: forward.answer,
-            Backward: backward.answer,
+            Backwards: backward.answer,
             Collect: backward.collect,
             Try: loans.try_out,
         }

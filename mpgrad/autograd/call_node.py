@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad.autograd.backward import Backward, Promise
 from mpgrad.autograd.capture_gate import ALONE_NODE, CAPTURE_GATE_NODE, edges_behind_capture_gate, further_token
 from mpgrad.autograd.input_gates import ROOT, ROOT_EDGE, edges_of_leaves, gate
-from mpgrad.autograd.remote_graph import SEND, WAIT, Derivative, Member, Order, Promise, RemoteGraph, forget_oldest
+from mpgrad.autograd.remote_graph import SEND, WAIT, Member, RemoteGraph
 from mpgrad.autograd.result_hooks import keep_hooks_apart
 from mpgrad.autograd.running import forget_at_end_of_backward
 from mpgrad.errors import LostGradientError
@@ -84,7 +85,7 @@ class Call(torch.autograd.Function):
         if not (wanted or captures):
             try:
                 for _, promise in promises:
-                    promise.reply.wait()  # nobody else would hear what it raises
+                    promise.backward.home.wait(promise.backward)  # nobody else would hear what it raises
             except BaseException as error:
                 hide_own_frames(error)
                 raise
@@ -93,14 +94,22 @@ class Call(torch.autograd.Function):
             keep = graph_is_kept() or relatives_will_run(ctx)
             whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
             create = torch.is_grad_enabled()
-            order = Order(graph_task, keep, whole, create, wanted, captures, apart=False, levels=())
-            derivative = differentiate(ctx, grads, order, promises)
+            backward = differentiate(
+                ctx,
+                grads,
+                graph_task,
+                keep=keep,
+                whole=whole,
+                create=create,
+                wanted=wanted,
+                captures=captures,
+                apart=False,
+                promises=promises,
+            )
             if wanted:
-                ctx.graph.expect(derivative)
-            if derivative.order.apart:
-                reach = ctx.graph.home.reach
-                reach.apart.setdefault(derivative.order.graph_task, []).append(derivative)
-                forget_oldest(reach.apart)
+                ctx.graph.expect(backward)
+            if captures:
+                ctx.graph.home.add_to_sum(backward)
             if create:
                 forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, None, *ctx.graph.placeholders
@@ -194,13 +203,20 @@ def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
 def differentiate(
     node: Any,
     grads: Sequence[torch.Tensor | None],
-    order: Order,
+    graph_task: int,
+    *,
+    keep: bool,
+    whole: bool,
+    create: bool,
+    wanted: tuple[int, ...],
+    captures: bool,
+    apart: bool,
     promises: Sequence[tuple[int, Promise]] = (),
-) -> Derivative:
+) -> Backward:
     """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
 
-    `order` is what is asked for: its `levels` are found here, and `apart` is set where captures' gradients cannot be added up.
-    `promises` are parts of the gradients of outputs, besides `grads`.
+    `apart`: as in `Backward`; so they are anyway where captures' gradients cannot be added up. `promises` are parts of the
+    gradients of outputs, besides `grads`.
     """
     if any(grad is not None and has_tangent(grad) for grad in grads):
         raise TypeError(
@@ -212,22 +228,34 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
-    apart = order.apart or order.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
-    ahead = graph.ahead  # read once: another thread may take it
-    apart = order.captures and (apart or (ahead is not None and ahead.apart))
-    if levels or apart != order.apart:
-        order = order._replace(apart=apart, levels=levels)
+    apart = apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
     further = None
     with outside_transforms():
-        if order.create:
+        if create:
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
             given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            further = FurtherCall(weakref.ref(node), given, order.wanted)
+            further = FurtherCall(weakref.ref(node), given, wanted)
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
             parts[output].append(promise)
-        return graph.send(order, parts, further)
+        graph.check_inputs()
+        graph.has_further = graph.has_further or further is not None
+        backward = Backward(
+            graph,
+            parts,
+            graph_task,
+            keep=keep,
+            whole=whole,
+            create=create,
+            wanted=wanted,
+            captures=captures,
+            apart=captures and apart,
+            levels=levels,
+            further=further,
+        )
+        graph.home.send(backward)
+    return backward
 
 
 def attach(

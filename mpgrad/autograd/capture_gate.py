@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpgrad.autograd.remote_graph import WAIT_LAST, Home, Reach, forget_oldest
+from mpgrad.autograd.remote_graph import WAIT_LAST, Home, Reach
 from mpgrad.torch_state.private import (
     apply,
     current_graph_task,
@@ -17,7 +17,6 @@ from mpgrad.torch_state.private import (
     wait_for_devices,
     when_backward_ends,
 )
-from mpgrad.torch_state.vmap_levels import within
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = ["ALONE_NODE", "CAPTURE_GATE_NODE", "Captures", "edges_behind_capture_gate", "further_token"]
@@ -41,26 +40,19 @@ class CaptureGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """For each capture its gradient, over all calls of the backward; waits for the workers."""
-        reach: Reach = ctx.home.reach
-        graph_task = current_graph_task()
+        home, graph_task = ctx.home, current_graph_task()
         edges = ctx.next_functions[1:] if ctx.has_before else ctx.next_functions
         total: list[torch.Tensor | None] = [None] * len(edges)
-        # the last first: the order in which the engine adds up what the serial loop's items contribute
         try:
-            for derivative in sorted(reach.apart.pop(graph_task, ()), key=lambda derivative: -derivative.number):
-                total = added(total, derivative.take_captures())
-            for levels, grads in ctx.home.capture_gradients(graph_task):
-                total = added(total, [None if each is None else within(each, levels) for each in grads])
+            for grads in home.capture_gradients(graph_task):
+                total = added(total, grads)
         except BaseException as error:
             hide_own_frames(error)
             raise
-        if graph_task in reach.put_aside:
-            total = added(total, reach.put_aside.pop(graph_task))
         for_others = [grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)]
         if any(grad is not None for grad in for_others):
-            reach.put_aside[graph_task] = for_others
-            forget_oldest(reach.put_aside)
-            when_backward_ends(lambda: reach.put_aside.pop(graph_task, None))  # the others may not be in it
+            home.put_aside(graph_task, for_others)
+            when_backward_ends(lambda: home.forget_sum(graph_task))  # the others may not be in it
         wait_for_devices(total)
         return None, None, None, *total
 

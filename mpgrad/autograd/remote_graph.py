@@ -1,4 +1,4 @@
-"""The caller's handle of a graph that a worker keeps, what its backwards order, and what comes back.
+"""The caller's handle of a graph that a worker keeps, and what the nodes of one operation have in common.
 
 Assumes: a `Home` that delivers. Nothing here makes autograd nodes; they share these handles.
 """
@@ -7,32 +7,28 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad.errors import CallNames
-from mpgrad.torch_state.private import outside_transforms, set_priority
-from mpgrad.torch_state.vmap_levels import Level, within
+from mpgrad.torch_state.private import set_priority
+
+if TYPE_CHECKING:
+    from mpgrad.autograd.backward import Backward, Promise
 
 __all__ = [
     "SEND",
     "WAIT",
     "WAIT_LAST",
-    "Derivative",
-    "Grads",
     "Home",
     "Member",
     "Members",
-    "Order",
-    "Promise",
     "Reach",
     "RemoteGraph",
-    "Reply",
     "forget_oldest",
     "modified_in_place",
 ]
@@ -43,52 +39,6 @@ SEND = 1 << 40
 WAIT = 1
 WAIT_LAST = 0  # for captures: their sums are complete when all calls are done
 MOST_TASKS = 256  # backwards of one operation at a time: in threads, or nested
-
-
-class Promise(NamedTuple):
-    """A gradient that another backward computes."""
-
-    reply: Any  # the `homes.GradientReply` to that backward
-    place: int  # among the gradients that it gives
-
-
-Grads = Sequence[Sequence[torch.Tensor | Promise]]  # of the outputs of one call: the parts of each sum; none: no gradient
-
-
-class Order(NamedTuple):
-    """What a backward of one call has to compute."""
-
-    graph_task: int  # the number of the backward
-    keep: bool  # the graph, for another backward
-    whole: bool  # from all outputs to all inputs and captures: none of the graph is left then, unless it is kept
-    create: bool  # a graph of the gradients
-    wanted: tuple[int, ...]  # inputs whose gradients are needed
-    captures: bool  # gradients of the captures are needed
-    apart: bool  # those of this call by themselves, rather than added up in the worker
-    levels: tuple[Level, ...]  # gradients are batches with these dimensions in front
-
-
-class Reply(Protocol):
-    """What comes of a backward that was sent."""
-
-    graph: RemoteGraph | None  # of the gradients themselves, where one was asked for and one of them needs it
-    reached: Sequence[int]  # captures that this graph depends on, of those with more behind them
-    is_ready: bool  # they are here already
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Wait for the gradients of the wanted inputs, then those of the captures where they come apart; raises what the
-        backward raised."""
-        ...
-
-    def connected(self) -> list[int]:
-        """Which of these gradients are outputs of `graph`."""
-        ...
-
-
-class GradientsAhead(Protocol):
-    """Gradients that a worker computed ahead, for a gradient of one."""
-
-    apart: bool  # those of the captures too
 
 
 class Home(Protocol):
@@ -111,12 +61,28 @@ class Home(Protocol):
         """By which graphs are reached: that of one pool."""
         ...
 
-    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> Reply:
+    def send(self, backward: Backward) -> None:
         """Start the backward of one call; returns at once."""
         ...
 
-    def capture_gradients(self, graph_task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
-        """Wait for the captures' gradients, summed over all calls that were to be added up in this backward."""
+    def wait(self, backward: Backward) -> Any:
+        """What came of it, in the end; raises what it raised."""
+        ...
+
+    def add_to_sum(self, backward: Backward) -> None:
+        """It gives captures gradients, too."""
+        ...
+
+    def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
+        """Parts of captures' gradients that another node may ask for before this backward ends."""
+        ...
+
+    def forget_sum(self, graph_task: int) -> None:
+        """Nobody asks for captures' gradients in this backward any more."""
+        ...
+
+    def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
+        """Wait for the captures' gradients: what is to be added up, of all calls in this backward."""
         ...
 
     def release(self, graph: RemoteGraph) -> None:
@@ -153,8 +119,6 @@ class Reach:
     def __init__(self, captures: Sequence[torch.Tensor], more_behind: Set[int]) -> None:
         self.more_behind = more_behind  # captures, by number, behind which the caller has a history, or hooks
         self.found: set[int] = set()  # of those, the ones that a result depends on, as the workers say
-        self.apart: dict[int, list[Derivative]] = {}  # by backward: whose captures' gradients come one call at a time
-        self.put_aside: dict[int, list[torch.Tensor | None]] = {}  # by backward: gradients that other tokens lead to
         self._captures = [(weakref.ref(each), 0 if each.is_inference() else each._version) for each in captures]
 
     @property
@@ -182,9 +146,9 @@ class RemoteGraph:
 
     __slots__ = (
         "__weakref__",
-        "_derivatives",
-        "ahead",
+        "_backwards",
         "call",
+        "eager",
         "family",
         "gates_behind",
         "has_further",
@@ -205,7 +169,7 @@ class RemoteGraph:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
-        self.ahead: GradientsAhead | None = None
+        self.eager: Any = None  # gradients that came with the result, for a gradient that was predicted
         self.call = call
         self.index = index  # of its item, or of those of a bundle
         self.members: Members | None = None  # of a bundle
@@ -217,35 +181,35 @@ class RemoteGraph:
         self.placeholders: tuple[torch.Tensor, ...] = ()  # for the gradients of the inputs
         self.has_further = False  # a derivative of this graph enters through the same gates
         self.family: list[weakref.ref[Any]] | None = None  # the `Call`s of this graph and of its derivatives
-        self._derivatives: dict[int, Derivative] | None = None  # by backward: with gradients that no gate has taken yet
+        self._backwards: dict[int, Backward] | None = None  # by graph task: with gradients that no gate has taken yet
         self.hidden = False  # the caller cannot see the outputs, only calls that were given them
         self.gates_behind: list[weakref.ref[Any]] | None = None  # of those calls
         self.promises: dict[int, list[tuple[int, Promise]]] | None = None  # by backward: to which output
 
-    def send(self, order: Order, grads: Grads, further: Further | None) -> Derivative:
+    def check_inputs(self) -> None:
+        """Raises RuntimeError where somebody wrote to inputs that the worker has read in place."""
         for tensor, version in self.inputs_lent:
             if tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
-        self.has_further = self.has_further or further is not None
-        return Derivative(self, order, self.home.send_gradients(self, order, grads), further)
 
-    def expect(self, derivative: Derivative) -> None:
-        if self._derivatives is None:
-            self._derivatives = {}
-        self._derivatives[derivative.order.graph_task] = derivative
+    def expect(self, backward: Backward) -> None:
+        """Gates will take what comes of it."""
+        if self._backwards is None:
+            self._backwards = {}
+        self._backwards[backward.graph_task] = backward
 
     def take(self, graph_task: int, number: int) -> torch.Tensor | None:
         """The gradient of input `number`; the first gate of a call to ask waits for all of them."""
-        derivative = self._expected(graph_task)
-        grad = derivative.take(number)
-        self._forget_taken(derivative)
+        backward = self._expected(graph_task)
+        grad = backward.take(number)
+        self._forget_taken(backward)
         return grad
 
     def take_all(self, graph_task: int, count: int) -> list[torch.Tensor | None]:
         """The gradients of all `count` inputs of a bundle."""
-        derivative = self._expected(graph_task)
-        found = derivative.take_all()
-        self._forget_taken(derivative)
+        backward = self._expected(graph_task)
+        found = backward.take_all()
+        self._forget_taken(backward)
         return [found.get(number) for number in range(count)]
 
     def given(self, grads: Sequence[object]) -> int | range:
@@ -256,30 +220,30 @@ class RemoteGraph:
         return self.index[next(iter(items))] if len(items) == 1 else self.index
 
     def is_expected(self, graph_task: int) -> bool:
-        return self._derivatives is not None and graph_task in self._derivatives
+        return self._backwards is not None and graph_task in self._backwards
 
     def forget(self, graph_task: int) -> None:
         """What nobody has taken of that backward, and nobody will."""
-        if self._derivatives is not None:
-            self._derivatives.pop(graph_task, None)
-        if self.home.reach is not None:
-            self.home.reach.apart.pop(graph_task, None)
+        backward = None if self._backwards is None else self._backwards.pop(graph_task, None)
+        if backward is not None:
+            backward.forget()
+        self.home.forget_sum(graph_task)
 
-    def _expected(self, graph_task: int) -> Derivative:
-        assert self._derivatives is not None
-        return self._derivatives[graph_task]
+    def _expected(self, graph_task: int) -> Backward:
+        assert self._backwards is not None
+        return self._backwards[graph_task]
 
-    def _forget_taken(self, derivative: Derivative) -> None:
-        derivatives = self._derivatives
-        if derivative.is_taken and derivatives is not None:
-            derivatives.pop(derivative.order.graph_task, None)  # two gates may come here at once
-            self._derivatives = derivatives or None
+    def _forget_taken(self, backward: Backward) -> None:
+        backwards = self._backwards
+        if backward.is_taken and backwards is not None:
+            backwards.pop(backward.graph_task, None)  # two gates may come here at once
+            self._backwards = backwards or None
 
     def promise(self, graph_task: int, number: int) -> Promise | None:
         """Instead of `take`; None where the gradient has to be seen on its way."""
-        derivative = self._expected(graph_task)
-        promise = derivative.promise(number)
-        self._forget_taken(derivative)
+        backward = self._expected(graph_task)
+        promise = backward.promise(number)
+        self._forget_taken(backward)
         return promise
 
     def take_promises(self, graph_task: int) -> Sequence[tuple[int, Promise]]:
@@ -302,75 +266,6 @@ class RemoteGraph:
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not python_ends():
             self.home.release(self)
-
-
-class Further(Protocol):
-    """Where gradients are to be differentiated again: what they depend on."""
-
-    def attach(self, graph: RemoteGraph, outputs: list[torch.Tensor], reached: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Give the gradients (`outputs`) their history: `graph`, which depends on the captures `reached`."""
-        ...
-
-
-class Derivative:
-    """One backward of one call: sent, and taken piece by piece by its gates."""
-
-    def __init__(self, graph: RemoteGraph, order: Order, reply: Reply, further: Further | None) -> None:
-        self.order = order
-        self.number = graph.number
-        self._reply = reply
-        self._further = further
-        self._left = len(order.wanted)  # inputs whose gradients nobody has taken
-        self._found: dict[int, torch.Tensor | None] | None = None  # by input
-        self._of_captures: Sequence[torch.Tensor | None] = ()
-        self._taking = threading.Lock()  # gates of captures, and of tensors on each device, run in threads of their own
-
-    def take(self, number: int) -> torch.Tensor | None:
-        with self._taking:
-            self._left -= 1
-            return self._results().pop(number)
-
-    def take_all(self) -> dict[int, torch.Tensor | None]:
-        with self._taking:
-            self._left = 0
-            return self._results()
-
-    def promise(self, number: int) -> Promise | None:
-        if self.order.levels or self.order.create or self._reply.is_ready:
-            return None
-        with self._taking:
-            self._left -= 1
-        return Promise(self._reply, self.order.wanted.index(number))
-
-    def take_captures(self) -> Sequence[torch.Tensor | None]:
-        with self._taking:
-            self._results()
-        found, self._of_captures = self._of_captures, ()
-        return found
-
-    @property
-    def is_taken(self) -> bool:
-        return self._left == 0
-
-    def _results(self) -> dict[int, torch.Tensor | None]:
-        """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking` is held."""
-        if self._found is None:
-            with outside_transforms():
-                found = self._reply.gradients()
-                graph, further, self._further = self._reply.graph, self._further, None
-                if graph is not None and further is not None:
-                    places = self._reply.connected()
-                    outputs = [each for place in places if (each := found[place]) is not None]
-                    attached = further.attach(graph, outputs, self._reply.reached)
-                    for place, output in zip(places, attached, strict=True):
-                        found[place] = output
-            levels, count = self.order.levels, len(self.order.wanted)
-            if levels:
-                found = [None if each is None else within(each, levels) for each in found]
-            self._found = dict(zip(self.order.wanted, found[:count], strict=True))
-            if len(found) > count:
-                self._of_captures = found[count:]
-        return self._found
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> str:

@@ -1,143 +1,89 @@
-"""Where the autograd nodes of an operation find its graphs, and the replies that its gates wait for."""
+"""The backwards of one operation: answered by what came with the results, or sent; and the sums of captures' gradients.
+
+    Backward ──► predicted rightly, and its gradients came with the result: settled at once ──┐
+             └─► sent to the worker that keeps the graph ──► settled when they have come ─────┴──► gates
+    captures ──► of each worker that adds them up its sum, of the others each backward's own part
+Caller only; any of the caller's threads.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
+import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd.remote_graph import Grads, Order, Promise, Reach, RemoteGraph, forget_oldest
+from mpgrad.autograd.backward import Backward, Settled
+from mpgrad.autograd.remote_graph import Reach, RemoteGraph, forget_oldest
 from mpgrad.autograd.running import note_failure
-from mpgrad.calls.delivered_gradients import DeliveredGradients, ReadyReply, factors_of, is_in_range, loss_gradients, scaled
-from mpgrad.calls.output import Warnings, taken, warned_again
+from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.errors import CallNames, InternalError, WorkerDiedError
+from mpgrad.calls.prediction import Predictor
+from mpgrad.errors import CallNames, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import one_more, raised_again
 from mpgrad.torch_state.modes import Modes
-from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.torch_state.vmap_levels import Level, within
 from mpgrad.tracebacks import shown
-from mpgrad.wire.messages import Failure
+from mpgrad.wire.messages import Eager, Failure
 from mpgrad.wire.tensor_packing import Packer, Placed, placed_again, staged_again
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, views
 
-__all__ = ["GradientReply", "OperationHome", "Sender", "raised_from"]
+__all__ = ["Arrived", "OperationHome", "Sender", "SumRequest", "error_maker", "raised_from"]
 
 EXAMINED = 4  # backwards of a map, for what gradient its losses get
+LOSSES = (torch.float32, torch.float64)
 
-Outcome = tuple[Sequence[TensorRef | None], memoryview, dict[int, Borrowed | Slot]]
 
+class Arrived(NamedTuple):
+    """Gradients as they came: references, and the memory that these name."""
 
-class GradientReply:
-    """The answer to one backward, or to one request for capture gradients."""
+    refs: Sequence[TensorRef | None]
+    payload: memoryview
+    memories: dict[int, Borrowed | Slot]  # by address
+    worker: object  # that gave them
 
-    __slots__ = (
-        "_graph_task",
-        "_outcome",
-        "_wait_until",
-        "apart",
-        "calls",
-        "dependents",
-        "graph",
-        "reached",
-        "warned",
-        "worker",
-    )
-
-    is_ready = False
-
-    def __init__(
-        self,
-        wait_until: Callable[[Callable[[], bool]], bool],
-        worker: object,
-        graph_task: int | None = None,
-    ) -> None:
-        self._wait_until = wait_until
-        self._graph_task = graph_task  # the backward that fails with it
-        self.worker = worker  # in whose sum the captures' gradients are, unless they are apart: its graph may get another
-        # an exception is made anew for whoever asks: one that is kept would keep, in its traceback, what keeps it
-        self._outcome: Outcome | Callable[[], BaseException] | None = None
-        self.dependents: Sequence[Callable[[], None]] = ()  # of the scheduling thread: to be told when it is there
-        self.apart = False  # the captures' gradients come here, though they were to be added up in the worker
-        self.graph: RemoteGraph | None = None
-        self.reached: Sequence[int] = ()  # captures that `graph` depends on, of those with more behind them
-        self.calls = 0  # of which these are the sums, where they are sums
-        self.warned: Warnings = ()  # of all the backwards that travelled with this one
-
-    @property
-    def arrived(self) -> bool:
-        return self._outcome is not None
-
-    def arrive(self, found: Sequence[TensorRef | None], payload: memoryview, memories: dict[int, Borrowed | Slot]) -> None:
-        self._arrived((found, payload, memories))
-
-    def fail_with(self, make: Callable[[], BaseException]) -> None:
-        """With the exception that `make` gives, anew for whoever asks."""
-        self._arrived(make)
-
-    def fail(self, error: BaseException) -> None:
-        self.fail_with(functools.partial(one_more, error))
-
-    def fail_as(self, other: GradientReply) -> None:
-        """Of the gradients that were needed here, `other` has none, but an error."""
-        assert callable(other._outcome)
-        self._arrived(other._outcome)
-
-    def _arrived(self, outcome: Outcome | Callable[[], BaseException]) -> None:
-        self._outcome = outcome
-        dependents, self.dependents = self.dependents, ()
-        for tell in dependents:
-            tell()
-
-    def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
-        """One of the gradients, for another worker; `staged_by`: for one that can read the CPU's memory only."""
-        assert self._outcome is not None and not callable(self._outcome)
-        found, payload, memories = self._outcome
-        ref = found[place]
-        if ref is None:
-            return None
-        if ref.place >= 0:
-            memories = {ref.place: memories[place_of(found, ref)]}
-        return placed_again(ref, payload, memories) if staged_by is None else staged_again(staged_by, ref, payload, memories)
-
-    @property
-    def has_failed(self) -> bool:
-        return callable(self._outcome)
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        found, payload, memories = self._wait()
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Of the inputs that were wanted, then of the captures where they come apart."""
 
         def borrow(ref: TensorRef) -> Any:
-            return memories[ref.place].memory
+            return self.memories[ref.place].memory
 
-        return views(found, payload, borrow)
-
-    def wait(self) -> None:
-        """Raises what the backward raised."""
-        self._wait()
+        return views(self.refs, self.payload, borrow)
 
     def connected(self) -> list[int]:
-        found, _, _ = self._wait()
-        return [place for place, ref in enumerate(found) if ref is not None and ref.flags & REQUIRES_GRAD]
+        """Which of them are outputs of a graph of the gradients."""
+        return [place for place, ref in enumerate(self.refs) if ref is not None and ref.flags & REQUIRES_GRAD]
 
-    def _wait(self) -> Outcome:
-        if self._outcome is None:
-            self._wait_until(lambda: self.arrived)
-        outcome = self._outcome
-        for each in taken(self.warned):
-            warned_again(*each)
-        if callable(outcome):
-            if self._graph_task is not None:
-                note_failure(self._graph_task)
-            raise outcome()
-        assert outcome is not None
-        return outcome
+    def passed_on(self, place: int, staged_by: Packer | None = None) -> Placed | None:
+        """One of them, for another worker; `staged_by`: for one that can read the CPU's memory only."""
+        ref = self.refs[place]
+        if ref is None:
+            return None
+        memories = self.memories
+        if ref.place >= 0:
+            memories = {ref.place: memories[place_of(self.refs, ref)]}
+        if staged_by is None:
+            return placed_again(ref, self.payload, memories)
+        return staged_again(staged_by, ref, self.payload, memories)
+
+
+class SumRequest(Settled):
+    """A request for the captures' gradients that a worker has added up."""
+
+    __slots__ = ("calls", "function", "graph_task", "levels", "timeout")
+
+    def __init__(self, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None) -> None:
+        super().__init__()
+        self.function = function
+        self.graph_task = graph_task  # None: of the eager backwards
+        self.levels = levels
+        self.timeout = timeout
+        self.calls = 0  # of which it is the sum
 
 
 def raised_from(failure: Failure, call: str, worker: str) -> BaseException:
@@ -145,68 +91,33 @@ def raised_from(failure: Failure, call: str, worker: str) -> BaseException:
     return raised_again(failure.error, shown(failure.traceback), failure.phase, call, worker, failure.given)
 
 
+def error_maker(error: BaseException) -> Callable[[], BaseException]:
+    """What gives the exception, anew for whoever asks."""
+    return functools.partial(one_more, error)
+
+
 class Sender(Protocol):
     """What a home needs of the scheduler. Workers are opaque here."""
 
-    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply: ...
+    def send(self, backward: Backward) -> None: ...
+
+    def wait_for(self, settled: Settled) -> None: ...
 
     def modes_of(self, graph_task: int) -> Modes:
         """Those of the backward with this number, which runs in this thread; raises where workers cannot be in them."""
         ...
 
-    def request_captures(
-        self, worker: Any, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None
-    ) -> GradientReply: ...
+    def request_sum(self, worker: Any, request: SumRequest) -> None: ...
 
     def release(self, graph: RemoteGraph) -> None: ...
 
     def spend(self, graph: RemoteGraph) -> None:
-        """Its last backward was run ahead, and has come."""
+        """Its last backward was an eager one, and has come."""
         ...
 
-    def guess_of(self, function: SharedFunction) -> Learner | None: ...
+    def predictor_of(self, function: SharedFunction) -> Predictor | None: ...
 
-    def note_wrong_guess(self, function: SharedFunction) -> None: ...
-
-    def note_other_gradient(self, function: SharedFunction) -> None: ...
-
-
-class Learner(Protocol):
-    """What gradient losses get: see `scheduling.guesses`."""
-
-    def note_right(self, gradient: float) -> None: ...
-
-    def note_other(self) -> None: ...
-
-
-class Contribution(NamedTuple):
-    """A backward whose gradients of the captures are added up where it runs."""
-
-    graph: weakref.ref[RemoteGraph]  # the engine holds it; a backward that fails leaves this behind
-    order: Order
-    grads: Grads
-    reply: GradientReply
-
-
-class Share(NamedTuple):
-    """What a backward ahead has added to the sums of its worker, as the caller's backward wants it."""
-
-    graph: weakref.ref[RemoteGraph]
-    order: Order
-    grads: Grads
-    factor: float
-    guessed: bool  # its graph is kept until the sum is used
-
-
-Sums = dict[tuple[object, tuple[Level, ...]], list[Contribution]]  # by worker and levels
-
-
-def alive(ref: weakref.ref[RemoteGraph]) -> RemoteGraph:
-    """The graph, which the engine holds."""
-    graph = ref()
-    if graph is None:
-        raise InternalError("a graph ended before its backward")
-    return graph
+    def note_wrong_prediction(self) -> None: ...
 
 
 class OperationHome:
@@ -219,7 +130,8 @@ class OperationHome:
         modes: Modes,
         deterministic: bool,
         timeout: float | None,
-        learns: bool = False,
+        eager: Eager | None,
+        learns: bool,
     ) -> None:
         """`modes`: those of the calls."""
         self.sender = sender
@@ -229,12 +141,13 @@ class OperationHome:
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
         self.reach: Reach | None = None  # of its captures that need gradients
-        self._contributions: dict[int, Sums] = {}  # by backward; in the order in which workers were first asked
-        self._shares: dict[int, dict[object, list[Share]]] = {}  # by backward, then by worker
-        self._ahead_sums: dict[object, list[torch.Tensor | None]] = {}  # by worker, for another backward
+        self._eager = eager
+        self._serving = threading.Lock()  # of two backwards in two threads one gets what came with the result
         self._to_see = EXAMINED if learns else 0  # backwards that are still looked at, for the next map's sake
         self._seen: float | None = None  # the gradient of those before
-        self._ahead_lock = threading.Lock()  # backwards in several threads, of which one gets what a worker hands over once
+        self._was_wrong = False
+        # what is to be added up for captures, by graph task: backwards, and gradients that a node has put aside
+        self._sums: dict[int, list[Backward | list[torch.Tensor | None]]] = {}
 
     @property
     def function(self) -> int:
@@ -244,185 +157,168 @@ class OperationHome:
     def names(self) -> CallNames:
         return self._function.names
 
-    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> GradientReply | ReadyReply:
-        served = self._serve(graph, order, grads)
+    def send(self, backward: Backward) -> None:
+        gradients = loss_gradients(backward) if self._to_see > 0 or self._eager is not None else set()
         if self._to_see > 0:
-            self._learn(order, grads)
-        if served is not None:
-            return served
-        reply = self.sender.send_gradients(graph, order, grads)
-        if order.captures and not order.apart:
-            sums = self._contributions.setdefault(order.graph_task, {})
-            forget_oldest(self._contributions)
-            sums.setdefault((reply.worker, order.levels), []).append(Contribution(weakref.ref(graph), order, grads, reply))
-        return reply
+            self._learn(gradients)
+        if not self._is_settled(backward, gradients):
+            self.sender.send(backward)
 
-    def _serve(self, graph: RemoteGraph, order: Order, grads: Grads) -> ReadyReply | None:
-        """From gradients that came with the result; None where that cannot be."""
-        ahead = graph.ahead
-        if not isinstance(ahead, DeliveredGradients):
-            return None
-        if not self._modes_are_same(order.graph_task):
-            if ahead.expected is not None:
-                self._guess_was_wrong(graph)
-            return None
-        if ahead.expected is not None:
-            return self._serve_expected(graph, ahead, order, grads)
-        if order.apart and not ahead.apart:
-            return None
-        factors = factors_of(order, grads)
-        factor = factors[0] if factors else None
-        if factors is None or (order.captures and (factor is None or len(set(factors)) > 1)):
-            return None
-        if ahead.for_one and not all(each in (None, 1) for each in factors):
-            self.sender.note_other_gradient(self._function)
-            return None
-        if graph.members is not None:
-            served = ahead.serve_bundle(order, graph.members, factors)
-        else:
-            served = None if factor is None else ahead.serve(order, len(graph.placeholders), factor)
-        if served is not None:
-            self._note_share(graph, ahead.maker, order, grads, factor, guessed=False)
-            if not order.keep and graph.members is None:
-                graph.ahead = None  # another backward has to run the call again
-        return served
-
-    def _serve_expected(self, graph: RemoteGraph, ahead: DeliveredGradients, order: Order, grads: Grads) -> ReadyReply | None:
-        """Where this is the backward that was run ahead: of all of the graph, which is not kept, with that gradient."""
-        if (order.apart and not ahead.apart) or loss_gradients(order, grads) != {ahead.expected}:
-            self._guess_was_wrong(graph)
-            return None
-        with self._ahead_lock:  # of two backwards in two threads one is served
-            if graph.ahead is not ahead:
-                return None
-            graph.ahead = None
-        if graph.members is not None:
-            served = ahead.serve_bundle(order, graph.members, [1.0] * len(grads))
-        else:
-            served = ahead.serve(order, len(graph.placeholders), 1.0)
-        if served is None:
-            return None
-        if order.captures and not order.apart:
-            self._note_share(graph, ahead.maker, order, grads, 1.0, guessed=True)
-        else:
+    def _is_settled(self, backward: Backward, gradients: set[float]) -> bool:
+        """Whether this is the backward that was run with the call: of all of the graph, which is not kept."""
+        graph, eager = backward.graph, self._eager
+        if eager is None or graph.eager is None:
+            return False
+        with self._serving:
+            arrived, graph.eager = graph.eager, None
+        if arrived is None:
+            return False
+        needs_sum = backward.captures and not eager.apart
+        if gradients != {eager.gradient} or (needs_sum and backward.apart) or not self._modes_are_same(backward.graph_task):
+            self._note_wrong()
+            return False
+        backward.apart = backward.captures and eager.apart
+        backward.worker, backward.was_eager = arrived.worker, True
+        backward.settle(arrived)
+        if not needs_sum:
             self.sender.spend(graph)
-        return served
+        return True
+
+    def wait(self, settled: Settled) -> Arrived:
+        """What came of a backward, or of a request for a sum; raises what it raised."""
+        if not settled.arrived:
+            self.sender.wait_for(settled)
+        for each in taken(settled.warned):
+            warned_again(*each)
+        if settled.has_failed:
+            if isinstance(settled, Backward):
+                note_failure(settled.graph_task)
+            raise settled.outcome()
+        arrived: Arrived = settled.outcome
+        return arrived
 
     def _modes_are_same(self, graph_task: int) -> bool:
-        """Whether this backward runs under the modes of the calls, under which those ahead were run."""
+        """Whether this backward runs under the modes of the calls, under which eager ones were run."""
         if self._compared[0] != graph_task:
             self._compared = graph_task, self.sender.modes_of(graph_task).but_grad == self._modes.but_grad
         return self._compared[1]
 
-    def _guess_was_wrong(self, graph: RemoteGraph) -> None:
-        graph.ahead = None
-        self.sender.note_wrong_guess(self._function)
+    # --- what gradient losses get
 
-    def _learn(self, order: Order, grads: Grads) -> None:
-        """What gradients its losses get, or that these are none."""
+    def _learn(self, gradients: set[float]) -> None:
         self._to_see -= 1
-        guess = self.sender.guess_of(self._function)
-        if guess is None:
+        predictor = self.sender.predictor_of(self._function)
+        if predictor is None:
             return
-        found = loss_gradients(order, grads)
-        if len(found) != 1 or self._seen not in (None, *found):
+        if len(gradients) != 1 or self._seen not in (None, *gradients):
             self._to_see = 0
-            guess.note_other()
+            predictor.note_other()
         elif self._seen is None:
-            (self._seen,) = found
-            guess.note_right(self._seen)
+            (self._seen,) = gradients
+            predictor.note_gradient(self._seen, None if self._eager is None else self._eager.gradient)
 
-    def _note_share(
-        self, graph: RemoteGraph, maker: object, order: Order, grads: Grads, factor: float | None, guessed: bool
-    ) -> None:
-        if order.captures and not order.apart and factor is not None:
-            shares = self._shares.setdefault(order.graph_task, {})
-            forget_oldest(self._shares)
-            shares.setdefault(maker, []).append(Share(weakref.ref(graph), order, grads, factor, guessed))
+    def _note_wrong(self) -> None:
+        """An eager backward was run in vain."""
+        self.sender.note_wrong_prediction()
+        if not self._was_wrong:
+            self._was_wrong = True
+            if (predictor := self.sender.predictor_of(self._function)) is not None:
+                predictor.note_wrong(self._eager is not None and self._seen == self._eager.gradient)
 
-    def capture_gradients(self, graph_task: int) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
-        request = self.sender.request_captures
-        sums = self._contributions.pop(graph_task, {})
-        for each in itertools.chain(*sums.values()):
-            if any(isinstance(part, Promise) for parts in each.grads for part in parts):
-                each.reply.wait()  # only now it has gone to its worker; the others go there before the request does
-        yield from self._ahead_gradients(graph_task, sums)
-        asked = [
-            (levels, contributions, request(worker, self._function.number, graph_task, levels, self.timeout))
-            for (worker, levels), contributions in sums.items()
-        ]
-        for levels, contributions, reply in asked:
-            for each in contributions:
-                each.reply.wait()  # raises what it raised
-            summed = [each for each in contributions if not each.reply.apart]
-            found: Sequence[torch.Tensor | None] = ()
-            with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
-                found = reply.gradients()
-            if summed and reply.calls == len(summed):
-                yield levels, found
-                summed = []
-            again = list(map(self._send_apart, summed))  # of none where there is nothing to lose
-            for order, own in [*((each.order, each.reply) for each in contributions if each.reply.apart), *again]:
-                yield levels, own.gradients()[len(order.wanted) :]
+    # --- captures
 
-    def _ahead_gradients(
-        self, graph_task: int, sums: Sums
-    ) -> Iterator[tuple[tuple[Level, ...], Sequence[torch.Tensor | None]]]:
-        """Of calls whose backwards were run ahead; those of which that was in vain join the contributions to `sums`."""
-        shares = self._shares.pop(graph_task, {})
-        sure = {worker: own for worker, own in shares.items() if self._are_the_sum(worker, own)}
-        with self._ahead_lock:
-            self._collect_ahead(sure)
-            held = {worker: self._ahead_sums.get(worker) for worker in sure}
-            for worker, own in sure.items():
-                if not own[0].order.keep:
-                    self._ahead_sums.pop(worker, None)
-        for worker, own in shares.items():
-            found = held.get(worker)
-            if found is not None and all(is_in_range(each, own[0].factor) for each in found):
-                for share in own:
-                    if share.guessed:
-                        self.sender.spend(alive(share.graph))
-                yield (), [scaled(each, own[0].factor, shared=own[0].order.keep) for each in found]
-                continue
-            for share in own:
-                if share.guessed:  # there are other calls in the sum than these
-                    self._guess_was_wrong(alive(share.graph))
-                self._contribute(share, sums)
+    def add_to_sum(self, backward: Backward) -> None:
+        self._sums.setdefault(backward.graph_task, []).append(backward)
+        forget_oldest(self._sums)
 
-    def _collect_ahead(self, sure: dict[object, list[Share]]) -> None:
+    def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
+        self._sums[graph_task] = [grads]
+        forget_oldest(self._sums)
+
+    def forget_sum(self, graph_task: int) -> None:
+        for each in self._sums.pop(graph_task, ()):
+            if isinstance(each, Backward):
+                each.forget()
+
+    def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
+        parts = self._sums.pop(graph_task, [])
+        backwards = [each for each in parts if isinstance(each, Backward)]
+        for each in backwards:
+            if each.waits:
+                self.wait(each)  # only now it has gone to its worker; the others go there before a request does
+        # the last first: the order in which the engine adds up what the serial loop's items contribute
+        for each in sorted([each for each in backwards if each.apart], key=lambda each: -each.number):
+            yield each.take_captures()
+        added_up = [each for each in backwards if not each.apart]
+        eager = [each for each in added_up if each.was_eager]
+        sent = [each for each in added_up if not each.was_eager]
+        for own, request in self._request_sums(eager, None):
+            found = self._sum_of(own, request)
+            if found is not None:
+                for each in own:
+                    self.sender.spend(each.graph)
+                yield found
+            else:  # there are other calls in the sum than these
+                self._note_wrong()
+                sent += [self._sent_again(each, apart=False) for each in own]
+        for own, request in self._request_sums(sent, graph_task):
+            for each in own:
+                self.wait(each)
+            alone = [each for each in own if each.apart]  # it was done by another worker
+            together = [each for each in own if not each.apart]
+            found = self._sum_of(together, request)
+            if found is not None:
+                yield found
+            else:
+                alone += [self._sent_again(each, apart=True) for each in together]
+            for each in alone:
+                yield each.take_captures()
+        yield from (each for each in parts if isinstance(each, list))
+
+    def _request_sums(self, backwards: Sequence[Backward], graph_task: int | None) -> list[tuple[list[Backward], SumRequest]]:
         """From all workers at once."""
-        request = self.sender.request_captures
-        missing = [worker for worker in sure if worker not in self._ahead_sums]
-        for worker, reply in [(each, request(each, self._function.number, None, (), self.timeout)) for each in missing]:
-            with contextlib.suppress(WorkerDiedError):  # its sum is lost, but not what it was made of
-                found = reply.gradients()
-                if reply.calls == len(sure[worker]):  # not so where another backward took it, or a call failed half-way
-                    self._ahead_sums[worker] = found
+        groups: dict[tuple[object, tuple[Level, ...]], list[Backward]] = {}
+        for each in backwards:
+            groups.setdefault((each.worker, each.levels), []).append(each)
+        asked = []
+        for (worker, levels), own in groups.items():
+            request = SumRequest(self._function.number, graph_task, levels, self.timeout)
+            self.sender.request_sum(worker, request)
+            asked.append((own, request))
+        return asked
 
-    def _are_the_sum(self, worker: object, shares: Sequence[Share]) -> bool:
-        """Whether what the worker has added up is what these calls give, but for one factor."""
-        return len(shares) == self._function.summed.get(worker) and len({share.factor for share in shares}) == 1
+    def _sum_of(self, backwards: Sequence[Backward], request: SumRequest) -> list[torch.Tensor | None] | None:
+        """What a worker has added up; None where that is lost, or is the sum of others."""
+        try:
+            found = self.wait(request).tensors()
+        except WorkerDiedError:
+            return None
+        if not backwards or request.calls != len(backwards):
+            return None
+        return [None if each is None else within(each, request.levels) for each in found]
 
-    def _contribute(self, share: Share, sums: Sums) -> None:
-        """Run the backward again, with the gradient that came."""
-        graph = alive(share.graph)
-        order = share.order._replace(wanted=())
-        reply = self.sender.send_gradients(graph, order, share.grads, again=True)
-        sums.setdefault((reply.worker, ()), []).append(Contribution(share.graph, order, share.grads, reply))
-
-    def _send_apart(self, lost: Contribution) -> tuple[Order, GradientReply]:
-        """Once more, of a backward that was done: its part of the sum was lost with the worker."""
-        graph = alive(lost.graph)
-        order = lost.order._replace(wanted=(), apart=True)
-        return order, self.sender.send_gradients(graph, order, lost.grads, again=True)
+    def _sent_again(self, backward: Backward, apart: bool) -> Backward:
+        more = backward.once_more(apart)
+        self.sender.send(more)
+        return more
 
     def release(self, graph: RemoteGraph) -> None:
         """Nobody can ask for a backward of it any more."""
-        if isinstance(graph.ahead, DeliveredGradients) and graph.ahead.expected is not None:
-            self._guess_was_wrong(graph)
+        if graph.eager is not None:
+            self._note_wrong()
         if self._to_see == EXAMINED:  # none has come at all
             self._to_see = 0
-            if (guess := self.sender.guess_of(self._function)) is not None:
-                guess.note_other()
+            if (predictor := self.sender.predictor_of(self._function)) is not None:
+                predictor.note_other()
         self.sender.release(graph)
+
+
+def loss_gradients(backward: Backward) -> set[float]:
+    """What came for losses whose backward runs once, and through all of the graph; nothing where one is otherwise."""
+    if backward.keep or backward.create or backward.levels or backward.waits or not backward.whole:
+        return set()
+    parts: list[torch.Tensor] = list(itertools.chain.from_iterable(backward.grads))
+    if any(part.numel() != 1 or part.dtype not in LOSSES or part.layout is not torch.strided for part in parts):
+        return set()
+    found = set(map(float, parts))
+    return found if all(each and math.isfinite(each) for each in found) else set()

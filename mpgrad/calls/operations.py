@@ -32,7 +32,7 @@ from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.bundles import owners, split
-from mpgrad.wire.messages import RunAhead, Warned
+from mpgrad.wire.messages import Eager, Warned
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
 __all__ = ["Operation", "OperationOptions", "let_go"]
@@ -54,8 +54,7 @@ class OperationOptions(NamedTuple):
     stop_at_failure: bool = True
     return_errors: bool = False  # in the place of the results that they prevented
     request: Request | None = None  # where its calls are to run
-    ahead: int = RunAhead.NO
-    expected: float | None = None  # the gradient of its losses, where it can be guessed
+    eager: Eager | None = None  # how backwards of losses are run with the calls
     at_rest: bool = False  # what calls are given is all there, and all results are waited for together
     streams: ItemStreams | None = None  # of the generators that its items hold
 
@@ -78,8 +77,7 @@ class Operation:
         self.stop_at_failure = options.stop_at_failure
         self.return_errors = options.return_errors
         self.request = options.request
-        self.ahead = options.ahead
-        self.expected = options.expected
+        self.eager = options.eager
         self.at_rest = options.at_rest
         self.streams = options.streams or ItemStreams(None)
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before

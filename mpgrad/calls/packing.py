@@ -101,11 +101,9 @@ class SharedFunction:
         self.pickled, captures, sharing, self.state = function
         self.names = names
         self.number = next(self.numbers)
-        self.summed: dict[object, int] = {}  # gradients ahead of how many calls, by worker
         self.code = 0  # the scheduler's number of the pickle
         # some worker got the pickle in this operation: its first call took longer (asked by `cheap_calls`)
         self.is_new = False
-        self.ones = True  # no other gradient than one has come yet where that would have mattered
         self.gathers = request is not None and request.gathers
         self.refs, self.slot, self.slots = packer.place_together(captures, sharing, request is not None and request.staged)
         if request is not None:

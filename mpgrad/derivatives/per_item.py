@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_to_captures, is_call, item_of
 from mpgrad.autograd.input_gates import gate
-from mpgrad.autograd.remote_graph import Derivative, Order
 from mpgrad.autograd.running import backward_without_engine
 from mpgrad.torch_state.modes import DIFFERENTIATING
 from mpgrad.torch_state.private import plus
@@ -112,16 +112,13 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
             differentiate(
                 node,
                 [grad if number == output else None for number in range(node.output_count)],
-                Order(
-                    graph_task,
-                    keep=keep or last[items[index]] != index,
-                    whole=False,
-                    create=create_graph,
-                    wanted=tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
-                    captures=any(captured for each in where for captured, _ in each),
-                    apart=True,
-                    levels=(),
-                ),
+                graph_task,
+                keep=keep or last[items[index]] != index,
+                whole=False,
+                create=create_graph,
+                wanted=tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
+                captures=any(captured for each in where for captured, _ in each),
+                apart=True,
             )
             for index, (node, where, (_, _, _, grad), output) in enumerate(zip(nodes, places, asked, outputs, strict=True))
         ]
@@ -189,10 +186,10 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
     return grad
 
 
-def taken(derivative: Derivative, places: Places, inputs: Inputs) -> Inputs:
+def taken(backward: Backward, places: Places, inputs: Inputs) -> Inputs:
     """Wait for the gradients of one result; those of a tensor that enters several times are added up."""
-    of_captures = derivative.take_captures()
-    of_inputs = {number: derivative.take(number) for number in derivative.order.wanted}
+    of_captures = backward.take_captures()
+    of_inputs = {number: backward.take(number) for number in backward.wanted}
     grads = []
     for tensor, where in zip(inputs if isinstance(inputs, tuple) else (inputs,), places, strict=True):
         parts = [of_captures[number] if captured else of_inputs[number] for captured, number in where]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpgrad.autograd.backward import Backward
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.scheduling.chunks import SentGradients
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
@@ -65,8 +65,8 @@ class Admissions:
     def call_has_failed(self, operation: Operation) -> None:
         self.cancel_rest(operation)
 
-    def backward_is_ready(self, sent: SentGradients) -> None:
-        self._gradients.leave(sent.reply.worker, sent)
+    def backward_is_ready(self, backward: Backward) -> None:
+        self._gradients.leave(backward.worker, backward)
 
     def backward_has_failed(self) -> None:
         self._driver.tell_waiters()

@@ -11,19 +11,19 @@ import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from mpgrad.autograd.backward import Backward, Settled
 from mpgrad.autograd.remote_graph import Home, RemoteGraph
-from mpgrad.calls.delivered_gradients import DeliveredGradients
-from mpgrad.calls.homes import GradientReply, raised_from
+from mpgrad.calls.homes import Arrived, error_maker, raised_from
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Lenders, Slot
-from mpgrad.scheduling.chunks import Chunk, Differentiation
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.crossing import kept
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.messages import Collected, Failure, Gradients, Missing, Results, RunAhead
+from mpgrad.wire.messages import Collected, Failure, Gradients, Missing, Results
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
 
 __all__ = ["Answers", "failed_again"]
@@ -68,27 +68,20 @@ class Answers:
                 continue
             graph, gradients = None, outcome.gradients or ()
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
-            if outcome.gradients is not None:
-                if operation.expected is None:
-                    graph = RemoteGraph(operation.home, worker, number, item, call)
-                else:
-                    graph = self._graph_kept(worker, operation.home, number, item, call)
-                if operation.ahead == RunAhead.SUMS and operation.home.reach is not None:
-                    worker.sums.note(operation.function.number, None, ())
-                    summed = operation.function.summed
-                    summed[worker] = summed.get(worker, 0) + 1
-            elif outcome.has_graph:
+            if outcome.has_graph:
                 graph = self._graph_kept(worker, operation.home, number, item, call)
+            if outcome.gradients is not None and operation.eager is not None:
+                if not operation.eager.keeps:
+                    worker.graphs.note_missing(number)
+                if not operation.eager.apart and operation.home.reach is not None:
+                    worker.sums.note(operation.function.number, None, ())
             try:
                 memories = self._borrow(outcome.tensors, gradients)
             except SharedMemoryError as error:
                 yield call.index, error
                 continue
             if graph is not None and outcome.gradients is not None:
-                apart = operation.ahead == RunAhead.APART
-                graph.ahead = DeliveredGradients(
-                    worker, outcome.gradients, payload, memories, apart, outcome.for_one, operation.expected
-                )
+                graph.eager = Arrived(outcome.gradients, payload, memories, worker)
             if graph is None or graph.recipe is None:
                 call.forget_tensors()
             if graph is None:
@@ -96,43 +89,45 @@ class Answers:
             yield call.index, Delivered(outcome, payload, memories, graph, call, worker)
 
     def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
-        """Each backward that ran gets its reply; those whose graphs were missing go back to the backlog."""
+        """Each backward that ran is settled; those whose graphs were missing go back to the backlog."""
         if message.warned:
-            first = chunk.gradients[0].reply
+            first = chunk.backwards[0]
             first.warned = deque([*first.warned, *message.warned])
         self._note_graphs(worker, message)
         for position, reached in message.reached:
-            chunk.gradients[position].reply.reached = reached
-        for sent in chunk.gradients[len(message.outcomes) :]:  # called off, and not begun
-            worker.graphs.note_rest(sent)
-        for sent, found in zip(chunk.gradients, message.outcomes, strict=False):
-            graph, number = sent.what.graph, sent.what.number
+            chunk.backwards[position].reached = reached
+        for backward in chunk.backwards[len(message.outcomes) :]:  # called off, and not begun
+            worker.graphs.note_rest(backward)
+        for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, Missing):
-                worker.graphs.note_missing(graph.call)
-                sent.set_apart()  # whoever collects the sum may have been ahead of us
-                if not sent.reply.arrived:  # it has where it was called off
-                    worker.backlog.append(sent)
-                continue
-            if isinstance(found, Failure):
-                worker.graphs.note_rest(sent)
-                name = graph.home.names.words(sent.what.items)
-                sent.reply.fail_with(functools.partial(raised_from, found, name, worker.name))
-                continue
-            if number is not None and any_connected(found):
-                sent.reply.graph = self._graph_kept(worker, graph.home, number, graph.index, sent.what)
-            self._arrive(sent.reply, found, payload)
+                worker.graphs.note_missing(backward.call)
+                backward.apart = backward.captures  # whoever collects the sum may have been ahead of us
+                if not backward.arrived:  # it has where it was called off
+                    worker.backlog.append(backward)
+            elif backward.arrived:
+                worker.graphs.note_rest(backward)
+            elif isinstance(found, Failure):
+                worker.graphs.note_rest(backward)
+                name = backward.home.names.words(backward.items)
+                backward.settle(functools.partial(raised_from, found, name, worker.name))
+            else:
+                number, graph = backward.derived_number, backward.graph
+                if number is not None and any_connected(found):
+                    backward.derived = self._graph_kept(worker, backward.home, number, graph.index, backward)
+                self._arrive(backward, worker, found, payload)
 
     def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
-        assert chunk.captures is not None
-        worker.sums.forget(chunk.captures.function, chunk.captures.graph_task, chunk.captures.levels)
-        chunk.captures.reply.calls = message.calls
+        request = chunk.request
+        assert request is not None
+        worker.sums.forget(request.function, request.graph_task, request.levels)
+        request.calls = message.calls
         if isinstance(message.grads, Failure):
-            chunk.captures.reply.fail_with(functools.partial(raised_from, message.grads, "", worker.name))
+            request.settle(functools.partial(raised_from, message.grads, "", worker.name))
         else:
-            self._arrive(chunk.captures.reply, message.grads, payload)
+            self._arrive(request, worker, message.grads, payload)
 
     def _graph_kept(
-        self, worker: WorkerHandle, home: Home, number: int, index: int | range, recipe: PackedCall | Differentiation
+        self, worker: WorkerHandle, home: Home, number: int, index: int | range, recipe: PackedCall | Backward
     ) -> RemoteGraph:
         worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
@@ -141,11 +136,11 @@ class Answers:
         self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
         worker.graphs.nbytes = message.graph_bytes
 
-    def _arrive(self, reply: GradientReply, found: Sequence[TensorRef | None], payload: memoryview) -> None:
+    def _arrive(self, settled: Settled, worker: WorkerHandle, found: Sequence[TensorRef | None], payload: memoryview) -> None:
         try:
-            reply.arrive(found, payload, self._borrow(found))
+            settled.settle(Arrived(found, payload, self._borrow(found), worker))
         except SharedMemoryError as error:
-            reply.fail(error)
+            settled.settle(error_maker(error))
 
     def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
         """By address.

@@ -1,6 +1,6 @@
 """Chunks as messages for one worker: what it knows is left out, what it lacks goes before. Caller's side.
 
-    calls ──► [Define,] Forward            backwards ──► [Define,] Backward([Rerun, [Rederive ...,]] BackwardCall ...)
+    calls ──► [Define,] Forward            backwards ──► [Define,] Backwards([Rerun, [Rederive ...,]] BackwardCall ...)
 Assumes: called by the scheduling thread; any may look into `functions`. What has been written is sent, in this order, or the
     worker is gone.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.calls.homes import SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.pickling.state import Recent, State
-from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, SentGradients
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, SumLedger
 from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.sizes import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.wire.messages import (
-    Backward,
     BackwardCall,
+    Backwards,
     Collect,
     Define,
     Follow,
@@ -58,43 +60,43 @@ class ChunkWriter:
         self._follow(environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        stops, ahead = operation.stop_at_failure, operation.ahead
-        messages.append(Forward(number, function.number, modes, seed, stops, ahead, function.ones, operation.expected, sent))
+        stops = operation.stop_at_failure
+        messages.append(Forward(number, function.number, modes, seed, stops, operation.eager, sent))
         return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
 
-    def backward(self, number: int, backlog: deque[SentGradients | CaptureRequest], note_spent: Callable[[], None]) -> Written:
+    def backward(self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]) -> Written:
         """A chunk of what waits: backwards under the same modes and environment, or a request for capture gradients.
 
         `note_spent`: notes what graphs are spent; whoever spends one and sends another backward of it does it in this order.
         """
         first = backlog[0]
         payload, messages = Payload(), list[Message]()
-        if isinstance(first, CaptureRequest):
+        if isinstance(first, SumRequest):
             backlog.popleft()
             collect = Collect(number, first.function, first.graph_task, first.levels)
             return [collect], payload, Chunk(None, [], [], first, first.timeout)
-        sent: list[SentGradients] = []
+        sent: list[Backward] = []
+        modes, environment, timeout = first.modes, first.environment, first.home.timeout
         calls: list[BackwardCall] = []
         while backlog and len(sent) < MOST_CALLS and payload.nbytes < MOST_PAYLOAD:
             item = backlog[0]
-            if isinstance(item, CaptureRequest) or item.timeout != first.timeout:
+            if isinstance(item, SumRequest) or item.home.timeout != timeout:
                 break
-            if (item.what.modes, item.what.environment) != (first.what.modes, first.what.environment):
+            if (item.modes, item.environment) != (modes, environment):
                 break
             backlog.popleft()
             note_spent()
             sent.append(item)
-            order = item.what.order
-            if order.captures and not order.apart:
-                self._sums.note(item.what.graph.home.function, order.graph_task, order.levels)
-            before = self._before(item.what.graph, payload, messages, item.again, first.what.environment)
+            if item.captures and not item.apart:
+                self._sums.note(item.home.function, item.graph_task, item.levels)
+            before = self._before(item.graph, payload, messages, item.again, environment)
             item.again = True  # should it be lost with the worker
-            call = self._backward_call(item.what, payload, before)
-            self._graphs.note_backward(item.what, call.last)
+            call = self._backward_call(item, payload, before)
+            self._graphs.note_backward(item)
             calls.append(call)
-        self._follow(first.what.environment, messages)
-        messages.append(Backward(number, first.what.modes, calls))
-        return messages, payload, Chunk(None, [], sent, None, first.timeout)
+        self._follow(environment, messages)
+        messages.append(Backwards(number, modes, calls))
+        return messages, payload, Chunk(None, [], sent, None, timeout)
 
     def _follow(self, environment: bytes | None, messages: list[Message]) -> None:
         """Adds a `Follow` where what comes next has another environment than what came last."""
@@ -130,21 +132,19 @@ class ChunkWriter:
         tensors = self._pack(call.placed, payload)
         return ForwardCall(number, call.item, call.structure, tensors, call.claimed, call.origin, call.bundle)
 
-    def _backward_call(self, what: Differentiation, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
-        order = what.order
-        grads = what.grads if isinstance(what.grads, Together) else [part for part in what.grads if isinstance(part, Placed)]
+    def _backward_call(self, backward: Backward, payload: Payload, before: Sequence[Rerun | Rederive]) -> BackwardCall:
         return BackwardCall(
-            what.graph.call,
-            order.graph_task,
-            order.keep,
-            what.is_last,
-            order.wanted,
-            order.captures,
-            order.apart,
-            order.levels,
-            what.number,
-            self._pack(grads, payload),
-            what.parts,
+            backward.call,
+            backward.graph_task,
+            backward.keep,
+            backward.is_last,
+            backward.wanted,
+            backward.captures,
+            backward.apart,
+            backward.levels,
+            backward.derived_number,
+            self._pack(backward.grads, payload),
+            backward.parts,
             before,
         )
 
@@ -159,7 +159,7 @@ class ChunkWriter:
         state = None if recipe is None else self._graphs.begin_again(graph.call, again)
         if state is None:
             return []
-        if isinstance(recipe, Differentiation):
+        if isinstance(recipe, Backward):
             before = self._before(recipe.graph, payload, messages, True, environment)
             other = None if recipe.environment == environment else recipe.environment
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]

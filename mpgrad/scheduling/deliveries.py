@@ -19,7 +19,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
-from mpgrad.wire.messages import Backward, Message, Record, Rerun
+from mpgrad.wire.messages import Backwards, Message, Record, Rerun
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]
@@ -122,7 +122,7 @@ class Deliveries:
 
 def recomputed_by(message: Message) -> int:
     """How many calls run again for the backwards of this message."""
-    if not isinstance(message, Backward):
+    if not isinstance(message, Backwards):
         return 0
     reruns = [step for call in message.calls for step in call.before if isinstance(step, Rerun)]
     return sum(max(1, len(step.call.bundle)) for step in reruns)

@@ -1,7 +1,6 @@
 """The pickled functions that workers keep, by number: each is sent to each worker once, however often it is mapped.
 
-Assumes: called by the scheduling thread, but for `own_seconds`, `expected`, `guess_of`, `note_wrong_guess` and
-    `note_other_gradient`, which any may call.
+Assumes: called by the scheduling thread, but for `own_seconds`, `predicted` and `predictor_of`, which any may call.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.scheduling.guesses import Guess
+from mpgrad.calls.prediction import Predicted, Predictor
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 
@@ -24,20 +23,19 @@ MOST_BYTES = 64 << 20
 class Measured:
     """Of one function: what its calls took, as the workers measured it."""
 
-    __slots__ = ("_answers", "guess", "ones", "own_seconds", "seconds")
+    __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
 
-    def __init__(self, ones: bool) -> None:
+    def __init__(self) -> None:
         self.own_seconds = 0.0  # of a call by itself, with its backward where that is run right after it
         self.seconds = 0.0  # of a call, with our care for it
-        self.ones = ones  # see `SharedFunction.ones`
-        self.guess = Guess()
+        self.predictor = Predictor()
         self._answers = 0
 
     def note_results(self, message: Results, items: int, workers: int, share: float) -> None:
         """The first answer of each worker does not count for long: caches are cold, and modules are imported."""
         self._answers += 1
         weight = min(share, 0.5 if self._answers > workers + 1 else 1.0)
-        own_seconds = message.own_seconds + message.ahead_seconds
+        own_seconds = message.own_seconds + message.eager_seconds
         self.own_seconds = mixed(self.own_seconds, own_seconds / items, weight)
         self.seconds = mixed(self.seconds, message.seconds / items, weight)
 
@@ -50,14 +48,12 @@ class Codes:
         self._numbers: dict[bytes, int] = {}  # the last used at the end
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, Measured] = {}  # by number
-        self._ones = True  # of functions of which nothing is known: see `SharedFunction.ones`
         self.wrong_predictions = 0  # about so many: threads that count at once may lose one
 
     def number(self, function: SharedFunction) -> None:
         """Give the function the number of its code; what was not used for longest may be forgotten for it."""
         code = self._numbers.pop(function.pickled, None) or next(self._new_numbers)
         self._numbers[function.pickled] = function.code = code
-        function.ones = self._measured[code].ones if code in self._measured else self._ones
         while len(self._numbers) > 1 and (len(self._numbers) > MOST_CODES or sum(map(len, self._numbers)) > MOST_BYTES):
             oldest = self._numbers.pop(next(iter(self._numbers)))
             self._measured.pop(oldest, None)
@@ -71,21 +67,15 @@ class Codes:
         measured = self._measured.get(self._numbers.get(pickled, 0))
         return None if measured is None else measured.own_seconds
 
-    def expected(self, pickled: bytes) -> float | None:
-        """The gradient that the losses of a map that begins will get, if it can be guessed. Any thread may ask."""
+    def predicted(self, pickled: bytes) -> Predicted | None:
+        """The gradient that the losses of a map that begins will get, if it can be predicted. Any thread may ask."""
         measured = self._measured.get(self._numbers.get(pickled, 0))
-        return None if measured is None else measured.guess.ask()
+        return None if measured is None else measured.predictor.predict()
 
-    def guess_of(self, function: SharedFunction) -> Guess | None:
+    def predictor_of(self, function: SharedFunction) -> Predictor | None:
         """None where nothing came of the function yet, or it was forgotten. Any thread may ask."""
         measured = self._measured.get(function.code)
-        return None if measured is None else measured.guess
-
-    def note_wrong_guess(self, function: SharedFunction) -> None:
-        """A backward was run for an expected gradient, which did not come. Any thread may say so."""
-        self.wrong_predictions += 1
-        if (guess := self.guess_of(function)) is not None:
-            guess.note_wrong()
+        return None if measured is None else measured.predictor
 
     def seconds(self, function: SharedFunction, unknown: float) -> float:
         """Of one of its calls, with our care for it; `unknown` before the first."""
@@ -100,15 +90,9 @@ class Codes:
         """
         if self._numbers.get(function.pickled) != function.code:  # forgotten meanwhile
             return
-        measured = self._measured.get(function.code) or Measured(function.ones)
+        measured = self._measured.get(function.code) or Measured()
         measured.note_results(message, items, len(self._workers), share)
         self._measured[function.code] = measured  # only now may others look at it
-
-    def note_other_gradient(self, function: SharedFunction) -> None:
-        """One that was not one has come, and the backward that was run ahead was in vain. Any thread may say so."""
-        function.ones = self._ones = False  # others too: what a closure holds may change with each step
-        if (measured := self._measured.get(function.code)) is not None:
-            measured.ones = False
 
 
 def mixed(old: float, new: float, weight: float) -> float:

@@ -2,7 +2,7 @@
 
 Any thread sends; only `leave` is also called by the scheduling thread, for backwards that have waited for others.
 
-a node's backward ──► send_gradients ──► the worker's backlog ──► [scheduling thread] ──► GradientReply
+a node's backward ──► send ──► the worker's backlog ──► [scheduling thread] ──► settled
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 
-from mpgrad.autograd.remote_graph import Grads, Order, Promise, RemoteGraph
+from mpgrad.autograd.backward import Backward, Promise, Settled
+from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.autograd.running import call_off_if_interrupted
-from mpgrad.calls.homes import GradientReply
+from mpgrad.calls.homes import SumRequest
 from mpgrad.calls.packing import SharedFunction
+from mpgrad.calls.prediction import Predictor
 from mpgrad.environment import Since
-from mpgrad.scheduling.chunks import CaptureRequest, Differentiation, SentGradients
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.function_cache import Codes
-from mpgrad.scheduling.guesses import Guess
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import Modes, Watch, current_modes
-from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.tensor_packing import Packer, Placed, Together
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD
 
@@ -55,8 +54,7 @@ class GradientSender:
         self._packer = packer
         self._numbers = numbers
         self._since = since
-        self._wait_until = driver.wait_until  # one bound method for all replies
-        self.wait_for_gradients: Callable[[SentGradients], None]  # that it needs and that are still to come
+        self.wait_for_gradients: Callable[[Backward], None]  # that it needs and that are still to come
         self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
         self.give_up: Callable[[int], None]  # the backward with this number
         self._held = 0
@@ -64,32 +62,37 @@ class GradientSender:
         self.last_backward = -1  # of which something was sent
         self._environment: bytes | None = None  # of the process, when that began
 
-    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads, again: bool = False) -> GradientReply:
-        """Copies them, and returns at once. `again`: see `SentGradients`."""
+    def send(self, backward: Backward) -> None:
+        """Copies its gradients, and returns at once."""
         self._life.check_alive()
-        flat = [part for parts in grads for part in parts]
-        waits_for_others = any(isinstance(part, Promise) for part in flat)
-        worker = graph.worker  # read once: should it die now, another may get the graph, but not the sum
+        worker = backward.graph.worker  # read once: should it die now, another may get the graph, but not the sum
         assert isinstance(worker, WorkerHandle)
-        placed = self._place(flat, worker)
-        number = next(self._numbers) if order.create else None
-        modes = self.modes_of(order.graph_task)
-        if order.graph_task != self.last_backward:
-            call_off_if_interrupted(order.graph_task, self)
-            self.last_backward = order.graph_task
-            self._environment = None if self._since is None else self._since.changes()
-        what = Differentiation(graph, order, number, placed, list(map(len, grads)), modes, self._environment)
-        reply = GradientReply(self._wait_until, worker, order.graph_task)
-        sent = SentGradients(what, reply, graph.home.timeout, again)
-        if waits_for_others:
-            self._driver.put(lambda: self.wait_for_gradients(sent))
+        if backward.modes is None:  # else it was sent before
+            self._prepare(backward, worker)
+        backward.worker = worker
+        if backward.waits:
+            self._driver.put(lambda: self.wait_for_gradients(backward))
         else:
-            self.leave(worker, sent)
+            self.leave(worker, backward)
         self._held += 1
         if self._held >= HELD_GRADIENTS:
             self._held = 0
             self._driver.hand_over()
-        return sent.reply
+
+    def _prepare(self, backward: Backward, worker: WorkerHandle) -> None:
+        """Note what it runs under; pack its gradients."""
+        backward.grads = self._place([part for parts in backward.grads for part in parts], worker)
+        if backward.create:
+            backward.derived_number = next(self._numbers)
+        backward.modes = self.modes_of(backward.graph_task)
+        if backward.graph_task != self.last_backward:
+            call_off_if_interrupted(backward.graph_task, self)
+            self.last_backward = backward.graph_task
+            self._environment = None if self._since is None else self._since.changes()
+        backward.environment = self._environment
+
+    def wait_for(self, settled: Settled) -> None:
+        self._driver.wait_until(lambda: settled.arrived)
 
     def modes_of(self, graph_task: int) -> Modes:
         """Those of the backward with this number, which is running in this thread.
@@ -115,16 +118,12 @@ class GradientSender:
         placed = (packer.place(tensor, own, None, staged) for tensor, own in zip(tensors, flags, strict=True))
         return [part if isinstance(part, Promise) else next(placed) for part in parts]
 
-    def request_captures(
-        self, worker: WorkerHandle, function: int, graph_task: int | None, levels: tuple[Level, ...], timeout: float | None
-    ) -> GradientReply:
+    def request_sum(self, worker: Any, request: SumRequest) -> None:
         self._life.check_alive()
-        reply = GradientReply(self._wait_until, worker)
-        self.leave(worker, CaptureRequest(function, graph_task, levels, timeout, reply))
+        self.leave(worker, request)
         self._driver.wake()
-        return reply
 
-    def leave(self, worker: Any, item: SentGradients | CaptureRequest) -> None:
+    def leave(self, worker: Any, item: Backward | SumRequest) -> None:
         """For the worker to take up; or for others, if it is gone, or goes in this moment."""
         worker.backlog.append(item)
         if worker.gone is not None:
@@ -146,12 +145,8 @@ class GradientSender:
         assert isinstance(worker, WorkerHandle)
         worker.spent.append(graph.call)
 
-    def guess_of(self, function: SharedFunction) -> Guess | None:
-        return self._codes.guess_of(function)
+    def predictor_of(self, function: SharedFunction) -> Predictor | None:
+        return self._codes.predictor_of(function)
 
-    def note_wrong_guess(self, function: SharedFunction) -> None:
-        self._codes.note_wrong_guess(function)
-
-    def note_other_gradient(self, function: SharedFunction) -> None:
-        """Than the one for which the backward of a loss was run ahead, and must be run again."""
-        self._codes.note_other_gradient(function)
+    def note_wrong_prediction(self) -> None:
+        self._codes.wrong_predictions += 1

@@ -13,8 +13,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.remote_graph import RemoteGraph, forget_oldest
-from mpgrad.scheduling.chunks import Differentiation, SentGradients
 from mpgrad.torch_state.vmap_levels import Level
 
 __all__ = ["GraphLedger", "GraphState", "SumLedger"]
@@ -61,15 +61,15 @@ class GraphLedger:
         """The graph of a worker that is gone, with its ledger `before`: to be made here when it is wanted."""
         self.states[call] = SPENT if before.states.get(call) is SPENT else MISSING
 
-    def note_backward(self, what: Differentiation, is_last: bool) -> None:
+    def note_backward(self, backward: Backward) -> None:
         """It is on its way to the worker."""
-        if is_last:
-            self.states[what.graph.call] = SPENT
-        elif not what.order.keep:
-            self._note_freed(what.graph)
+        if backward.is_last:
+            self.states[backward.call] = SPENT
+        elif not backward.keep:
+            self._note_freed(backward.graph)
 
     def note_spent(self, calls: Iterable[int]) -> None:
-        """Their last backward was run ahead, and has come."""
+        """Their last backward was an eager one, and has come."""
         for call in calls:
             if call in self.states:  # others have been released meanwhile
                 self.states[call] = SPENT
@@ -78,13 +78,13 @@ class GraphLedger:
         """A graph of gradients is freed together with the one that it derives from: they share nodes."""
         if self.states.get(graph.call) is HERE:
             self.states[graph.call] = FREED
-        if isinstance(graph.recipe, Differentiation):
+        if isinstance(graph.recipe, Backward):
             self._note_freed(graph.recipe.graph)
 
-    def note_rest(self, sent: SentGradients) -> None:
+    def note_rest(self, backward: Backward) -> None:
         """A backward that was to leave nothing of its graph failed or was not begun: what is left is there, all the same."""
-        if sent.what.is_last and self.states.get(sent.what.graph.call) in TO_BE_MADE:
-            self.states[sent.what.graph.call] = FREED
+        if backward.is_last and self.states.get(backward.call) in TO_BE_MADE:
+            self.states[backward.call] = FREED
 
     def note_missing(self, call: int) -> None:
         if self.states.get(call) is not SPENT:

@@ -83,6 +83,6 @@ def contents(chunk: Chunk) -> tuple[str, list[NotedCall]]:
         return "forward", [
             NotedCall(call.item if call.items == 1 else range(call.item, call.item + call.items), function) for call in calls
         ]
-    if chunk.captures is not None:
+    if chunk.request is not None:
         return "sums", []
-    return "backward", [NotedCall(sent.what.items, sent.what.graph.home.names.function) for sent in chunk.gradients]
+    return "backward", [NotedCall(each.items, each.home.names.function) for each in chunk.backwards]

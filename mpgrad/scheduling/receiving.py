@@ -197,7 +197,7 @@ class Receiver:
             items = sum([call.items for _, call in chunk.calls[:done]])
             worker.calls_done += items
             self.items_done += items
-            operation.own_seconds += message.own_seconds + message.ahead_seconds
+            operation.own_seconds += message.own_seconds + message.eager_seconds
             answered = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
             if measured := sum([call.items for (_, call), each in answered if isinstance(each, Result)]):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf

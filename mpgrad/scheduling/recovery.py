@@ -16,13 +16,15 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
+from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.output import report
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.memory.limits import kills_for_memory
-from mpgrad.scheduling.chunks import CaptureRequest, Chunk, Differentiation, SentGradients
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -36,7 +38,7 @@ SUM_LOST = "the sum of gradients was lost with it"
 OUT_OF_MEMORY = "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or graphs='recompute'"
 
 
-Part = PackedCall | SentGradients
+Part = PackedCall | Backward
 
 
 class Recovery:
@@ -117,7 +119,7 @@ class Recovery:
         accused: Part,
     ) -> BaseException:
         """The error of a call that fails: what is known of the death, and how often it was tried."""
-        names = (accused.conditions.function if isinstance(accused, PackedCall) else accused.what.graph.home).names
+        names = (accused.conditions.function if isinstance(accused, PackedCall) else accused.home).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"] * (tried > 0)
@@ -142,34 +144,35 @@ class Recovery:
                 self.reruns += len(wanted)
                 chunk.operation.queue.extendleft(reversed(wanted))
                 self._readmit(chunk.operation)
-            worker.backlog.extendleft(reversed(chunk.gradients))
-            if chunk.captures is not None:
-                worker.backlog.appendleft(chunk.captures)
+            worker.backlog.extendleft(reversed(chunk.backwards))
+            if chunk.request is not None:
+                worker.backlog.appendleft(chunk.request)
 
-    def revive(self, item: SentGradients | CaptureRequest, gone: WorkerHandle) -> bool:
+    def revive(self, item: Backward | SumRequest, gone: WorkerHandle) -> bool:
         """What a worker that is gone should have done is done by another, which makes the graph again. A sum is lost.
 
         False where there is no other that has a place.
         """
         reason = self._life.broken or self._life.ended  # why nothing is done again any more
-        if item.reply.arrived:  # it was called off
-            if isinstance(item, SentGradients):
-                gone.graphs.note_unknown(item.what.graph.call)
+        if item.arrived:  # it was called off
+            if isinstance(item, Backward):
+                gone.graphs.note_unknown(item.call)
         elif reason is not None:
-            item.reply.fail(reason)
-        elif isinstance(item, CaptureRequest):
-            item.reply.fail(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST))
-        elif not can_be_made(item.what.graph):
-            index, names = item.what.items, item.what.graph.home.names
+            item.settle(error_maker(reason))
+        elif isinstance(item, SumRequest):
+            item.settle(error_maker(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)))
+        elif not can_be_made(item.graph):
+            index, names = item.items, item.home.names
             number, call = names.number(index), names.words(index)
             details = [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
-            item.reply.fail(WorkerDiedError(number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call))
+            died = WorkerDiedError(number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call)
+            item.settle(error_maker(died))
         else:
-            worker = self._rehome(item.what.graph)
+            worker = self._rehome(item.graph)
             if worker is None:
                 return False
             self.reruns += 1
-            item.set_apart()
+            item.apart = item.captures  # the sum that they were to be part of is with another worker
             worker.backlog.append(item)
         return True
 
@@ -183,7 +186,7 @@ class Recovery:
         if gone.gone is None:
             return gone
         recipe = graph.recipe
-        if isinstance(recipe, Differentiation):
+        if isinstance(recipe, Backward):
             worker = self._rehome(recipe.graph)
         else:
             assert isinstance(recipe, PackedCall)
@@ -201,13 +204,13 @@ class Recovery:
 
 
 def parts_of(chunk: Chunk) -> Sequence[Part]:
-    return [call for _, call in chunk.calls] or chunk.gradients
+    return [call for _, call in chunk.calls] or chunk.backwards
 
 
 def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
     """The number of its item, or of its items; None where it is a bundle, and nobody knows which item was running."""
     if not isinstance(part, PackedCall):
-        return part.what.items
+        return part.items
     if part.bundle:
         return part.item + offset if position >= 0 and offset >= 0 else None
     return part.item
@@ -220,12 +223,12 @@ def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> N
             chunk.operation.deliver(call.index, error(call))
         del chunk.calls[part]
     else:
-        for sent in chunk.gradients[part]:
-            sent.reply.fail(error(sent))
-        del chunk.gradients[part]
+        for sent in chunk.backwards[part]:
+            sent.settle(error_maker(error(sent)))
+        del chunk.backwards[part]
 
 
 def can_be_made(graph: RemoteGraph) -> bool:
     """Whether there are recipes for it and all that it derives from."""
     recipe = graph.recipe
-    return can_be_made(recipe.graph) if isinstance(recipe, Differentiation) else recipe is not None
+    return can_be_made(recipe.graph) if isinstance(recipe, Backward) else recipe is not None

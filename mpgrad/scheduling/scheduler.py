@@ -24,7 +24,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
+from mpgrad.calls.prediction import Predicted
 from mpgrad.engines.protocol import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.forks import WITHHELD
@@ -137,9 +139,9 @@ class Scheduler(ABC):
         """What a call of the function takes by itself; None before the first."""
         return self._codes.own_seconds(pickled)
 
-    def expected(self, pickled: bytes) -> float | None:
-        """See `Codes.expected`."""
-        return self._codes.expected(pickled)
+    def predicted(self, pickled: bytes) -> Predicted | None:
+        """See `Codes.predicted`."""
+        return self._codes.predicted(pickled)
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """The function, whose captures have `nbytes`, is not needed any more, nor any graph of it."""
@@ -388,7 +390,7 @@ class Scheduler(ABC):
         finally:
             try:
                 for chunk in chunks:
-                    chunk.fail_replies(reason)
+                    chunk.fail_backwards(error_maker(reason))
                 for worker in gone:
                     self.staff.rescue(worker)
             finally:

@@ -19,7 +19,6 @@ class Settings(NamedTuple):
     retries: int  # of a call whose worker died; 0: what is lost is lost
     graph_bytes: int | None  # of graphs in each worker; beyond, they are dropped and made again
     spares_memory: bool  # graphs are dropped, too, where memory is about to end
-    ahead: bool  # backwards of losses are run right after their forwards
     devices: tuple[int, ...] | None = None  # the code of each worker's device
     in_process: bool = False  # workers are threads of this process: they cannot be killed
     remote: bool = False  # workers may be on other machines
@@ -29,4 +28,4 @@ class Settings(NamedTuple):
     @property
     def recoverable(self) -> bool:
         """Whether calls are kept as long as their graphs, to be run again."""
-        return self.retries > 0 or self.graph_bytes is not None or self.ahead
+        return self.retries > 0 or self.graph_bytes is not None

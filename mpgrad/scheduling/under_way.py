@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.protocol import WorkerLink
@@ -200,9 +201,9 @@ class UnderWay:
         """The parts of the backward with this number; who waits for them gets the error."""
         numbers = []
         for number, chunk in self.chunks.items():
-            parts = [each for each in (*chunk.gradients, chunk.captures) if each is not None and each.graph_task == graph_task]
+            parts = [each for each in (*chunk.backwards, chunk.request) if each is not None and each.graph_task == graph_task]
             for each in parts:
-                each.reply.fail(error)
+                each.settle(error_maker(error))
             if parts:
                 numbers.append(number)
         self.give_up(numbers)

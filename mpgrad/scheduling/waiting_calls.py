@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mpgrad.autograd.remote_graph import Promise
+from mpgrad.autograd.backward import Backward, Promise
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.output import taken
 from mpgrad.calls.packing import PackedCall
-from mpgrad.scheduling.chunks import SentGradients
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.tensor_packing import Packer, Placed, Together, placed_again, staged_again
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD
@@ -36,7 +35,7 @@ class Waited(Protocol):
 
     def call_has_failed(self, operation: Operation) -> None: ...
 
-    def backward_is_ready(self, sent: SentGradients) -> None: ...
+    def backward_is_ready(self, backward: Backward) -> None: ...
 
     def backward_has_failed(self) -> None: ...
 
@@ -75,30 +74,28 @@ class Dependents:
                 return
         self._ended.call_is_ready(operation, call, outcomes[-1].worker)
 
-    def look_at_backward(self, sent: SentGradients) -> None:
+    def look_at_backward(self, backward: Backward) -> None:
         """Put into a backward the gradients that other backwards give it; or come back likewise."""
-        what = sent.what
-        assert not isinstance(what.grads, Together)
-        promises = [part for part in what.grads if isinstance(part, Promise)]
-        for promise in promises:
-            if not promise.reply.arrived:
-                again = functools.partial(self._post, functools.partial(self.look_at_backward, sent))
-                promise.reply.dependents = (*promise.reply.dependents, again)
+        promises = [part.backward for part in backward.grads if isinstance(part, Promise)]
+        for other in promises:
+            if not other.arrived:
+                again = functools.partial(self._post, functools.partial(self.look_at_backward, backward))
+                other.dependents = (*other.dependents, again)
                 return
-            if promise.reply.has_failed:
-                sent.reply.fail_as(promise.reply)
+            if other.has_failed:
+                backward.settle(other.outcome)
                 self._ended.backward_has_failed()
                 return
-        for promise in promises:
-            if promise.reply.warned:
-                sent.reply.warned = deque([*sent.reply.warned, *taken(promise.reply.warned)])
-        worker = sent.what.graph.worker
+        for other in promises:
+            if other.warned:
+                backward.warned = deque([*backward.warned, *taken(other.warned)])
+        worker = backward.graph.worker
         assert isinstance(worker, WorkerHandle)
         staged_by = self._packer if worker.device == 0 else None
-        rest = iter(what.grads)
-        kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in what.parts]
-        sent.what = what._replace(grads=list(itertools.chain(*kept)), parts=list(map(len, kept)))
-        self._ended.backward_is_ready(sent)
+        rest = iter(backward.grads)
+        kept = [kept_promises(list(itertools.islice(rest, count)), staged_by) for count in backward.parts]
+        backward.grads, backward.parts = list(itertools.chain(*kept)), list(map(len, kept))
+        self._ended.backward_is_ready(backward)
 
 
 def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
@@ -115,5 +112,5 @@ def put_in(call: PackedCall, outcome: Delivered, packer: Packer | None) -> None:
 
 
 def kept_promises(parts: Sequence[Placed | Promise], staged_by: Packer | None) -> list[Placed | Promise]:
-    there = (part.reply.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
+    there = (part.backward.outcome.passed_on(part.place, staged_by) if isinstance(part, Promise) else part for part in parts)
     return [part for part in there if part is not None]

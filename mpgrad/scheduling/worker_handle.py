@@ -10,12 +10,14 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from mpgrad.autograd.backward import Backward
+from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.descriptors import Kept
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import ChunkWriter
-from mpgrad.scheduling.chunks import CaptureRequest, Chunk, SentGradients
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.graph_ledger import GraphLedger, SumLedger
 from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.under_way import UnderWay
@@ -63,7 +65,7 @@ class WorkerHandle:
         self.sums = SumLedger()
         self.loans = Loans(link)
         self.writer = ChunkWriter(self.graphs, self.sums, self.loans)
-        self.backlog: deque[SentGradients | CaptureRequest] = deque()
+        self.backlog: deque[Backward | SumRequest] = deque()
         self.under_way = UnderWay()
 
         # news, to be sent along with the next message
@@ -71,7 +73,7 @@ class WorkerHandle:
         self.returns: deque[tuple[int, int]] = deque()  # address, how often we had received it
         self.missing_slabs: list[int] = []  # of the worker's, that we could not receive
         self.releases: deque[int] = deque()
-        self.spent: deque[int] = deque()  # calls whose backward was run ahead, and has come
+        self.spent: deque[int] = deque()  # calls whose backward was an eager one, and has come
         self._emptied: list[int] = []  # of these, those that were noted
         self.forgotten_functions: deque[tuple[int, int]] = deque()  # with the bytes of their captures
         self.forgotten_codes: deque[int] = deque()
@@ -105,13 +107,13 @@ class WorkerHandle:
     @property
     def load(self) -> int:
         """How many calls it has been given or is about to be."""
-        return len(self.backlog) + sum(len(chunk.calls) + len(chunk.gradients) for chunk in self.under_way.chunks.values())
+        return len(self.backlog) + sum(len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values())
 
     @property
     def backwards_left(self) -> int:
         """That it has not answered. Any thread asks."""
-        waiting = sum(isinstance(each, SentGradients) for each in list(self.backlog))
-        return waiting + sum(len(chunk.gradients) for chunk in list(self.under_way.chunks.values()))
+        waiting = sum(isinstance(each, Backward) for each in list(self.backlog))
+        return waiting + sum(len(chunk.backwards) for chunk in list(self.under_way.chunks.values()))
 
     @property
     def is_done(self) -> bool:
@@ -136,7 +138,7 @@ class WorkerHandle:
             if item.graph_task == graph_task:
                 with contextlib.suppress(ValueError):  # after the end several threads may take from it
                     self.backlog.remove(item)
-                item.reply.fail(error)
+                item.settle(error_maker(error))
         self.under_way.give_up_backward(graph_task, error)
 
     # --- what it is sent
@@ -214,7 +216,7 @@ class WorkerHandle:
         return news
 
     def note_spent(self) -> None:
-        """What other threads have said of backwards ahead: their graphs can go."""
+        """What other threads have said of eager backwards: their graphs can go."""
         if self.spent:
             calls = drained(self.spent)
             self.graphs.note_spent(calls)

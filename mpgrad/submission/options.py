@@ -36,7 +36,7 @@ __all__ = [
     "positive",
 ]
 
-Graphs = Literal["auto", "keep", "ahead", "recompute"]
+Graphs = Literal["auto", "keep", "recompute"]
 OnError = Literal["raise", "return"]
 
 
@@ -110,12 +110,8 @@ class PoolOptions:
         self.seconds(None)
 
     @property
-    def runs_ahead(self) -> bool:
-        return self.graphs == "ahead"
-
-    @property
-    def guesses(self) -> bool:
-        """Whether backwards that can be guessed are run ahead: where hooks are noticed, and a graph can be made again.
+    def predicts(self) -> bool:
+        """Whether backwards are run with their calls, once their gradients are predicted: where a graph can be made again.
 
         There graphs are dropped, too, when memory is about to end.
         """
@@ -153,10 +149,9 @@ class PoolOptions:
             calls=self.maxtasksperchild,
             retries=self.retries if is_process else 0,
             graph_bytes=0 if self.graphs == "recompute" else graph_bytes,
-            spares_memory=self.guesses,
+            spares_memory=self.predicts,
             devices=codes,
             in_process=not is_process,
-            ahead=self.runs_ahead,
             remote=self.traits.remote,
             since=Since() if is_process and not self.traits.remote else None,
             in_caller=self.traits.in_caller,

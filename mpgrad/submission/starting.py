@@ -26,7 +26,7 @@ from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import callable_of
 from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_global_hooks, under_hooks
 from mpgrad.torch_state.private import outside_transforms, tracer
-from mpgrad.wire.messages import RunAhead
+from mpgrad.wire.messages import Eager
 from mpgrad.wire.tensor_refs import with_more_behind
 
 __all__ = ["Prepared", "Starter", "check_untraced"]
@@ -101,28 +101,36 @@ class Starter:
         with scheduler.notes.lap("pickles", name), outside_transforms():
             names = CallNames("" if is_own else name, noun)
             shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
-            home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, self._options.guesses)
+            eager = self._eager(pickled.pickled, now, one_by_one) if self._options.predicts else None
+            home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, eager, self._options.predicts)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
-        ahead = RunAhead.NO
-        expected = scheduler.expected(pickled.pickled) if self._options.guesses else None
-        if self._options.runs_ahead or expected is not None:
-            apart = one_by_one or deterministic or torch.are_deterministic_algorithms_enabled()
-            ahead = RunAhead.APART if apart else RunAhead.SUMS
         how = OperationOptions(
             chunksize=options.chunksize,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
             return_errors=options.on_error == "return",
             timeout=seconds,
             request=request,
-            ahead=ahead,
-            expected=expected,
+            eager=eager,
             at_rest=at_rest,
             streams=streams,
         )
         since = scheduler.settings.since
         environment = None if since is None else since.changes()
         return kind(Conditions(shared, now, seed, environment), home, captures, how)
+
+    def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
+        """How backwards of losses are run with their calls; None where nobody knows what gradient they will get.
+
+        Where the caller's backward would run under other modes than the calls, it is another one.
+        """
+        if modes.autocast or modes.anomaly or modes.inference or modes.device:
+            return None
+        predicted = self._scheduler.predicted(pickled)
+        if predicted is None:
+            return None
+        apart = one_by_one or self._options.deterministic or torch.are_deterministic_algorithms_enabled()
+        return Eager(predicted.gradient, keeps=not predicted.is_confirmed, apart=apart)
 
     def check_modes(self) -> None:
         """

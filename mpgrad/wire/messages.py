@@ -1,6 +1,6 @@
 """What parent and worker say to each other: one frozen type per hop, many messages in a frame.
 
-    parent ► worker   Start Follow Define Forget Forward Backward Collect Release Stop
+    parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
     worker ► parent   LastWords Ready StartFailed Results Gradients Collected Printed Logged
     both ways         NewSlab Carried SlabsGone SlabsMissing Returned
     devices           Try Direct to the worker, Tried to the parent
@@ -26,13 +26,14 @@ from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
     "FAREWELL",
-    "Backward",
     "BackwardCall",
+    "Backwards",
     "Carried",
     "Collect",
     "Collected",
     "Define",
     "Direct",
+    "Eager",
     "Failure",
     "Follow",
     "Forget",
@@ -57,7 +58,6 @@ __all__ = [
     "Result",
     "Results",
     "Returned",
-    "RunAhead",
     "SlabsGone",
     "SlabsMissing",
     "Span",
@@ -251,8 +251,7 @@ class ForwardCall(NamedTuple):
 class Forward(NamedTuple):
     """Run these calls. After a failure the rest of the chunk is left out where `stop_at_failure`.
 
-    `ahead`: see `RunAhead`; where a result is a loss, its backward is run at once, with a gradient of one. `ones`: also where
-    that may say nothing of other gradients. With the gradient that is `expected`, if there is one: then the graph stays.
+    `eager`: where a result is a loss, its backward is run right after it.
     """
 
     chunk: int
@@ -260,18 +259,16 @@ class Forward(NamedTuple):
     modes: Modes
     seed: int | None
     stop_at_failure: bool
-    ahead: int
-    ones: bool
-    expected: float | None
+    eager: Eager | None
     calls: list[ForwardCall]
 
 
-class RunAhead:
-    """Whether backwards are run right after their forwards, and where the gradients of captures go then."""
+class Eager(NamedTuple):
+    """How backwards of losses are run right after their forwards."""
 
-    NO = 0
-    SUMS = 1  # added up in the worker until they are collected, as for calls that all have the same part in the loss
-    APART = 2  # with each call's result
+    gradient: float  # that is predicted
+    keeps: bool  # the graph, for a backward that is another one
+    apart: bool  # gradients of captures come with each call's result; else they are added up until they are collected
 
 
 class Rerun(NamedTuple):
@@ -319,7 +316,7 @@ class Rederive(NamedTuple):
     environment: bytes | None = None
 
 
-class Backward(NamedTuple):
+class Backwards(NamedTuple):
     """Run these backwards, under these modes."""
 
     chunk: int
@@ -328,7 +325,7 @@ class Backward(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Hand over the capture gradients added up for a function in one backward; without `graph_task`, in those ahead."""
+    """Hand over the capture gradients added up for a function in one backward; without `graph_task`, in eager ones."""
 
     chunk: int
     function: int
@@ -374,11 +371,11 @@ class StartFailed(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was run ahead.
+    """`gradients`: of the inputs, and of the captures where these come apart, where the backward was an eager one.
 
-    `for_one`: they say nothing of other gradients than one. `bundle`: the result of each item, where there are many. `unused`:
-    inputs that it does not depend on, by number among those that need gradients, where they have a history or hooks in the
-    caller. `strays`: tensors that depend on a leaf that is neither an input nor a capture, by number, and that in words.
+    `bundle`: the result of each item, where there are many. `unused`: inputs that it does not depend on, by number among those
+    that need gradients, where they have a history or hooks in the caller. `strays`: tensors that depend on a leaf that is
+    neither an input nor a capture, by number, and that in words.
     """
 
     structure: Structure
@@ -387,7 +384,6 @@ class Result(NamedTuple):
     gradients: Sequence[TensorRef | None] | None
     bundle: Parts = ()
     unused: Sequence[int] = ()
-    for_one: bool = False
     strays: Sequence[tuple[int, str]] = ()
 
 
@@ -406,7 +402,7 @@ class Missing(NamedTuple):
 class Results(NamedTuple):
     """One outcome for each call of the chunk that ran; `mutated`: a call wrote into a captured tensor.
 
-    Of the `seconds`, `own_seconds` went into the function, `ahead_seconds` into backwards run ahead; the rest is our work.
+    Of the `seconds`, `own_seconds` went into the function, `eager_seconds` into eager backwards; the rest is our work.
     Failed calls do not count: how soon one fails does not tell how long others take.
 
     `dropped` are the calls whose graphs were dropped, `graph_bytes` what the others take. `reached`: captures that results
@@ -417,7 +413,7 @@ class Results(NamedTuple):
     outcomes: list[Result | Failure]
     seconds: float
     own_seconds: float
-    ahead_seconds: float
+    eager_seconds: float
     mutated: bool
     warned: list[Warned]
     dropped: list[int]
@@ -468,7 +464,7 @@ Message = (
     | Define
     | Forget
     | Forward
-    | Backward
+    | Backwards
     | Collect
     | Release
     | Follow

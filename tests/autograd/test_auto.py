@@ -1,4 +1,4 @@
-"""`graphs="auto"`: backwards run ahead once it is known which gradients come. Nobody can tell, but for the time."""
+"""`graphs="auto"`: eager backwards once it is known which gradients come. Their values are those of the serial loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from conftest import first_are_quick, passes_with
 
 import mpgrad
+from mpgrad.calls.prediction import CONFIRMED, LEAST
 from mpgrad.scheduling.gradient_sender import GradientSender
-from mpgrad.scheduling.guesses import LEAST
 from mpgrad.workers import memory_watch
 
 Tensor = torch.Tensor
@@ -54,8 +54,8 @@ def gradients(losses: list[Tensor], xs: list[Tensor], combine: Callable[[list[Te
 
 
 def learn(pool: mpgrad.Pool, function: Callable[[Any], Any] = loss, combine: Callable[[list[Tensor]], Tensor] = mean) -> None:
-    """Have the pool expect for the function's losses what `combine` brings to twelve."""
-    for _ in range(LEAST):
+    """Have the pool predict for the function's losses what `combine` brings to twelve, and drop their graphs."""
+    for _ in range(LEAST + CONFIRMED):
         combine(pool.map(function, items())).backward()
     weight.grad = None
 
@@ -64,13 +64,13 @@ def learn(pool: mpgrad.Pool, function: Callable[[Any], Any] = loss, combine: Cal
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The backwards that go to workers."""
     found: list[object] = []
-    send = GradientSender.send_gradients
+    send = GradientSender.send
 
     def noted(self: GradientSender, *args: Any, **options: Any) -> Any:
         found.append(args)
         return send(self, *args, **options)
 
-    monkeypatch.setattr(GradientSender, "send_gradients", noted)
+    monkeypatch.setattr(GradientSender, "send", noted)
     return found
 
 
@@ -111,7 +111,6 @@ def filter_none(grads: list[Tensor | None]) -> list[Tensor]:
 
 
 def test_a_gradient_with_a_rounding_of_its_own_is_not_multiplied(single: mpgrad.Pool) -> None:
-    """As `graphs="ahead"` would: the backward of one, times a seventh."""
 
     def function(x: Tensor) -> Tensor:
         return (x.exp() / 3).sum().sin()
@@ -126,18 +125,27 @@ def test_a_gradient_with_a_rounding_of_its_own_is_not_multiplied(single: mpgrad.
         assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
 
 
-def test_the_function_runs_once_whatever_comes(single: mpgrad.Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", first_are_quick(3, ["mean", *COMBINATIONS]))
+@pytest.mark.parametrize("is_confirmed", [False, True])
+def test_a_wrong_prediction_costs_a_second_run_at_most(
+    nursery: mpgrad.Pool, tmp_path: Path, name: str, is_confirmed: bool
+) -> None:
+    """And none while graphs are kept, until some predictions were right."""
+
     def counted(x: Tensor) -> Tensor:
         with (tmp_path / "calls").open("a") as file:
             file.write(".")
         return loss(x)
 
-    for combine in COMBINATIONS.values():
-        learn(single, counted)
-        before = len((tmp_path / "calls").read_text())
-        xs = items()
-        gradients(single.map(counted, xs, 1), xs, combine)
-        assert len((tmp_path / "calls").read_text()) == before + 12
+    combine = COMBINATIONS.get(name, mean)
+    with mpgrad.Pool(1) as pool:
+        for _ in range(LEAST + CONFIRMED * is_confirmed):
+            gradients(pool.map(counted, xs := items(), 1), xs, mean)
+        (tmp_path / "calls").write_text("")
+        gradients(pool.map(counted, xs := items(), 1), xs, combine)
+        again = {"mean": 0, "the mean": 0, "squared": 12, "some": 2}.get(name, 12)
+        assert len((tmp_path / "calls").read_text()) == 12 + again * is_confirmed
+        assert pool.stats().wrong_predictions == again
 
 
 def test_a_backward_for_each_loss_runs_nothing_again(single: mpgrad.Pool, tmp_path: Path) -> None:
@@ -304,3 +312,109 @@ def test_graphs_are_dropped_when_memory_is_short(
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one, other)
+
+
+# --- whose graphs have gone
+
+
+class Clipped(torch.autograd.Function):
+    """An identity whose backward is no multiplication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.3, 0.3)
+
+
+def clipped(x: Tensor) -> Tensor:
+    return loss(Clipped.apply(x))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("function", [loss, clipped])
+def test_nothing_is_kept_and_no_second_trip_is_made(single: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+    """Nor of functions that call a custom `autograd.Function`."""
+    learn(single, function)
+    losses = single.map(function, items())
+    (worker,) = single.stats().workers
+    assert worker.graphs == 0
+    with torch.no_grad():
+        total = mean(losses)
+    assert total == mean([function(x) for x in items()])
+
+
+def test_a_worker_that_stands_still_is_not_asked(single: mpgrad.Pool) -> None:
+    def square(x: Tensor) -> Tensor:
+        return x.square().sum()
+
+    learn(single, square)
+    xs = items()
+    losses = single.map(square, xs)
+    (worker,) = single.stats().workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        mean(losses).backward()
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    ys = items()
+    mean(list(map(square, ys))).backward()
+    assert all(torch.equal(cast("Tensor", x.grad), cast("Tensor", y.grad)) for x, y in zip(xs, ys, strict=True))
+
+
+@pytest.mark.parametrize("name", [*COMBINATIONS, "retained"])
+def test_gradients_when_the_worker_is_gone(single: mpgrad.Pool, name: str) -> None:
+    """What it had added up, and what it would have to run again, is made by another one."""
+    learn(single)
+    xs, ys = items(), items()
+    losses = single.map(loss, xs)
+    os.kill(single.stats().workers[0].pid, signal.SIGKILL)
+    combine = COMBINATIONS.get(name, mean)
+    expected = gradients(list(map(loss, ys)), ys, combine)
+    if name == "retained":
+        torch.autograd.grad(combine(losses), xs, retain_graph=True)
+    *found, of_weight = gradients(losses, xs, combine)
+    assert all(map(torch.equal, filter_none(found), filter_none(expected[:-1])))
+    torch.testing.assert_close(of_weight, expected[-1])
+
+
+def test_a_backward_of_a_result_that_was_passed_on(single: mpgrad.Pool) -> None:
+    """Losses of calls whose results go to other calls get gradients from worker to worker."""
+
+    def run(call: Callable[..., Any], value: Callable[[Any], Any]) -> Any:
+        xs = items(4)
+        first = [call(loss, x) for x in xs]
+        scaled = [call(lambda a, x: (a * x).sum(), a, x) for a, x in zip(first, xs, strict=True)]
+        total = sum(map(value, [*scaled, first[0]]))
+        return torch.autograd.grad(total, [*xs, weight])
+
+    expected = run(lambda fn, *args: fn(*args), lambda value: value)
+    for _ in range(LEAST + CONFIRMED + 2):
+        found = run(single.submit, lambda future: future.result())
+        torch.testing.assert_close(found, expected)
+
+
+class Unwilling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("no gradient today")
+        return grad.expand(5), None
+
+
+def test_an_error_of_the_backward_is_raised_by_the_backward(single: mpgrad.Pool) -> None:
+    def function(x: Tensor) -> Tensor:
+        return Unwilling.apply(x, bool(x[0] > 0))  # type: ignore[no-untyped-call, no-any-return]
+
+    learn(single, function)
+    results = single.map(function, [x.detach().neg().requires_grad_() for x in items(3)])
+    with pytest.raises(ArithmeticError, match="no gradient today") as caught:
+        results[1].backward()
+    assert "item 1" in "".join(caught.value.__notes__)
+    learn(single, function)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.capture_gate import Captures
 from mpgrad.autograd.input_gates import gate
-from mpgrad.autograd.remote_graph import Grads, Order, RemoteGraph
+from mpgrad.autograd.remote_graph import RemoteGraph
 
 pytestmark = pytest.mark.quick
 
@@ -27,25 +28,28 @@ class FakeHome:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def send_gradients(self, graph: RemoteGraph, order: Order, grads: Grads) -> FakeHome.Reply:
-        self.events.append(("send", graph.index))
-        return self.Reply(self, graph.index, [grad * 10 for (grad,) in grads for _ in order.wanted])
+    def send(self, backward: Backward) -> None:
+        self.events.append(("send", backward.graph.index))
 
-    def capture_gradients(self, task: int) -> Iterator[tuple[tuple[()], list[torch.Tensor | None]]]:
+    def wait(self, backward: Backward) -> FakeHome.Gradients:
+        self.events.append(("wait", backward.graph.index))
+        return self.Gradients([grad * 10 for (grad,) in backward.grads for _ in backward.wanted])
+
+    def add_to_sum(self, backward: Backward) -> None:
+        assert backward.captures
+
+    def capture_gradients(self, task: int) -> Iterator[list[torch.Tensor | None]]:
         self.events.append(("captures", -1))
-        yield (), [torch.full((2,), 7.0)]
+        yield [torch.full((2,), 7.0)]
 
     def release(self, graph: RemoteGraph) -> None:
         self.events.append(("release", graph.index))
 
-    class Reply:
-        graph = None
+    class Gradients:
+        def __init__(self, grads: list[torch.Tensor | None]) -> None:
+            self.grads = grads
 
-        def __init__(self, home: FakeHome, index: int, grads: list[torch.Tensor | None]) -> None:
-            self.home, self.index, self.grads = home, index, grads
-
-        def gradients(self) -> list[torch.Tensor | None]:
-            self.home.events.append(("wait", self.index))
+        def tensors(self) -> list[torch.Tensor | None]:
             return self.grads
 
 

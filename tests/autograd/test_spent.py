@@ -23,7 +23,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"graphs": "recompute"},
     {"graph_memory": "1 GiB"},
-    {"graphs": "ahead"},
     {"deterministic": True},
     {"retries": 0},
     {"engine": "thread"},
@@ -160,9 +159,8 @@ PARTIAL = "apart", "one of two", "with a common part"
 def test_a_second_backward_finds_what_it_finds_serially(any_pool: mpgrad.Pool, case: str) -> None:
     fn, pick = CASES[case]
     settings = any_pool._scheduler.settings
-    # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one has freed, and the backward
-    # of a loss has been run already
-    works = (settings.graph_bytes == 0 and case in PARTIAL) or (settings.ahead and case == "a loss")
+    # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one has freed
+    works = settings.graph_bytes == 0 and case in PARTIAL
     expected = second_backward(serial, fn, pick, keep=works)
     found = second_backward(lambda fn, xs: any_pool.map(fn, xs, 1), fn, pick)
     assert str(found) == str(expected)

@@ -17,7 +17,7 @@ import torch
 import mpgrad
 from mpgrad import PoolStats
 from mpgrad.calls.operations import Operation
-from mpgrad.scheduling.guesses import LEAST
+from mpgrad.calls.prediction import LEAST
 
 pytestmark = pytest.mark.quick
 

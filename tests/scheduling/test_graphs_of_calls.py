@@ -313,13 +313,13 @@ def test_a_chain_does_not_wait_for_another(pool2: mpgrad.Pool, tmp_path: Path, s
 
 def test_gradients_go_from_worker_to_worker(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of hidden calls the caller makes neither values nor gradients."""
-    from mpgrad.calls.homes import GradientReply
+    from mpgrad.calls.homes import Arrived
     from mpgrad.calls.outcomes import Delivered
 
     looked: list[str] = []
-    views, gradients = Delivered.views, GradientReply.gradients
+    views, gradients = Delivered.views, Arrived.tensors
     monkeypatch.setattr(Delivered, "views", lambda self, private=False: looked.append("value") or views(self, private))
-    monkeypatch.setattr(GradientReply, "gradients", lambda self: looked.append("gradient") or gradients(self))
+    monkeypatch.setattr(Arrived, "tensors", lambda self: looked.append("gradient") or gradients(self))
     x = torch.ones(3000, requires_grad=True)
     last = x
     for _ in range(5):
