@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,20 +22,19 @@ from mpgrad.autograd.capture_gate import Captures
 from mpgrad.autograd.input_gates import gate, leaf_gate
 from mpgrad.autograd.remote_graph import Home, Members, modified_in_place
 from mpgrad.calls.claims import gates_to
-from mpgrad.calls.device_choice import Request
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.output import taken, warned_again
-from mpgrad.calls.packing import Conditions, PackedCall
+from mpgrad.calls.packing import OperationOptions, PackedCall
 from mpgrad.errors import contextmanager
 from mpgrad.pickling import structure
 from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.bundles import owners, split
-from mpgrad.wire.messages import Eager, Warned
+from mpgrad.wire.messages import Warned
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
-__all__ = ["Operation", "OperationOptions", "let_go"]
+__all__ = ["Operation", "let_go"]
 
 
 class Holder(Protocol):
@@ -46,40 +45,20 @@ class Holder(Protocol):
         ...
 
 
-class OperationOptions(NamedTuple):
-    """How the calls of an operation are treated, and what is asked of them all."""
-
-    chunksize: int | None = None
-    timeout: float | None = None  # seconds for each call
-    stop_at_failure: bool = True
-    return_errors: bool = False  # in the place of the results that they prevented
-    request: Request | None = None  # where its calls are to run
-    eager: Eager | None = None  # how backwards of losses are run with the calls
-    at_rest: bool = False  # what calls are given is all there, and all results are waited for together
-    streams: ItemStreams | None = None  # of the generators that its items hold
-
-
 class Operation:
     """The calls of one `map`, `reduce` or the like: those that wait, and what came of the others.
 
     The caller adds calls and takes outcomes; the dispatcher takes calls and delivers outcomes.
     """
 
-    def __init__(self, conditions: Conditions, home: Home, captures: Captures | None, options: OperationOptions) -> None:
-        self.conditions = conditions
-        self.function, self.modes, *_ = conditions
-        self.names = self.function.names
+    def __init__(
+        self, options: OperationOptions, home: Home, captures: Captures | None = None, streams: ItemStreams | None = None
+    ) -> None:
+        self.options = options
+        self.names = options.function.names
         self.home = home
         self.captures = captures  # that need gradients
-        # each a name of its own: the dispatcher looks at them for every chunk
-        self.chunksize = options.chunksize
-        self.timeout = options.timeout
-        self.stop_at_failure = options.stop_at_failure
-        self.return_errors = options.return_errors
-        self.request = options.request
-        self.eager = options.eager
-        self.at_rest = options.at_rest
-        self.streams = options.streams or ItemStreams(None)
+        self.streams = streams or ItemStreams(None)  # of the generators that its items hold
         self.starts: Callable[[], bool] = lambda: True  # asked when a call begins; false where it was cancelled before
         self.on_outcome: Callable[[int], None] = lambda index: None
         self.on_finished: Callable[[], None] = lambda: None
@@ -106,7 +85,7 @@ class Operation:
 
     def add(self, call: PackedCall) -> None:
         """To the queue, or to those that wait for other calls; raises ValueError where it has a future of another pool."""
-        call.conditions = self.conditions
+        call.options = self.options
         if call.claims and any(claim.source.home.sender is not self.home.sender for claim in call.claims):
             raise ValueError(f"{self.names.words(call.item)} has a future of another pool; pass its value (future.result())")
         call.item = self.items
@@ -136,7 +115,7 @@ class Operation:
 
     def first_failure(self) -> Failed | None:
         """What is to be raised, as the serial loop would have: the exception of the first failing item."""
-        return None if self.return_errors else self._failed
+        return None if self.options.return_errors else self._failed
 
     def value(self, index: int) -> Any:
         """The result of item `index`, which has come, as tensors with gradients; raises where the call raised.
@@ -145,7 +124,7 @@ class Operation:
         """
         self._warn()
         outcome = self.outcomes[index]
-        if isinstance(outcome, Failed) and not self.return_errors:
+        if isinstance(outcome, Failed) and not self.options.return_errors:
             error = outcome.error()
             del self.outcomes[index]
             try:
@@ -196,7 +175,11 @@ class Operation:
     @contextmanager
     def modes_of_caller(self) -> Iterator[None]:
         """Those under which the operation was asked for; its results may be fetched under others, or in another thread."""
-        with outside_transforms(), torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
+        with (
+            outside_transforms(),
+            torch.inference_mode(self.options.modes.inference),
+            torch.set_grad_enabled(self.options.modes.grad),
+        ):
             yield
 
     def _build(self, outcome: Outcome) -> list[Any]:
@@ -228,7 +211,7 @@ class Operation:
                 tensors[number].requires_grad_()
         if graph is not None:
             graph.inputs_lent = call.inputs_lent
-            if not self.modes.grad:
+            if not self.options.modes.grad:
                 self._let_in(call)
             gated = [*call.gated, *gates_to(call.claims)]
             for number in outcome.result.unused:
@@ -264,7 +247,7 @@ class Operation:
         if index >= self.limit:
             return
         self.outcomes[index] = outcome
-        if self.stop_at_failure and isinstance(outcome, Failed):
+        if self.options.stop_at_failure and isinstance(outcome, Failed):
             self._failed = outcome
             self.unsorted = self.largest_first
             self.delivered = sum(1 for each in self.outcomes if each < index)  # no more than before, so it comes first

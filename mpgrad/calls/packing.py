@@ -25,7 +25,7 @@ from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.wire.bundles import owners
-from mpgrad.wire.messages import Parts, Structure
+from mpgrad.wire.messages import Eager, Parts, Structure
 from mpgrad.wire.tensor_cores import RIDE_BYTES
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
 from mpgrad.wire.tensor_refs import (
@@ -41,7 +41,7 @@ from mpgrad.wire.tensor_refs import (
 
 __all__ = [
     "Arguments",
-    "Conditions",
+    "OperationOptions",
     "PackedCall",
     "Packing",
     "PickledFunction",
@@ -120,13 +120,20 @@ class SharedFunction:
             self._forget(self.number, self.nbytes)
 
 
-class Conditions(NamedTuple):
-    """What all calls of an operation run with, and run with again where a graph is lost."""
+class OperationOptions(NamedTuple):
+    """What is asked of all calls of an operation, and what they run with: again, too, where a graph is lost."""
 
     function: SharedFunction
     modes: Modes
     seed: int | None
     environment: bytes | None = None  # see `mpgrad.environment.Since`; None: workers follow none
+    chunksize: int | None = None
+    timeout: float | None = None  # seconds for each call
+    stop_at_failure: bool = True
+    return_errors: bool = False  # in the place of the results that they prevented
+    request: Request | None = None  # where its calls are to run
+    eager: Eager | None = None  # how backwards of losses are run with the calls
+    at_rest: bool = False  # what calls are given is all there, and all results are waited for together
 
 
 class PackedCall:
@@ -139,7 +146,6 @@ class PackedCall:
         "bundle",
         "claimed",
         "claims",
-        "conditions",
         "deaths",
         "gated",
         "idle_deaths",
@@ -148,6 +154,7 @@ class PackedCall:
         "item",
         "leaf_items",
         "leaves",
+        "options",
         "origin",
         "placed",
         "route",
@@ -155,7 +162,7 @@ class PackedCall:
         "ungated",
     )
 
-    conditions: Conditions
+    options: OperationOptions
 
     def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
         self.index = index

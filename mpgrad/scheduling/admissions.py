@@ -42,7 +42,7 @@ class Admissions:
         while operation.waiting:
             self.dependents.look_at_call(operation, operation.waiting.popleft())
         if operation.queue:
-            operation.unsorted = operation.at_rest and operation.sealed
+            operation.unsorted = operation.options.at_rest and operation.sealed
             self._line.join(operation)
 
     def cancel_rest(self, operation: Operation) -> None:
@@ -57,7 +57,7 @@ class Admissions:
 
     def call_is_ready(self, operation: Operation, call: PackedCall, giver: Any) -> None:
         operation.queue.append(call)
-        operation.unsorted = operation.at_rest and operation.sealed
+        operation.unsorted = operation.options.at_rest and operation.sealed
         self._line.join(operation, first=True)  # what has begun is finished first, and its memory given back
         if giver.ready and giver.gone is None and not giver.under_way:
             self._deliveries.give(giver)  # who has a part of the input goes on with it, rather than whoever is looked at first

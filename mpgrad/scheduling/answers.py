@@ -70,11 +70,11 @@ class Answers:
             item = call.item if call.items == 1 else range(call.item, call.item + call.items)
             if outcome.has_graph:
                 graph = self._graph_kept(worker, operation.home, number, item, call)
-            if outcome.gradients is not None and operation.eager is not None:
-                if not operation.eager.keeps:
+            if outcome.gradients is not None and operation.options.eager is not None:
+                if not operation.options.eager.keeps:
                     worker.graphs.note_missing(number)
-                if not operation.eager.apart and operation.home.reach is not None:
-                    worker.sums.note(operation.function.number, None, ())
+                if not operation.options.eager.apart and operation.home.reach is not None:
+                    worker.sums.note(operation.options.function.number, None, ())
             try:
                 memories = self._borrow(outcome.tensors, gradients)
             except SharedMemoryError as error:

@@ -56,13 +56,14 @@ class ChunkWriter:
     def forward(self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]]) -> Written:
         """A chunk of an operation."""
         payload, messages = Payload(), list[Message]()
-        function, modes, seed, environment = operation.conditions
-        self._follow(environment, messages)
+        options = operation.options
+        function = options.function
+        self._follow(options.environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        stops = operation.stop_at_failure
-        messages.append(Forward(number, function.number, modes, seed, stops, operation.eager, sent))
-        return messages, payload, Chunk(operation, calls, [], None, operation.timeout)
+        forward = Forward(number, function.number, options.modes, options.seed, options.stop_at_failure, options.eager, sent)
+        messages.append(forward)
+        return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
     def backward(self, number: int, backlog: deque[Backward | SumRequest], note_spent: Callable[[], None]) -> Written:
         """A chunk of what waits: backwards under the same modes and environment, or a request for capture gradients.
@@ -164,13 +165,18 @@ class ChunkWriter:
             other = None if recipe.environment == environment else recipe.environment
             return [*before, Rederive(recipe.modes, self._backward_call(recipe, payload, ()), other)]
         assert isinstance(recipe, PackedCall)
-        function, modes, seed, own = recipe.conditions
+        options = recipe.options
+        function, own = options.function, options.environment
         if function.number not in self.functions:
             self._follow(own, messages)
         self._define(function, messages)
         other = None if own == environment else own
         is_spent = state is GraphState.SPENT and not again
-        return [Rerun(function.number, modes, seed, self._forward_call(graph.call, recipe, payload), is_spent, other)]
+        return [
+            Rerun(
+                function.number, options.modes, options.seed, self._forward_call(graph.call, recipe, payload), is_spent, other
+            )
+        ]
 
     def _pack(self, placed: Sequence[Placed] | Together, payload: Payload) -> Sequence[TensorRef]:
         """References for a message whose payload this is; what lies in slots is lent to the worker."""

@@ -78,7 +78,7 @@ class Notes:
 def contents(chunk: Chunk) -> tuple[str, list[NotedCall]]:
     """Of a chunk: its phase, and its calls."""
     if chunk.operation is not None:
-        function = chunk.operation.function.names.function
+        function = chunk.operation.options.function.names.function
         calls = [call for _, call in chunk.calls]
         return "forward", [
             NotedCall(call.item if call.items == 1 else range(call.item, call.item + call.items), function) for call in calls

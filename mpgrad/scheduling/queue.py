@@ -56,7 +56,7 @@ class Line:
 
     def join(self, operation: Operation, first: bool = False) -> None:
         if operation not in self._operations:
-            self._codes.number(operation.function)
+            self._codes.number(operation.options.function)
             (self._operations.appendleft if first else self._operations.append)(operation)
 
     def put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
@@ -102,7 +102,8 @@ class Line:
 
     def _unbegun_seconds(self, worker: WorkerHandle) -> float:
         return sum(
-            self._codes.seconds(operation.function, unknown=0.0) * sum(call.items for _, call in calls[len(calls) - count :])
+            self._codes.seconds(operation.options.function, unknown=0.0)
+            * sum(call.items for _, call in calls[len(calls) - count :])
             for operation, calls, count in worker.under_way.unbegun()
         )
 
@@ -120,13 +121,13 @@ class Line:
 
     def _goes_by_size(self, operation: Operation) -> bool:
         """Whether its last calls are put in order: those that travel one by one."""
-        seconds = self._codes.seconds(operation.function, unknown=0.0)
-        any_order = operation.at_rest and operation.chunksize in (None, 1)
+        seconds = self._codes.seconds(operation.options.function, unknown=0.0)
+        any_order = operation.options.at_rest and operation.options.chunksize in (None, 1)
         return any_order and self.workers > 1 and seconds >= self._grain.one_by_one
 
     def _seconds_of_next(self, operation: Operation) -> float:
         """What its next call will take: by what such items took before, infinitely long where none was run yet."""
-        seconds = self._codes.seconds(operation.function, unknown=math.inf)
+        seconds = self._codes.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
     def _room(self, worker: WorkerHandle) -> float:
@@ -171,7 +172,7 @@ class Line:
         return calls
 
     def _chunk_size(self, operation: Operation) -> int:
-        if operation.chunksize is not None:
-            return operation.chunksize
+        if operation.options.chunksize is not None:
+            return operation.options.chunksize
         seconds, left, workers = self._seconds_of_next(operation), len(operation.queue), self.workers
         return chunk_size(seconds, left, workers, self._grain)

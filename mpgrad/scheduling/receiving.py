@@ -201,7 +201,7 @@ class Receiver:
             answered = zip(chunk.calls, message.outcomes, strict=False)  # one too many is refused below
             if measured := sum([call.items for (_, call), each in answered if isinstance(each, Result)]):
                 share = done / (operation.delivered + done) if operation.largest_first else math.inf
-                self._codes.note_results(operation.function, message, measured, share)
+                self._codes.note_results(operation.options.function, message, measured, share)
         limit = operation.limit
         outcomes = self._answers.results(worker, chunk, message, payload)
         self._reading = False

@@ -119,7 +119,7 @@ class Recovery:
         accused: Part,
     ) -> BaseException:
         """The error of a call that fails: what is known of the death, and how often it was tried."""
-        names = (accused.conditions.function if isinstance(accused, PackedCall) else accused.home).names
+        names = (accused.options.function if isinstance(accused, PackedCall) else accused.home).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"] * (tried > 0)
@@ -190,7 +190,7 @@ class Recovery:
             worker = self._rehome(recipe.graph)
         else:
             assert isinstance(recipe, PackedCall)
-            self._codes.number(recipe.conditions.function)
+            self._codes.number(recipe.options.function)
             placed = [each for each in self._workers.values() if each.link.has_place]
             there = [each for each in placed if each.device == gone.device]
             active = [each for each in there if not each.retiring] or there

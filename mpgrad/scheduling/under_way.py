@@ -145,7 +145,7 @@ class UnderWay:
             begun = -1
             if number == at:
                 is_answered, begun = False, position
-            if not is_answered and chunk.operation is not None and chunk.operation.chunksize is None:
+            if not is_answered and chunk.operation is not None and chunk.operation.options.chunksize is None:
                 found.append((chunk.operation, chunk.calls, max(0, len(chunk.calls) - begun - 2)))
         return found
 

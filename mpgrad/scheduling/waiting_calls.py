@@ -62,12 +62,13 @@ class Dependents:
                 self._ended.call_has_failed(operation)
                 return
         outcomes = [claim.outcome for claim in call.claims]
+        request = operation.options.request
         for claim, outcome in zip(call.claims, outcomes, strict=True):
-            put_in(call, outcome, self._packer if operation.request is not None and operation.request.staged else None)
+            put_in(call, outcome, self._packer if request is not None and request.staged else None)
             operation.warned.extend(taken(claim.source.warned))  # perhaps nobody ever asks for the value itself
-        if operation.request is not None:
+        if request is not None:
             try:
-                operation.request.look_again(call)
+                request.look_again(call)
             except ValueError as error:
                 operation.deliver(call.index, error)
                 self._ended.call_has_failed(operation)

@@ -31,15 +31,16 @@ class CheapCalls:
         self._receiver = scheduler.receiver
         self._slow: dict[int, list[tuple[float, float]]] = {}  # seconds of maps and of their calls, by hash of the pickle
 
-    def note(self, operation: Operation, name: str, seconds: float, answers: int) -> None:
-        """A map of the function called `name` took so many seconds.
+    def note(self, operation: Operation, seconds: float, answers: int) -> None:
+        """A map took so many seconds.
 
         `answers`: how many the pool had when it began. If there are more now than those of this map, workers did something
         else as well, and the map may have waited for that.
         """
-        if operation.function.is_new or self._receiver.answers - answers != operation.items or not operation.items:
+        function = operation.options.function
+        if function.is_new or self._receiver.answers - answers != operation.items or not operation.items:
             return
-        key = hash(operation.function.pickled)
+        key = hash(function.pickled)
         if key in TOLD:
             return
         if seconds <= MUCH * operation.own_seconds:
@@ -59,7 +60,7 @@ class CheapCalls:
             logging.WARNING,
             "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls by themselves %.3g ms; "
             "use larger items, several items in one call, a chunksize, or a plain loop",
-            name,
+            function.names.function,
             MAPS,
             whole,
             own,

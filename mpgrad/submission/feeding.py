@@ -49,7 +49,7 @@ class Feeder:
         packer = scheduler.packer if borrow else scheduler.copying_packer
         wave, packed, copied = self._first_wave(operation), 0, packer.bytes_copied
         try:
-            with scheduler.notes.lap("packs", operation.function.names.function):
+            with scheduler.notes.lap("packs", operation.options.function.names.function):
                 for call in self._packed(operation, iter(calls), packer, shared, total):
                     operation.add(call)
                     packed += call.items
@@ -67,21 +67,21 @@ class Feeder:
 
     def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:
         """What packs each call, for who takes them as they are needed."""
-        grad, state = operation.modes.grad, operation.function.state
-        packing = Packing(self._scheduler.copying_packer, grad, operation.streams, operation.request, state)
+        grad, state = operation.options.modes.grad, operation.options.function.state
+        packing = Packing(self._scheduler.copying_packer, grad, operation.streams, operation.options.request, state)
         pack = functools.partial(pack_call, packing)
         return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
 
     def _first_wave(self, operation: Operation) -> int:
-        seconds = self._scheduler.seconds(operation.function.pickled)
+        seconds = self._scheduler.seconds(operation.options.function.pickled)
         return first_wave(math.inf if seconds is None else seconds)
 
     def _packed(
         self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
     ) -> Iterator[PackedCall]:
         """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
-        grad, state = operation.modes.grad, operation.function.state
-        packing = Packing(packer, grad, operation.streams, operation.request, state, shared)
+        grad, state = operation.options.modes.grad, operation.options.function.state
+        packing = Packing(packer, grad, operation.streams, operation.options.request, state, shared)
 
         def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
             return pack_call(packing, operation.added, args, kwargs, operation.items)
@@ -102,7 +102,7 @@ class Feeder:
         """Of how many items; None where it is not known yet what they cost."""
         if total is None:
             return 1
-        seconds = self._scheduler.seconds(operation.function.pickled)
+        seconds = self._scheduler.seconds(operation.options.function.pickled)
         if seconds is None:
             return None
         return bundle_size(seconds, total, total - operation.items, self._scheduler.settings.workers)

@@ -1,6 +1,6 @@
 """How an operation begins: a function is checked and pickled, its captures are placed, modes and a seed are fixed. Caller only.
 
-    [1] prepare: what may be refused, refused; function pickled ──► seed ──► [2] begin: captures placed, modes, an operation
+    what may be refused, refused; function pickled ──► seed ──► captures placed, modes ──► an operation
 Guarantees: what is refused has drawn no random number of the caller's.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mpgrad.autograd.capture_gate import Captures
-from mpgrad.calls.device_choice import Request, requested
+from mpgrad.calls.device_choice import requested
 from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Operation, OperationOptions
-from mpgrad.calls.packing import Arguments, Conditions, PickledFunction, SharedFunction, pickled_function
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import Arguments, OperationOptions, SharedFunction, pickled_function
 from mpgrad.errors import CallNames
 from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.pickling.streams import drawn
@@ -29,21 +29,7 @@ from mpgrad.torch_state.private import outside_transforms, tracer
 from mpgrad.wire.messages import Eager
 from mpgrad.wire.tensor_refs import with_more_behind
 
-__all__ = ["Prepared", "Starter", "check_untraced"]
-
-
-class Prepared(NamedTuple):
-    """What is left to do is to place the captures."""
-
-    function: PickledFunction
-    options: CallOptions
-    request: Request | None  # where its calls are to run
-    seconds: float | None  # that each may take
-    streams: ItemStreams
-    modes: Modes | None  # None: the caller's
-    seed: int | None
-    function_name: str = ""
-    is_own: bool = False  # it is one of ours, around the caller's
+__all__ = ["Starter", "check_untraced"]
 
 
 class Starter:
@@ -54,70 +40,66 @@ class Starter:
         self._scheduler = scheduler
         self._draws = options.traits.own_generators
 
-    def prepare(
+    def begin(
         self,
         function: Callable[..., Any],
         options: CallOptions,
+        *,
         like: Sequence[Arguments] = (),
-        modes: Modes | None = None,
         items: Iterable[Any] | ItemStreams | None = None,
-    ) -> Prepared:
-        """[1] `like`: the arguments of some of the calls. `modes`: other ones than the caller's, and no random numbers.
-        `items`: see `Source`.
+        modes: Modes | None = None,
+        noun: str = "item",
+        stop_at_failure: bool = True,
+        one_by_one: bool = False,
+        at_rest: bool = False,
+        kind: type[Operation] = Operation,
+    ) -> Operation:
+        """An operation without calls.
+
+        Args:
+            like: the arguments of some of the calls.
+            items: see `Source`.
+            modes: other ones than the caller's, and no random numbers.
+            one_by_one: its results are fetched so, and differentiated.
 
         Raises:
             TypeError, ValueError, pickle.PicklingError: the function cannot be carried, or the pool cannot do what is asked.
             PoolClosedError: after `close` or `terminate`.
             RuntimeError: PyTorch is tracing.
         """
-        name = name_of(function)
-        is_own = type(function).__module__.startswith("mpgrad.")
+        name = "" if type(function).__module__.startswith("mpgrad.") else name_of(function)  # ours are around the caller's
         self.check_modes()
         function = under_global_hooks(under_hooks(callable_of(function)))
-        seconds = self._options.seconds(options.timeout)
-        self._scheduler.life.check_open()
-        with self._scheduler.notes.lap("pickles", name), outside_transforms():
-            request = requested(options.device, self._options.device_codes)
-            pickled = pickled_function(function, self._scheduler.packer.kind, like)
-        seed = self.draw_seed() if modes is None else None
-        streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
-        pickled = pickled._replace(captures=drawn(pickled.captures))
-        return Prepared(pickled, options, request, seconds, streams, modes, seed, name, is_own)
-
-    def begin(
-        self,
-        prepared: Prepared,
-        *,
-        kind: type[Operation] = Operation,
-        noun: str = "item",
-        stop_at_failure: bool = True,
-        one_by_one: bool = False,
-        at_rest: bool = False,
-    ) -> Operation:
-        """[2] `one_by_one`: its results are fetched so, and differentiated."""
-        pickled, options, request, seconds, streams, modes, seed, name, is_own = prepared
-        scheduler, deterministic = self._scheduler, self._options.deterministic
-        now = modes or current_modes(scheduler.packer.kind)
+        pool, scheduler = self._options, self._scheduler
+        seconds = pool.seconds(options.timeout)
+        scheduler.life.check_open()
         with scheduler.notes.lap("pickles", name), outside_transforms():
-            names = CallNames("" if is_own else name, noun)
-            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, names, request)
-            eager = self._eager(pickled.pickled, now, one_by_one) if self._options.predicts else None
-            home = OperationHome(scheduler.gradients, shared, now, deterministic, seconds, eager, self._options.predicts)
+            request = requested(options.device, pool.device_codes)
+            pickled = pickled_function(function, scheduler.packer.kind, like)
+            seed = self.draw_seed() if modes is None else None  # now nothing is refused any more
+            modes = modes or current_modes(scheduler.packer.kind)
+            streams = items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
+            pickled = pickled._replace(captures=drawn(pickled.captures))
+            shared = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames(name, noun), request)
+            eager = self._eager(pickled.pickled, modes, one_by_one) if pool.predicts else None
+            home = OperationHome(scheduler.gradients, shared, modes, pool.deterministic, seconds, eager, pool.predicts)
             needing = [tensor for tensor in pickled.captures if tensor.requires_grad]
             captures = Captures(home, needing, with_more_behind(shared.refs)) if needing else None
+        since = scheduler.settings.since
         how = OperationOptions(
+            shared,
+            modes,
+            seed,
+            environment=None if since is None else since.changes(),
             chunksize=options.chunksize,
+            timeout=seconds,
             stop_at_failure=stop_at_failure and options.on_error == "raise",
             return_errors=options.on_error == "return",
-            timeout=seconds,
             request=request,
             eager=eager,
             at_rest=at_rest,
-            streams=streams,
         )
-        since = scheduler.settings.since
-        environment = None if since is None else since.changes()
-        return kind(Conditions(shared, now, seed, environment), home, captures, how)
+        return kind(how, home, captures, streams)
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> Eager | None:
         """How backwards of losses are run with their calls; None where nobody knows what gradient they will get.

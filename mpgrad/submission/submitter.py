@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import Arguments, Shared, pickled_function
+from mpgrad.calls.packing import Arguments, Shared
 from mpgrad.calls.result_iterator import ResultIterator
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, Uncollected
 from mpgrad.calls.submitted import Submitted
 from mpgrad.collector import LONGEST_HOLD, collector_held
 from mpgrad.errors import ONE_CALL
-from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.progress import Progress, Reporter, Standing, reported
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.cheap_calls import CheapCalls
 from mpgrad.submission.feeding import Feeder
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.source import Source, callable_of, first_of
-from mpgrad.submission.starting import Prepared, Starter, check_untraced
-from mpgrad.torch_state.modes import Modes
+from mpgrad.submission.starting import Starter, check_untraced
+from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
 
 __all__ = ["Submitter"]
@@ -83,8 +82,9 @@ class Submitter:
                 return results
             source = source._replace(calls=given)
         like, calls = first_of(source)
-        prepared = self.starter.prepare(function, options, like, modes, source.items)
-        operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
+        operation = self.starter.begin(
+            function, options, like=like, items=source.items, modes=modes, noun=source.noun, at_rest=source.at_rest
+        )
         wait_until = self._scheduler.wait_until
         answers = self._scheduler.receiver.answers
         try:
@@ -100,9 +100,9 @@ class Submitter:
         with collector_held(), self._scheduler.notes.lap("makes results"):
             results = operation.values()
         is_map = source.at_rest and source.noun != ONE_CALL
-        is_fair = is_map and modes is None and options.on_error == "raise" and not prepared.is_own
+        is_fair = is_map and modes is None and options.on_error == "raise" and operation.names.function
         if is_fair and self.cheap_calls is not None:
-            self.cheap_calls.note(operation, prepared.function_name, time.perf_counter() - started, answers)
+            self.cheap_calls.note(operation, time.perf_counter() - started, answers)
         return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
@@ -130,8 +130,9 @@ class Submitter:
     ) -> AsyncResult[Any]:
         """All results, later; or what `fetch` makes of them."""
         like, calls = first_of(source)
-        prepared = self.starter.prepare(function, options, like, items=source.items)
-        operation = self.starter.begin(prepared, noun=source.noun, at_rest=source.at_rest)
+        operation = self.starter.begin(
+            function, options, like=like, items=source.items, noun=source.noun, at_rest=source.at_rest
+        )
         total = self._to_bundle(source, options)
         on_awaited = reporting(options.progress, operation, source.total)
         result = AsyncResult(self._scheduler, operation, fetch, callback, error_callback, self.uncollected, on_awaited)
@@ -149,8 +150,7 @@ class Submitter:
         window: float | None = None,
     ) -> ResultIterator[Any]:
         """Results as they are asked for. `window`: how many items are taken ahead of them."""
-        prepared = self.starter.prepare(function, options, items=source.items)
-        operation = self.starter.begin(prepared, stop_at_failure=False, one_by_one=True)
+        operation = self.starter.begin(function, options, items=source.items, stop_at_failure=False, one_by_one=True)
         if window is None:
             window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
         calls = self.feeder.one_by_one(operation, source.calls)
@@ -159,8 +159,7 @@ class Submitter:
 
     def submit(self, function: Callable[..., Any], call: Arguments, options: CallOptions) -> DifferentiableFuture[Any]:
         """One call, whose result others may be given."""
-        prepared = self.starter.prepare(function, options, [call], items=())
-        operation = self._begin_submitted(prepared)
+        operation = self._begin_submitted(function, options, [call])
         future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         self.feeder.feed(operation, [call], borrow=False)
         return future
@@ -168,15 +167,19 @@ class Submitter:
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
         """The future of a call that could not be sent."""
         check_untraced()
-        prepared = Prepared(pickled_function(abs), CallOptions(), None, None, ItemStreams(()), None, 0)
-        operation = self._begin_submitted(prepared)
+        operation = self._begin_submitted(abs, CallOptions(), (), current_modes())
         future: DifferentiableFuture[Any] = DifferentiableFuture(self._scheduler, operation, self.uncollected)
         operation.added, operation.sealed = 1, True
         operation.deliver(0, error)
         return future
 
-    def _begin_submitted(self, prepared: Prepared) -> Submitted:
-        return cast(Submitted, self.starter.begin(prepared, kind=Submitted, noun=ONE_CALL, one_by_one=True))
+    def _begin_submitted(
+        self, function: Callable[..., Any], options: CallOptions, like: Sequence[Arguments], modes: Modes | None = None
+    ) -> Submitted:
+        operation = self.starter.begin(
+            function, options, like=like, items=(), modes=modes, noun=ONE_CALL, one_by_one=True, kind=Submitted
+        )
+        return cast(Submitted, operation)
 
 
 def standing_of(operation: Operation, total: int | None) -> Callable[[], Standing]:

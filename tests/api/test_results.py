@@ -24,7 +24,8 @@ import torch
 from conftest import staffed
 
 import mpgrad
-from mpgrad.calls.operations import Operation, OperationOptions
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.packing import OperationOptions
 
 pytestmark = pytest.mark.quick
 
@@ -196,8 +197,7 @@ def test_nobody_takes_outcomes_before_the_first_failure_is_known() -> None:
                 assert self.outcomes.keys() >= set(range(min(self.added, self.limit)))
                 assert self.first_failure() is self.outcomes[self.limit]
 
-    conditions = SimpleNamespace(names=None), None, None, 0
-    operation = Watched(conditions, None, None, OperationOptions())  # type: ignore[arg-type]
+    operation = Watched(OperationOptions(SimpleNamespace(names=None), None, None), None)  # type: ignore[arg-type]
     operation.added, operation.sealed = 8, True
     for index, outcome in ((5, LookupError()), (6, None), (3, LookupError()), (0, None), (2, None), (1, LookupError())):
         assert not operation.finished
