@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mpgrad.autograd.input_gates import ROOT
+from mpgrad.autograd.gates import ROOT
 from mpgrad.calls.packing import pickled_function
 from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure

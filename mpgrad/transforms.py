@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.autograd.call_node import strays_behind
-from mpgrad.autograd.input_gates import ROOT, ROOT_EDGE
+from mpgrad.autograd.gates import ROOT, ROOT_EDGE
 from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pickling.item_streams import ItemStreams

@@ -20,8 +20,7 @@ Assumes: a `Home` that delivers.
 
 Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
 
-    remote_graph   the handle of a kept graph, and what a backward of it orders and gets
-    call_node      the node that sends; input_gates, capture_gate: those that wait
-    running        the backwards that run: what they leave behind
-    result_hooks   hooks of results that share a node
+    remote_graph   the handle of a kept graph, and its backwards
+    call_node      the node that sends; gates: those that wait
+    running        the engine's backwards that run: what they leave behind
 """

@@ -5,16 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.backward import Backward, Promise
-from mpgrad.autograd.capture_gate import ALONE_NODE, CAPTURE_GATE_NODE, edges_behind_capture_gate, further_token
-from mpgrad.autograd.input_gates import ROOT, ROOT_EDGE, edges_of_leaves, gate
-from mpgrad.autograd.remote_graph import SEND, WAIT, Member, RemoteGraph
-from mpgrad.autograd.result_hooks import keep_hooks_apart
+from mpgrad.autograd.gates import (
+    ALONE_NODE,
+    CAPTURE_GATE_NODE,
+    ROOT,
+    ROOT_EDGE,
+    edges_behind_capture_gate,
+    edges_of_leaves,
+    further_token,
+    gate,
+)
+from mpgrad.autograd.remote_graph import SEND, WAIT, Backward, Member, Promise, RemoteGraph
 from mpgrad.autograd.running import forget_at_end_of_backward
 from mpgrad.errors import LostGradientError
 from mpgrad.torch_state.private import (
@@ -94,9 +101,8 @@ class Call(torch.autograd.Function):
             keep = graph_is_kept() or relatives_will_run(ctx)
             whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
             create = torch.is_grad_enabled()
-            backward = differentiate(
-                ctx,
-                grads,
+            backward = Backward(
+                ctx.graph,
                 graph_task,
                 keep=keep,
                 whole=whole,
@@ -104,8 +110,8 @@ class Call(torch.autograd.Function):
                 wanted=wanted,
                 captures=captures,
                 apart=False,
-                promises=promises,
             )
+            differentiate(ctx, backward, grads, promises)
             if wanted:
                 ctx.graph.expect(backward)
             if captures:
@@ -161,6 +167,52 @@ def relatives_will_run(node: Any) -> bool:
     return any(each is not node and each.graph_task != node.graph_task and will_run(each) for each in relatives)
 
 
+class OwnHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
+    """The hooks of a result that shares its node with those of other items: called only where a gradient has come for it.
+
+    PyTorch calls those of all outputs of a node that runs, with None for which there is none. Its own hooks expect that.
+    """
+
+    def __setitem__(self, number: int, hook: Callable[[torch.Tensor], Any]) -> None:
+        if getattr(hook, "__module__", "") != "torch.autograd.graph":
+            hook = functools.update_wrapper(functools.partial(called_with_gradient, hook), hook)
+        super().__setitem__(number, hook)
+
+
+def called_with_gradient(hook: Callable[[torch.Tensor], Any], grad: torch.Tensor | None) -> Any:
+    """A hook of a bundle's result: not called in a backward for other items only."""
+    return None if grad is None else hook(grad)
+
+
+def keep_hooks_apart(node_type: Any) -> None:
+    """Of nodes of this type, those of bundles: a result's hook is for its item alone, and hooks on the node are refused."""
+    register_hooks = node_type._register_hook_dict  # what `Tensor.register_hook` calls, of the result's node, at the first hook
+
+    def register_own_hooks(node: Any, result: torch.Tensor) -> None:
+        if node.graph.members is not None:
+            result._backward_hooks = OwnHooks()
+        register_hooks(node, result)
+
+    node_type._register_hook_dict = register_own_hooks
+    node_type.register_hook = refusing(node_type.register_hook)
+    node_type.register_prehook = refusing(node_type.register_prehook)
+
+
+def refusing(register: Callable[[Any, Callable[..., Any]], Any]) -> Callable[[Any, Callable[..., Any]], Any]:
+    """Nobody can tell from a node whose result it was asked for."""
+
+    @functools.wraps(register)
+    def register_or_refuse(node: Any, hook: Callable[..., Any]) -> Any:
+        if node.graph.members is not None:
+            raise RuntimeError(
+                "a hook on this node would be called for other items too: the results of cheap items, which travel together, "
+                "share it; put the hook on the result (result.register_hook), or make each item a call of its own (chunksize=1)"
+            )
+        return register(node, hook)
+
+    return register_or_refuse
+
+
 CALL_NODE = node_type(Call)
 keep_hooks_apart(CALL_NODE)
 
@@ -202,21 +254,14 @@ def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
 
 def differentiate(
     node: Any,
+    backward: Backward,
     grads: Sequence[torch.Tensor | None],
-    graph_task: int,
-    *,
-    keep: bool,
-    whole: bool,
-    create: bool,
-    wanted: tuple[int, ...],
-    captures: bool,
-    apart: bool,
     promises: Sequence[tuple[int, Promise]] = (),
-) -> Backward:
+) -> None:
     """Send the backward of the call whose `Call` is `node` to its worker; returns at once.
 
-    `apart`: as in `Backward`; so they are anyway where captures' gradients cannot be added up. `promises` are parts of the
-    gradients of outputs, besides `grads`.
+    Captures' gradients come apart where they cannot be added up. `promises` are parts of the gradients of outputs, besides
+    `grads`.
     """
     if any(grad is not None and has_tangent(grad) for grad in grads):
         raise TypeError(
@@ -228,34 +273,21 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
     graph: RemoteGraph = node.graph
-    apart = apart or create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled()
-    further = None
+    if backward.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled():
+        backward.apart = backward.captures
     with outside_transforms():
-        if create:
+        if backward.create:
             if graph.family is None:
                 graph.family = [weakref.ref(node)]
             given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            further = FurtherCall(weakref.ref(node), given, wanted)
+            backward.further = FurtherCall(weakref.ref(node), given, backward.wanted).attach
+            graph.has_further = True
         parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
         for output, promise in promises:
             parts[output].append(promise)
         graph.check_inputs()
-        graph.has_further = graph.has_further or further is not None
-        backward = Backward(
-            graph,
-            parts,
-            graph_task,
-            keep=keep,
-            whole=whole,
-            create=create,
-            wanted=wanted,
-            captures=captures,
-            apart=captures and apart,
-            levels=levels,
-            further=further,
-        )
+        backward.give(parts, levels, bool(promises))
         graph.home.send(backward)
-    return backward
 
 
 def attach(

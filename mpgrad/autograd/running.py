@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from mpgrad.autograd.remote_graph import RemoteGraph
 from mpgrad.errors import contextmanager
@@ -14,16 +13,12 @@ from mpgrad.torch_state.private import current_graph_task, when_backward_ends
 __all__ = ["backward_without_engine", "call_off_if_interrupted", "forget_at_end_of_backward", "note_failure"]
 
 
-class Sender(Protocol):
-    """By which gradients are sent."""
-
-    def call_off_backward(self, graph_task: int) -> None:
-        """Nobody waits any more for what was sent for the backward with this number. Called from finalizers."""
-        ...
+# says that nobody waits any more for what was sent for the backward with this number; called from finalizers
+CallOff = Callable[[int], None]
 
 
-class Backward:
-    """One that is running: the engine holds this as long, and no longer, also if it fails or is interrupted.
+class Running:
+    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it fails or is interrupted.
 
     What it leaves behind then is work that nobody waits for; and, of one that is differentiable, gradients with a history
     that leads back to the graph which keeps them: Python's collector does not see a cycle through the engine's nodes.
@@ -32,7 +27,7 @@ class Backward:
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
-        self.senders: list[Sender] = []
+        self.call_offs: list[CallOff] = []
         self.was_interrupted = True  # unless it comes to its end, or to what the backward of a call raised
 
     def __call__(self) -> None:
@@ -46,18 +41,18 @@ class Backward:
             if (graph := ref()) is not None:
                 graph.forget(self.graph_task)
         if self.was_interrupted:
-            for sender in self.senders:
-                sender.call_off_backward(self.graph_task)
+            for call_off in self.call_offs:
+                call_off(self.graph_task)
 
 
-RUNNING: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+RUNNING: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
 
 
-def running(graph_task: int) -> Backward:
+def running(graph_task: int) -> Running:
     """The backward with this number, which runs in this thread."""
     backward = RUNNING.get(graph_task)
     if backward is None:
-        backward = RUNNING[graph_task] = Backward(graph_task)
+        backward = RUNNING[graph_task] = Running(graph_task)
         when_backward_ends(backward)
     return backward
 
@@ -67,18 +62,18 @@ def forget_at_end_of_backward(graph: RemoteGraph, graph_task: int) -> None:
     running(graph_task).graphs.append(weakref.ref(graph))
 
 
-def call_off_if_interrupted(graph_task: int, sender: Sender) -> None:
-    """The sender is about to send gradients for this backward."""
+def call_off_if_interrupted(graph_task: int, call_off: CallOff) -> None:
+    """Gradients are about to be sent for this backward."""
     if graph_task in RUNNING or graph_task == current_graph_task():
         backward = running(graph_task)
-        if sender not in backward.senders:
-            backward.senders.append(sender)
+        if call_off not in backward.call_offs:
+            backward.call_offs.append(call_off)
 
 
 @contextmanager
 def backward_without_engine(graph_task: int) -> Iterator[None]:
     """What is sent within it, with this number, is called off if it is interrupted."""
-    backward = RUNNING[graph_task] = Backward(graph_task)
+    backward = RUNNING[graph_task] = Running(graph_task)
     try:
         yield
         backward()

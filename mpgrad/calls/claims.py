@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpgrad.autograd.input_gates import gate, gate_behind
+from mpgrad.autograd.gates import gate, gate_behind
 from mpgrad.autograd.remote_graph import Home
 from mpgrad.calls.outcomes import Delivered, Outcome
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd.backward import Backward, Settled
-from mpgrad.autograd.remote_graph import Reach, RemoteGraph, forget_oldest
+from mpgrad.autograd.remote_graph import Backward, Reach, RemoteGraph, Settled, forget_oldest
 from mpgrad.autograd.running import note_failure
 from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import SharedFunction

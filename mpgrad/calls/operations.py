@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from mpgrad.autograd.call_node import attach
-from mpgrad.autograd.capture_gate import Captures
-from mpgrad.autograd.input_gates import gate, leaf_gate
+from mpgrad.autograd.gates import Captures, gate, leaf_gate
 from mpgrad.autograd.remote_graph import Home, Members, modified_in_place
 from mpgrad.calls.claims import gates_to
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.input_gates import gate, leaf_gate
+from mpgrad.autograd.gates import gate, leaf_gate
 from mpgrad.calls.device_choice import Request
 from mpgrad.errors import CallNames
 from mpgrad.memory.arena import Borrowed

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_to_captures, is_call, item_of
-from mpgrad.autograd.input_gates import gate
+from mpgrad.autograd.gates import gate
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.autograd.running import backward_without_engine
 from mpgrad.torch_state.modes import DIFFERENTIATING
 from mpgrad.torch_state.private import plus
@@ -108,20 +108,21 @@ def by_workers(asked: Sequence[Asked], keep: bool, create_graph: bool) -> list[I
     last = {item: index for index, item in enumerate(items)}  # an item may have several results here, on one graph
     graph_task = next(GRAPH_TASKS)
     with torch.set_grad_enabled(create_graph), backward_without_engine(graph_task):
-        sent = [
-            differentiate(
-                node,
-                [grad if number == output else None for number in range(node.output_count)],
+        sent = []
+        for index, (node, where, each, output) in enumerate(zip(nodes, places, asked, outputs, strict=True)):
+            backward = Backward(
+                node.graph,
                 graph_task,
                 keep=keep or last[items[index]] != index,
                 whole=False,
                 create=create_graph,
-                wanted=tuple(dict.fromkeys(number for each in where for captured, number in each if not captured)),
-                captures=any(captured for each in where for captured, _ in each),
+                wanted=tuple(dict.fromkeys(number for place in where for captured, number in place if not captured)),
+                captures=any(captured for place in where for captured, _ in place),
                 apart=True,
             )
-            for index, (node, where, (_, _, _, grad), output) in enumerate(zip(nodes, places, asked, outputs, strict=True))
-        ]
+            cotangents = [each.cotangent if number == output else None for number in range(node.output_count)]
+            differentiate(node, backward, cotangents)
+            sent.append(backward)
         return [taken(*each) for each in zip(sent, places, [each.inputs for each in asked], strict=True)]
 
 

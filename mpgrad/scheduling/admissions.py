@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpgrad.autograd.backward import Backward
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.deliveries import Deliveries

@@ -11,8 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from mpgrad.autograd.backward import Backward, Settled
-from mpgrad.autograd.remote_graph import Home, RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, Home, RemoteGraph, Settled
 from mpgrad.calls.homes import Arrived, error_maker, raised_from
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome

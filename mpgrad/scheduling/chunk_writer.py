@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from mpgrad.autograd.backward import Backward
-from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph
 from mpgrad.calls.homes import SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction

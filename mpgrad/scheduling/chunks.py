@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpgrad.autograd.backward import Backward
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.homes import SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from mpgrad.autograd.backward import Backward, Promise, Settled
-from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
 from mpgrad.autograd.running import call_off_if_interrupted
 from mpgrad.calls.homes import SumRequest
 from mpgrad.calls.packing import SharedFunction
@@ -86,7 +85,7 @@ class GradientSender:
             backward.derived_number = next(self._numbers)
         backward.modes = self.modes_of(backward.graph_task)
         if backward.graph_task != self.last_backward:
-            call_off_if_interrupted(backward.graph_task, self)
+            call_off_if_interrupted(backward.graph_task, self.call_off_backward)
             self.last_backward = backward.graph_task
             self._environment = None if self._since is None else self._since.changes()
         backward.environment = self._environment

@@ -13,8 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from mpgrad.autograd.backward import Backward
-from mpgrad.autograd.remote_graph import RemoteGraph, forget_oldest
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph, forget_oldest
 from mpgrad.torch_state.vmap_levels import Level
 
 __all__ = ["GraphLedger", "GraphState", "SumLedger"]

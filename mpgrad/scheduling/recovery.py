@@ -16,8 +16,7 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
-from mpgrad.autograd.backward import Backward
-from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph
 from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.output import report

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mpgrad.autograd.backward import Backward, Promise
+from mpgrad.autograd.remote_graph import Backward, Promise
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Delivered, Failed
 from mpgrad.calls.output import taken

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from mpgrad.autograd.backward import Backward
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall

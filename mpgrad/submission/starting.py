@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpgrad.autograd.capture_gate import Captures
+from mpgrad.autograd.gates import Captures
 from mpgrad.calls.device_choice import requested
 from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation
@@ -40,6 +40,7 @@ class Starter:
         self._scheduler = scheduler
         self._draws = options.traits.own_generators
 
+    # long because: a name for each thing that operations differ in
     def begin(
         self,
         function: Callable[..., Any],

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpgrad.autograd.backward import Backward
 from mpgrad.autograd.call_node import attach
-from mpgrad.autograd.capture_gate import Captures
-from mpgrad.autograd.input_gates import gate
-from mpgrad.autograd.remote_graph import RemoteGraph
+from mpgrad.autograd.gates import Captures, gate
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph
 
 pytestmark = pytest.mark.quick
 
