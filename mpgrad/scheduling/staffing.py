@@ -1,16 +1,19 @@
 """The workers of a pool come and go: started, replaced, sent away, buried; and what they leave behind is seen to. (Caller.)
 
     hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
-               └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► bury ──► rescue
+               └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► leave
+    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough ──► bury ──► rescue
+Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is settled.
 Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 from mpgrad.calls.device_choice import missing_device
 from mpgrad.calls.output import log_levels, report
@@ -19,6 +22,7 @@ from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError
 from mpgrad.place import preparation
 from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
@@ -33,6 +37,15 @@ __all__ = ["Staff"]
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
 STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
+EXIT_PATIENCE = 2.0  # seconds for a worker to end, before it is killed and taken for gone
+
+
+class Leave(NamedTuple):
+    """A worker is on its way out."""
+
+    worker: WorkerHandle
+    until: float  # it is waited for, on the clock of time.monotonic
+    death: Callable[[], None] | None  # what is to be done when it is known how it died; None: it was told to stop
 
 
 class Staff:
@@ -65,9 +78,10 @@ class Staff:
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
         self.stranded: list[WorkerHandle] = []  # that are gone, and nobody has a place who could take over what waits for them
-        self._numbers = itertools.count(1)
+        self._leaves: dict[int, Leave] = {}  # workers by number that are gone, and may not have ended yet
+        self._newest = 0  # number of a worker
         self._failed_starts = 0
-        self._started_before_failure = 0  # the last worker that did
+        self._started_before_failure = 0  # the newest worker that was
         self._understaffed_since: float | None = None
 
     def fill(self) -> None:
@@ -110,8 +124,9 @@ class Staff:
         device = 0
         if settings.devices is not None:
             device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
-        number = next(self._numbers)
+        number = self._newest + 1
         worker = WorkerHandle(number, self._engine.start(number), device)
+        self._newest = number
         self._workers[number] = worker
         start = Start(
             settings.initializer,
@@ -144,7 +159,7 @@ class Staff:
             self.fill()
         if worker.is_done or self._is_forsaken(worker):
             self._deliveries.transmit(worker, [Stop()])
-            self.bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+            self._leave(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
             self.fill()  # should it have failed before, for want of what this one had
             self.rescue(worker)
             self._driver.tell_waiters()
@@ -162,14 +177,50 @@ class Staff:
             worker.is_last = True
             self.retire(worker)
 
-    def bury(self, worker: WorkerHandle, reason: BaseException) -> int | None:
-        """Forget a worker; returns its exit code. Its memory stays while it is viewed."""
-        code = worker.link.end()
+    def _leave(self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None) -> None:
+        """It is no worker of the pool any more. What it has, and the memory that it may still look at, stay until its exit."""
+        worker.link.end()
         worker.gone = reason
         del self._workers[worker.number]
-        self._deliveries.unmap(self._memory.slabs_of(worker.number))
+        self._leaves[worker.number] = Leave(worker, time.monotonic() + EXIT_PATIENCE, death)
+        if worker.link.exit is not None:
+            self.bury(worker.number)
+
+    def bury(self, number: int) -> None:
+        """A worker has ended, or has had time enough for it. Its memory stays while it is viewed."""
+        leave = self._leaves.pop(number, None)
+        if leave is None:  # it ended after that time
+            return
+        worker = leave.worker
+        if worker.link.exit is None:
+            worker.link.kill()
+        else:
+            worker.exit_code = worker.link.exit.code
+        self._deliveries.unmap(self._memory.slabs_of(number))
         worker.take_leave()
-        return code
+        if leave.death is not None:
+            leave.death()
+        elif self.again_at < math.inf:  # for want of what this one had, perhaps
+            self.fill()
+
+    @property
+    def gone(self) -> list[WorkerHandle]:
+        """Workers that are gone, and for which something may still wait."""
+        return [*dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])]
+
+    @property
+    def has_deaths(self) -> bool:
+        """Some have died, and it is not known yet how."""
+        return any(leave.death is not None for leave in self._leaves.values())
+
+    def keep_time(self, now: float) -> float:
+        """Do what is due; returns when something next is, on the clock of time.monotonic."""
+        for number, leave in list(self._leaves.items()):
+            if leave.until <= now:
+                self.bury(number)
+        if now >= self.again_at:
+            self.fill()
+        return min([self.again_at, *(leave.until for leave in self._leaves.values())])
 
     def kill(self, worker: WorkerHandle) -> None:
         """For what it is at, which nobody wants any more, and is no fault of the call's."""
@@ -188,20 +239,39 @@ class Staff:
         if self._driver.notes.recording is not None:
             self._driver.notes.died(worker)
         died = WorkerDiedError(None, "forward", worker.number, None)
-        died.exit_code = worker.exit_code = self.bury(worker, died)
-        self.deaths += 1
-        self.kills += is_ours
-        is_blamed = blames and chunks and self._recovery.blame(worker, died.exit_code, chunks, begun[0], offset)
+
+        def has_exited() -> None:
+            died.exit_code = worker.exit_code
+            if worker.link.exit is not None and worker.link.exit.refusal is not None:
+                self._bear(worker.link.exit.refusal)
+            else:
+                self.deaths += 1
+                self.kills += is_ours
+                self._look_into(worker, chunks, begun[0], offset, blames)
+            self.rescue(worker)
+
+        self._leave(worker, died, has_exited)
+        if worker.number in self._leaves:  # whatever it died of, it was nothing behind its first chunk
+            behind = chunks[1:]
+            del chunks[1:]
+            worker.under_way.drop_behind()
+            self._recovery.take_apart(worker, behind)
+        if worker.ready:  # else it has to be seen whether any can start
+            self.fill()
+
+    def _look_into(self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool) -> None:
+        """A death, of which is known by now what there is to know."""
+        code = worker.exit_code
+        is_blamed = blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
-            report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, died.exit_code, words))
+            report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, code, words))
         self._recovery.take_apart(worker, chunks)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
-            self._life.break_off(WorkerDiedError(None, "start", worker.number, died.exit_code, words, worker.stack))
+            self._life.break_off(WorkerDiedError(None, "start", worker.number, code, words, worker.stack))
         else:
             self.fill()
-        self.rescue(worker)
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
         """Whether workers cannot be started. Those that start together and die together count as one attempt."""
@@ -210,11 +280,13 @@ class Staff:
             self._failed_starts = 0
         elif worker.number > self._started_before_failure:
             self._failed_starts += 1
-            self._started_before_failure = max(self._workers, default=worker.number)
+            self._started_before_failure = self._newest
         return self._failed_starts == FAILED_STARTS
 
     def rescue(self, worker: WorkerHandle) -> None:
-        """What waited for a worker that is gone."""
+        """What waited for a worker that is gone; of one that died, as soon as it is known how."""
+        if worker.number in self._leaves and self._leaves[worker.number].death is not None:
+            return
         waiting = []
         while worker.backlog:
             try:
@@ -242,4 +314,16 @@ class Staff:
             else:
                 worker.link.kill()
         for worker in list(self._workers.values()):
-            self.bury(worker, reason)
+            self._leave(worker, reason)
+        for number, leave in self._leaves.items():  # what waited for these is answered now, however they died
+            self._leaves[number] = leave._replace(death=None)
+
+    def await_exits(self) -> None:
+        """Of all, and in this thread: nobody waits for anything else any more."""
+        until = max((leave.until for leave in self._leaves.values()), default=0.0)
+        while self._leaves and (left := until - time.monotonic()) > 0:
+            for link in self._engine.wait(left):
+                if link.exit is not None:
+                    self.bury(link.number)
+        for number in list(self._leaves):
+            self.bury(number)

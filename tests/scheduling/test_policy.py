@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import io
 import logging
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import linux_only
 
 import mpgrad
 
@@ -56,15 +58,41 @@ def ends_slowly(_: int) -> None:
     time.sleep(0.05)  # so that each worker gets one
 
 
-@pytest.mark.xfail(
-    strict=True, raises=multiprocessing.TimeoutError, reason="policy: the scheduling thread waits for each worker's exit"
-)
 def test_a_worker_that_ends_slowly(nursery: mpgrad.Pool) -> None:
     # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for the exit of one that ends.
     with mpgrad.Pool(2) as pool:
         pool.map(ends_slowly, range(2), 1)
         pool.resize(1)
         assert pool.map_async(abs, [-1]).get(WAIT) == [1]
+
+
+def has_a_slow_exit_handler(_: int) -> None:
+    atexit.register(time.sleep, 1.5 * WAIT)
+
+
+@linux_only("fork, as other workers take as long to start")
+def test_retired_workers_with_slow_exit_handlers(nursery: mpgrad.Pool) -> None:
+    # symptom: each successor comes when its predecessor has ended.
+    with mpgrad.Pool(2, maxtasksperchild=1) as pool:
+        pool.map_async(has_a_slow_exit_handler, range(6), 1).get(3 * WAIT)
+
+
+def cuts_its_pipe(_: int) -> None:
+    os.closerange(3, 1000)
+    time.sleep(60)
+
+
+@linux_only("fork, as other workers take as long to start")
+def test_a_worker_that_lives_on_without_its_pipe(nursery: mpgrad.Pool) -> None:
+    # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what waited behind its call.
+    with mpgrad.Pool(2, retries=0) as pool:
+        pool.map(abs, [-1] * 4, 1)
+        cut = pool.apply_async(cuts_its_pipe, (0,))
+        for _ in range(10):
+            time.sleep(0.05)
+            assert pool.map_async(abs, [-1] * 4, 1).get(WAIT) == [1] * 4
+        with pytest.raises(mpgrad.WorkerDiedError):
+            cut.get(4 * WAIT)
 
 
 EAT_LIMITS = """
