@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import importlib
 import itertools
 import multiprocessing
@@ -422,7 +423,11 @@ class ThreadLauncher:
     def launch(self, number: int, end: socket.socket) -> None:
         arguments = ("mpgrad.workers.main", "serve", end, number)
         thread = threading.Thread(target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            end.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
         self._threads[number] = thread
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:

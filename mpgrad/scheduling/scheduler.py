@@ -81,7 +81,7 @@ class Scheduler(ABC):
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
-        self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery)
+        self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
         self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
         self.calling_off = CallingOff(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
         deliveries.retire = self.staff.retire

@@ -9,8 +9,10 @@ Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,6 +29,7 @@ from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Phase
+from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -34,8 +37,11 @@ from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["Staff"]
 
+log = logging.getLogger("mpgrad")
+
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
+TELL_EVERY = 60.0  # seconds between two warnings that it refuses
 STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
 EXIT_PATIENCE = 2.0  # seconds for a worker to end, before it is killed and taken for gone
 
@@ -63,6 +69,7 @@ class Staff:
         deliveries: Deliveries,
         gradients: GradientSender,
         recovery: Recovery,
+        line: Line,
     ) -> None:
         self._driver = driver
         self._settings = settings
@@ -73,6 +80,7 @@ class Staff:
         self._deliveries = deliveries
         self._gradients = gradients
         self._recovery = recovery
+        self._line = line
         self.wanted = settings.workers  # active ones
         self.deaths = 0
         self.kills = 0  # of these, by the pool
@@ -82,7 +90,8 @@ class Staff:
         self._newest = 0  # number of a worker
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
-        self._understaffed_since: float | None = None
+        self._told_at = -math.inf  # when it was last said that there are fewer than there should be
+        self._stuck_since: float | None = None  # that nobody takes calls, and nobody makes room
 
     def fill(self) -> None:
         """Have as many workers as there should be, apart from those that only keep graphs; after the end, none."""
@@ -95,7 +104,6 @@ class Staff:
         try:
             for _ in range(self.wanted - len(active)):
                 self.hire()
-            self._understaffed_since = None
         except OSError as error:
             self._bear(error)
         except RuntimeError as error:  # workers would not be what they should be
@@ -109,14 +117,32 @@ class Staff:
         self._rescue_stranded()
 
     def _bear(self, error: OSError) -> None:
-        """No further worker can be started: try again soon, for a while at least where none is left."""
+        """No further worker can be started: try again soon.
+
+        Where none is left that takes calls, one that has but graphs makes room; or else the pool gives up after a while.
+        """
         now = time.monotonic()
-        if self._understaffed_since is None:
-            self._understaffed_since = now
-            report(logging.WARNING, "no further worker can be started now (%s)", error)
-        if not self._workers and now - self._understaffed_since > STAFF_PATIENCE:
-            self._life.break_off(error)
         self.again_at = now + STAFF_GAP
+        if now - self._told_at > TELL_EVERY:
+            self._told_at = now
+            report(logging.WARNING, "no further worker can be started now (%s)", error)
+        keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
+        comes_soon = self._leaves or len(keepers) < len(self._workers)  # a place, or somebody who goes on
+        is_wanted = not keepers or self._line.has_calls or self.stranded
+        if comes_soon or not is_wanted:
+            self._stuck_since = None
+        elif keepers and self._settings.recoverable:
+            self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > STAFF_PATIENCE:
+            self._life.break_off(with_limit(error))
+
+    def _give_up_graphs(self, worker: WorkerHandle) -> None:
+        """Have it end; those of its graphs that are still wanted are made again by others."""
+        log.info("worker %d ends, as no other can be started; %d graphs are made again", worker.number, worker.graphs.there)
+        self._send_off(worker, "has ended, to make room for another")
+        self.again_at = time.monotonic()  # its descriptors are free at once, the rest when it has ended
 
     def hire(self) -> None:
         """Start a worker, and tell it what it is to be. Raises OSError where the system refuses, RuntimeError where it will."""
@@ -148,6 +174,7 @@ class Staff:
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
+        self._stuck_since = None
         self._rescue_stranded()
 
     def retire(self, worker: WorkerHandle) -> None:
@@ -158,11 +185,14 @@ class Staff:
             worker.send_home()
             self.fill()
         if worker.is_done or self._is_forsaken(worker):
-            self._deliveries.transmit(worker, [Stop()])
-            self._leave(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+            self._send_off(worker, f"has ended after {worker.calls_done} calls")
             self.fill()  # should it have failed before, for want of what this one had
-            self.rescue(worker)
-            self._driver.tell_waiters()
+
+    def _send_off(self, worker: WorkerHandle, why: str) -> None:
+        self._deliveries.transmit(worker, [Stop()])
+        self._leave(worker, PoolClosedError(f"worker {worker.number} {why}"))
+        self.rescue(worker)
+        self._driver.tell_waiters()
 
     def _is_forsaken(self, worker: WorkerHandle) -> bool:
         """It has but sums of a backward that failed, it seems, as there are later ones; one that is wanted is made again."""
@@ -327,3 +357,24 @@ class Staff:
                     self.bury(link.number)
         for number in list(self._leaves):
             self.bury(number)
+
+
+LIMITS = {  # what refuses, by what it says
+    errno.EMFILE: ("RLIMIT_NOFILE", "open files of a process (ulimit -n)"),
+    errno.EAGAIN: ("RLIMIT_NPROC", "processes and threads (ulimit -u; pids.max of a cgroup)"),
+    errno.ENOMEM: ("RLIMIT_AS", "memory (ulimit -v; memory.max of a cgroup)"),
+    errno.ENFILE: ("", "open files of the system (fs.file-max)"),
+    errno.ENOSPC: ("", "shared memory (the size of /dev/shm)"),
+}
+
+
+def with_limit(error: OSError) -> OSError:
+    """The error, with the limit of the system that is behind it."""
+    name, words = LIMITS.get(error.errno or 0, ("", ""))
+    if not words:
+        return error
+    if name:
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        words += f"; {name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft} here"
+    reason = f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the limit of {words}"
+    return OSError(error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept")
