@@ -5,7 +5,7 @@ listens on a named socket and is shared with whatever else uses it. This one has
 
     parent ► nursery    ("fork", name, (number, changes)) with the worker's ends of two socket pairs, by the second of which it
                         may ask for a resource tracker;  ("kill", name, signal)
-    nursery ► parent    (name, exit code), once for each worker
+    nursery ► parent    (name, exit code, 0) once for each worker; (name, None, errno) where the system refuses to start it
 A worker's number is its own within its pool; its name is unique among all pools that share the nursery. The changes are
 what the worker takes over, since the parent is not what it was when the nursery began, nor need the nursery have been that.
 """
@@ -13,13 +13,13 @@ what the worker takes over, since the parent is not what it was when the nursery
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import pickle
 import selectors
 import signal
 import socket
-import sys
 from typing import Any, NoReturn
 
 from mpgrad.inherited import take_over
@@ -93,11 +93,12 @@ class Nursery:
             return False
         order, name, what = pickle.loads(data)
         if order == "fork":
-            if len(ends) == 2:  # else no descriptor was free to receive one with
+            if len(ends) == 2:
                 self._fork([socket.socket(fileno=each) for each in ends], name, *what)
             else:
                 for each in ends:
                     os.close(each)
+                self._report(name, None, errno.EMFILE)  # no descriptor was free to receive one with
         else:
             for pid, child in self._children.items():
                 if child == name:
@@ -108,8 +109,8 @@ class Nursery:
         nursery_pid = os.getpid()
         try:
             pid = os.fork()
-        except OSError as error:  # the parent sees the end of that worker's pipe
-            print(f"mpgrad: a worker cannot be forked ({error})", file=sys.stderr)
+        except OSError as error:
+            self._report(name, None, error.errno or errno.EAGAIN)
         else:
             if pid == 0:
                 self._become_worker(ends, number, changes, nursery_pid)
@@ -136,6 +137,8 @@ class Nursery:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            report = pickle.dumps((self._children.pop(pid), os.waitstatus_to_exitcode(status)))
-            with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
-                self._control.send(report, NO_SIGNAL)
+            self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
+
+    def _report(self, name: int, code: int | None, refusal: int = 0) -> None:
+        with contextlib.suppress(ConnectionError):  # the parent is gone, which the next read will say
+            self._control.send(pickle.dumps((name, code, refusal)), NO_SIGNAL)

@@ -23,6 +23,7 @@ from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
 from mpgrad.cluster.records import Record, packed, unpacked
 from mpgrad.cluster.sequence import Sequence as Arriving
 from mpgrad.cluster.site import Hello
+from mpgrad.engines.launch import Exit
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
@@ -287,7 +288,8 @@ class SiteLink:
         self._refused = ""  # why it could not be started
         self.is_leaving = False
         self.ended = False  # the worker is gone, and `frames` has its last words
-        self.exit_code: int | None = None
+        self.exit: Exit | None = None
+        self._exit_code: int | None = None  # as far as it is known
         self.last_words = ""
         self.nbytes_resident = 0
         self.overrun: tuple[int, int] | None = None
@@ -378,7 +380,7 @@ class SiteLink:
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         self.site.tell("kill", self.number, by)
-        self.exit_code = -by
+        self._exit_code = -by
         self.site.flush()
 
     def resident_bytes(self, pid: int) -> int:
@@ -388,7 +390,8 @@ class SiteLink:
     def close(self) -> None:
         self.frames.clear()
 
-    def end(self) -> int | None:
+    def end(self) -> None:
+        """The site says of a worker that it is gone when it knows how it has ended, and sees to the end of others."""
         if not self.ended:
             self.site.tell("end", self.number)
             self.ended = True
@@ -397,13 +400,13 @@ class SiteLink:
         if not self.site.links:
             self.site.idle_since = time.monotonic()
         self.close()
-        return self.exit_code
+        self.exit = Exit(self._exit_code)
 
     def end_with(self, code: int | None, why: str = "") -> None:
         self.ended = True
         self._refused = why
         if code is not None:
-            self.exit_code = code
+            self._exit_code = code
 
     def refuse(self, why: str) -> None:
         """What is there cannot be used: no worker can start."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from mpgrad.engines.launch import Exit
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.system import resident_bytes
 from mpgrad.torch_state.modes import default_settings, kept_random_state
@@ -32,6 +33,7 @@ class Loopback:
     last_words = ""
     has_place = True
     could_start = keeps_time = is_leaving = False
+    exit: Exit | None = None
     overrun: tuple[int, int] | None = None
     shares_memory = True
     whereabouts = None
@@ -84,10 +86,10 @@ class Loopback:
     def close(self) -> None:
         self.frames.clear()
 
-    def end(self) -> int | None:
+    def end(self) -> None:
         self.close()
         self.other.close()
-        return None
+        self.exit = Exit()
 
 
 class InlineEngine:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import importlib
 import itertools
 import multiprocessing
@@ -23,13 +24,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from mpgrad.cpus import thread_variables
 from mpgrad.engines.not_ours import Life, SharedTracker, check_fork_server
@@ -38,11 +37,27 @@ from mpgrad.errors import contextmanager
 from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
 
-__all__ = ["ContextLauncher", "Launcher", "NurseryLauncher", "SpawnLauncher", "ThreadLauncher", "enter", "process_launcher"]
+__all__ = [
+    "ContextLauncher",
+    "Exit",
+    "Launcher",
+    "NurseryLauncher",
+    "SpawnLauncher",
+    "ThreadLauncher",
+    "enter",
+    "process_launcher",
+]
 
 MAIN_MODULE = threading.Lock()  # while it is hidden
 NURSERY_PATIENCE = 2.0  # seconds for it to end
 LAST_STANDARD_STREAM = 2
+
+
+class Exit(NamedTuple):
+    """How a worker has come to its end."""
+
+    code: int | None = None  # as `multiprocessing.Process.exitcode`; None: there is none, or nobody knows it
+    refusal: OSError | None = None  # why the system would not start it
 
 
 class Launcher(Protocol):
@@ -69,11 +84,8 @@ class Launcher(Protocol):
         """End a worker by a signal."""
         ...
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
-        """The exit code of a worker that has ended, which is forgotten.
-
-        None where it has none, or has not ended within `timeout` seconds: then it is killed, and nobody waits for that.
-        """
+    def exited(self, number: int) -> Exit | None:
+        """How a worker has ended, which is then forgotten; None where it has not yet."""
         ...
 
     def close(self) -> None: ...
@@ -114,8 +126,7 @@ class NurseryProcess:
         self._control = ours
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._exit_codes: dict[int, int] = {}
-        self._late: set[int] = set()  # workers for whose end nobody waits any more
+        self._exits: dict[int, Exit | None] = {}  # of workers whose launchers are there; None: it is still to come
 
     def fork(self, name: int, number: int, changes: dict[str, Any], *ends: socket.socket) -> bool:
         """Ask for a worker; False where the nursery is gone, of which its pipe knows before `alive` does."""
@@ -124,41 +135,43 @@ class NurseryProcess:
         with self._sending:
             if self._control.fileno() < 0:  # closed, by another pool that found it gone
                 return False
+            self._exits[name] = None
             try:
                 self._control.sendmsg([pickle.dumps(("fork", name, (number, changes)))], rights, NO_SIGNAL)
             except ConnectionError:
                 return False
         return True
 
+    def forget(self, name: int) -> None:
+        self._exits.pop(name, None)
+
     def kill(self, name: int, by: int) -> None:
         with self._sending, contextlib.suppress(OSError):  # it has ended, and its workers with it
             self._control.send(pickle.dumps(("kill", name, by)), NO_SIGNAL)
 
-    def exit_code(self, name: int, timeout: float) -> int | None:
-        """A worker's; None where it has not ended within `timeout` seconds and is killed, or the nursery has ended."""
-        deadline = time.monotonic() + timeout
+    def exited(self, name: int) -> Exit | None:
+        """How a worker has ended, or the nursery with all of them; reads what was said of others, too."""
         with self._receiving:
-            while name not in self._exit_codes:
-                if self._control.fileno() < 0:
-                    return None
-                if not wait([self._control], max(0.0, deadline - time.monotonic())):
-                    self._late.add(name)
-                    break
-                try:
-                    data = self._control.recv(4096)
-                except OSError:
-                    data = b""
-                if not data:
-                    return None
-                ended, code = pickle.loads(data)
-                if ended in self._late:
-                    self._late.remove(ended)
-                else:
-                    self._exit_codes[ended] = code
-            else:
-                return self._exit_codes.pop(name)
-        self.kill(name, signal.SIGKILL)
-        return None
+            with contextlib.suppress(BlockingIOError):
+                while report := self._report():
+                    ended, code, refusal = pickle.loads(report)
+                    if ended in self._exits:
+                        error = OSError(refusal, os.strerror(refusal)) if refusal else None
+                        self._exits[ended] = Exit(code, error)
+                return self._exits.pop(name, None) or Exit()  # nothing more will come
+            found = self._exits[name]
+            if found is not None:
+                del self._exits[name]
+            return found
+
+    def _report(self) -> bytes:
+        """What comes next; nothing at the end. Raises BlockingIOError where there is none yet."""
+        try:
+            return self._control.recv(4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            raise
+        except OSError:  # the nursery has been closed
+            return b""
 
     @property
     def alive(self) -> bool:
@@ -251,15 +264,20 @@ class NurseryLauncher:
         nursery, name = self._born[number]
         nursery.kill(name, by)
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
-        nursery, name = self._born.pop(number)
-        code = nursery.exit_code(name, timeout)
-        self._leave(nursery)
-        return code
+    def exited(self, number: int) -> Exit | None:
+        nursery, name = self._born[number]
+        found = nursery.exited(name)
+        if found is not None:
+            del self._born[number]
+            self._leave(nursery)
+        return found
 
     def close(self) -> None:
         """Ends nurseries that no other pool uses."""
         self.tracker.close()
+        for nursery, name in self._born.values():
+            nursery.kill(name, signal.SIGKILL)
+            nursery.forget(name)
         for nursery in (self._nursery, *(nursery for nursery, _ in self._born.values())):
             self._leave(nursery)
 
@@ -274,24 +292,17 @@ class OwnChildren(ABC, Generic[P]):
 
     def __init__(self) -> None:
         self._processes: dict[int, P] = {}
-        self._late: list[int] = []  # workers that were killed since they did not end, and may have by now
         self.tracker = SharedTracker()
 
     @abstractmethod
     def kill(self, number: int, by: int = signal.SIGKILL) -> None: ...
 
     @abstractmethod
-    def _ended(self, number: int, timeout: float) -> int | None:
+    def _ended(self, number: int, timeout: float) -> Exit | None:
         """Wait for a worker's end, and forget it then."""
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
-        code = self._ended(number, timeout)
-        if code is None:
-            self.kill(number)
-        self._late = [each for each in self._late if self._ended(each, 0) is None]
-        if code is None:
-            self._late.append(number)
-        return code
+    def exited(self, number: int) -> Exit | None:
+        return self._ended(number, timeout=0)
 
     def close(self) -> None:
         self.tracker.close()
@@ -322,13 +333,13 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
 
-    def _ended(self, number: int, timeout: float) -> int | None:
+    def _ended(self, number: int, timeout: float) -> Exit | None:
         try:
             code = self._processes[number].wait(timeout)
         except subprocess.TimeoutExpired:
             return None
         remove_name(self._processes.pop(number).pid)
-        return code
+        return Exit(code)
 
 
 class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
@@ -367,16 +378,17 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
             with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
                 os.kill(process.pid, by)
 
-    def _ended(self, number: int, timeout: float) -> int | None:
+    def _ended(self, number: int, timeout: float) -> Exit | None:
         process = self._processes[number]
         process.join(timeout)
         code = process.exitcode
-        if code is not None:
-            assert process.pid is not None
-            remove_name(process.pid)
-            process.close()
-            del self._processes[number]
-        return code
+        if code is None:
+            return None
+        assert process.pid is not None
+        remove_name(process.pid)
+        process.close()
+        del self._processes[number]
+        return Exit(code)
 
     def close(self) -> None:
         super().close()
@@ -411,19 +423,24 @@ class ThreadLauncher:
     def launch(self, number: int, end: socket.socket) -> None:
         arguments = ("mpgrad.workers.main", "serve", end, number)
         thread = threading.Thread(target=enter, args=arguments, name=f"mpgrad-worker-{number}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            end.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
         self._threads[number] = thread
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         pass  # its pipe is closed next, and it ends after the call it is in
 
-    def exit_code(self, number: int, timeout: float) -> int | None:
-        self._threads.pop(number).join(timeout)
-        return None
+    def exited(self, number: int) -> Exit | None:
+        if self._threads[number].is_alive():
+            return None
+        del self._threads[number]
+        return Exit()
 
     def close(self) -> None:
-        for number in list(self._threads):
-            self.exit_code(number, timeout=5)
+        """A thread that is left ends with the call that it is in."""
 
 
 def unlock_in_child() -> None:

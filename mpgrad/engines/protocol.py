@@ -13,6 +13,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from mpgrad.engines.launch import Exit
 from mpgrad.wire.link import Link
 from mpgrad.wire.pipe import Traffic
 
@@ -36,6 +37,7 @@ class WorkerLink(Link, Protocol):
 
     number: int  # of the worker
     keeps_time: bool  # which calls take too long is seen on the worker's machine, by its clock; else by ours
+    exit: Exit | None  # after `end`, once the worker has ended
     overrun: tuple[int, int] | None  # such a call, of a worker that is silent since: chunk and position, -1: not begun
     is_leaving: bool  # it is given no more calls: its place may be another's
     skipped: dict[int, int]  # what a site has written, by place: all that the worker had answered by then has come
@@ -94,8 +96,11 @@ class WorkerLink(Link, Protocol):
         """End the worker by a signal, also in the middle of a call; what is no process ends after the call that it is in."""
         ...
 
-    def end(self) -> int | None:
-        """The worker has died or was told to stop: give up the link, and wait a little for the exit code, if there is one."""
+    def end(self) -> None:
+        """The worker has died or was told to stop: give up the link. Where its `exit` is still to come, `wait` returns it then.
+
+        What does not end by itself may be killed meanwhile.
+        """
         ...
 
 
@@ -116,7 +121,10 @@ class Engine(Protocol):
         ...
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
-        """Sleep until workers have answered or ended, whose links it returns, or somebody calls `wake`; at most so long."""
+        """Sleep until workers have answered or ended, whose links it returns, or somebody calls `wake`; at most so long.
+
+        A link that was given up is returned once more, when its worker's `exit` has come.
+        """
         ...
 
     def wake(self) -> None:

@@ -8,10 +8,11 @@ import os
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Sequence
 
 from mpgrad.descriptors import Kept
-from mpgrad.engines.launch import Launcher
+from mpgrad.engines.launch import Exit, Launcher
 from mpgrad.system import resident_bytes
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
@@ -19,7 +20,8 @@ from mpgrad.wire.pipe import Traffic
 
 __all__ = ["SocketEngine"]
 
-EXIT_PATIENCE = 2.0  # seconds for a worker to end, and for its exit code to arrive
+# Nothing can be waited for that says of every kind of worker, and on every system, that it has ended. So it is looked for.
+EXIT_GAP = 0.5e-3  # seconds between the first two looks; later ones are a quarter of the time since the worker began to end
 
 
 class SocketLink(Channel):
@@ -30,6 +32,7 @@ class SocketLink(Channel):
     last_words = ""
     has_place = True
     could_start = keeps_time = is_leaving = False
+    exit: Exit | None = None
     overrun: tuple[int, int] | None = None
     whereabouts = None
 
@@ -66,14 +69,14 @@ class SocketLink(Channel):
         else:
             self.hang_up()
 
-    def end(self) -> int | None:
+    def end(self) -> None:
         self._engine.unwatch(self)
         self.close()
-        return self._engine.launcher.exit_code(self.number, EXIT_PATIENCE)
+        self._engine.await_exit(self)
 
 
 class SocketEngine:
-    """Guarantees: no polling: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe."""
+    """Guarantees: `wait` sleeps in `select`; a worker's death is seen at once, as the end of its pipe, its exit soon after."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -81,6 +84,7 @@ class SocketEngine:
         self.traffic = Traffic()
         self.room: int | None = None
         self._watched: dict[int, int] = {}  # by worker: which events of its pipe
+        self._ending: dict[SocketLink, float] = {}  # since when, on the clock of time.monotonic
         with contextlib.ExitStack() as undo:  # what was opened, should no descriptor be left for the rest
             undo.callback(launcher.close)
             read, write = os.pipe()
@@ -110,6 +114,9 @@ class SocketEngine:
     def wait(self, seconds: float | None) -> list[SocketLink]:
         self.traffic.system_calls += 1
         found = []
+        if self._ending:
+            gap = max(EXIT_GAP, (time.monotonic() - max(self._ending.values())) / 4)
+            seconds = gap if seconds is None else min(seconds, gap)
         for key, mask in self._selector.select(seconds):
             link: SocketLink | None = key.data
             if key.fileobj is self.launcher.tracker:
@@ -129,6 +136,7 @@ class SocketEngine:
                 self.watch(link)
             if mask & selectors.EVENT_READ:
                 found.append(link)
+        found += [link for link in list(self._ending) if self._has_exited(link)]
         return found
 
     def wake(self) -> None:
@@ -152,6 +160,17 @@ class SocketEngine:
             self._selector.register(link, events, link)
         elif watched != events:
             self._selector.modify(link, events, link)
+
+    def await_exit(self, link: SocketLink) -> None:
+        self._ending[link] = time.monotonic()
+        self._has_exited(link)
+
+    def _has_exited(self, link: SocketLink) -> bool:
+        link.exit = self.launcher.exited(link.number)
+        if link.exit is None:
+            return False
+        del self._ending[link]
+        return True
 
     def unwatch(self, link: SocketLink) -> None:
         self._selector.unregister(link)

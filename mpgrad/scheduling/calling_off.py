@@ -102,7 +102,7 @@ class CallingOff:
     def call_off_backward(self, graph_task: int) -> None:
         """Whoever would do its parts, or do them again, sees that they have a reply."""
         interrupted = CancelledError("the backward was interrupted")
-        for worker in [*self._workers.values(), *self._staff.stranded]:
+        for worker in [*self._workers.values(), *self._staff.gone]:
             worker.give_up_backward(graph_task, interrupted)
         self._driver.tell_waiters()
 

@@ -167,9 +167,11 @@ class Dispatcher(Scheduler):
             self._news_due = math.inf
             self.deliveries.tell_news(quiet_for=GRACE)
         for link in links:
-            if (worker := self.workers.get(link.number)) is not None:  # it may have been lost meanwhile
+            if (worker := self.workers.get(link.number)) is not None:
                 self.receiver.serve(worker)
                 self.tell_waiters()
+            elif link.exit is not None:  # else it was lost in this moment
+                self.staff.bury(link.number)
 
     def tell_waiters(self) -> None:
         for waiter in list(self._waiters):

@@ -83,7 +83,7 @@ class Scheduler(ABC):
         self.admissions = Admissions(self, line, deliveries, gradients, self.copying_packer)
         self._settling = Settling(self.inbox, self.admissions.unfinished, self.life)
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
-        self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery)
+        self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
         self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
         self.calling_off = CallingOff(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
         deliveries.retire = self.staff.retire
@@ -295,7 +295,7 @@ class Scheduler(ABC):
         return sum(operation.items_left for operation in list(self.admissions.unfinished))
 
     def _backwards_left(self) -> int:
-        return sum(worker.backwards_left for worker in [*self.staff.stranded, *self.workers.values()])
+        return sum(worker.backwards_left for worker in [*self.staff.gone, *self.workers.values()])
 
     def close(self) -> None:
         """Take nothing new; what was admitted still runs, and graphs stay."""
@@ -351,11 +351,11 @@ class Scheduler(ABC):
             else:
                 self.life.ends_gently = True
                 self.life.enter(Phase.STOPPING)
-        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers):
+        if phase is Phase.LEAVING and not (self.staff.wanted or self.workers or self.staff.has_deaths):
             self.life.enter(Phase.STOPPING)  # also if there was something to make again: nobody is left who could
 
     def _is_idle(self) -> bool:
-        busy = any(worker.under_way or worker.backlog for worker in [*self.staff.stranded, *self.workers.values()])
+        busy = any(worker.under_way or worker.backlog for worker in [*self.staff.gone, *self.workers.values()])
         return not (busy or self._line.has_calls)
 
     def look_at_room(self) -> None:
@@ -367,9 +367,7 @@ class Scheduler(ABC):
     def keep_time(self) -> float | None:
         """Do what is due; returns the seconds until it is time to look again, None where nothing is to come."""
         now = time.monotonic()
-        if now >= self.staff.again_at:
-            self.staff.fill()
-        soonest = min(self.calling_off.keep_time(now), self.staff.again_at)
+        soonest = min(self.calling_off.keep_time(now), self.staff.keep_time(now))
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
         return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)
@@ -383,8 +381,8 @@ class Scheduler(ABC):
 
     def _end(self) -> None:
         reason = self.life.end()
-        chunks = [chunk for worker in self.workers.values() for chunk in worker.under_way.chunks.values()]
-        gone = [*self.staff.stranded, *self.workers.values()]
+        gone = [*self.staff.gone, *self.workers.values()]
+        chunks = [chunk for worker in gone for chunk in worker.under_way.chunks.values()]
         try:
             self.staff.dissolve(reason, gently=self.life.ends_gently and self.life.broken is None)
         finally:
@@ -394,8 +392,11 @@ class Scheduler(ABC):
                 for worker in gone:
                     self.staff.rescue(worker)
             finally:
-                self._settle()
-                self.memory.close()
+                try:
+                    self._settle()
+                    self.staff.await_exits()
+                finally:
+                    self.memory.close()
 
     def _settle(self) -> None:
         self._settling.settle()

@@ -1,16 +1,21 @@
 """The workers of a pool come and go: started, replaced, sent away, buried; and what they leave behind is seen to. (Caller.)
 
     hire ──► ready ──► retiring (no new calls; it stays while graphs there are wanted) ──► told to stop ──┐
-               └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► bury ──► rescue
+               └──────────────────────────────────────────────────────────────────► died: lose ───────────┴──► leave
+    leave: off the staff, at once ──► its exit, reported by the engine, or awaited for long enough ──► bury ──► rescue
+Guarantees: nobody waits for an exit in the scheduling thread, until all that the pool had is settled.
 Assumes: called by the scheduling thread; any may set `wanted`, and read `deaths` and `kills`.
 """
 
 from __future__ import annotations
 
-import itertools
+import errno
 import logging
 import math
+import resource
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 from mpgrad.calls.device_choice import missing_device
 from mpgrad.calls.output import log_levels, report
@@ -19,10 +24,12 @@ from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError
 from mpgrad.place import preparation
 from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.chunks import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.lifecycle import Lifecycle, Phase
+from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -30,9 +37,21 @@ from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["Staff"]
 
+log = logging.getLogger("mpgrad")
+
 FAILED_STARTS = 3  # in a row, before the pool gives up
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
+TELL_EVERY = 60.0  # seconds between two warnings that it refuses
 STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
+EXIT_PATIENCE = 2.0  # seconds for a worker to end, before it is killed and taken for gone
+
+
+class Leave(NamedTuple):
+    """A worker is on its way out."""
+
+    worker: WorkerHandle
+    until: float  # it is waited for, on the clock of time.monotonic
+    death: Callable[[], None] | None  # what is to be done when it is known how it died; None: it was told to stop
 
 
 class Staff:
@@ -50,6 +69,7 @@ class Staff:
         deliveries: Deliveries,
         gradients: GradientSender,
         recovery: Recovery,
+        line: Line,
     ) -> None:
         self._driver = driver
         self._settings = settings
@@ -60,15 +80,18 @@ class Staff:
         self._deliveries = deliveries
         self._gradients = gradients
         self._recovery = recovery
+        self._line = line
         self.wanted = settings.workers  # active ones
         self.deaths = 0
         self.kills = 0  # of these, by the pool
         self.again_at = math.inf  # when it is tried again to start those that are missing
         self.stranded: list[WorkerHandle] = []  # that are gone, and nobody has a place who could take over what waits for them
-        self._numbers = itertools.count(1)
+        self._leaves: dict[int, Leave] = {}  # workers by number that are gone, and may not have ended yet
+        self._newest = 0  # number of a worker
         self._failed_starts = 0
-        self._started_before_failure = 0  # the last worker that did
-        self._understaffed_since: float | None = None
+        self._started_before_failure = 0  # the newest worker that was
+        self._told_at = -math.inf  # when it was last said that there are fewer than there should be
+        self._stuck_since: float | None = None  # that nobody takes calls, and nobody makes room
 
     def fill(self) -> None:
         """Have as many workers as there should be, apart from those that only keep graphs; after the end, none."""
@@ -81,7 +104,6 @@ class Staff:
         try:
             for _ in range(self.wanted - len(active)):
                 self.hire()
-            self._understaffed_since = None
         except OSError as error:
             self._bear(error)
         except RuntimeError as error:  # workers would not be what they should be
@@ -95,14 +117,32 @@ class Staff:
         self._rescue_stranded()
 
     def _bear(self, error: OSError) -> None:
-        """No further worker can be started: try again soon, for a while at least where none is left."""
+        """No further worker can be started: try again soon.
+
+        Where none is left that takes calls, one that has but graphs makes room; or else the pool gives up after a while.
+        """
         now = time.monotonic()
-        if self._understaffed_since is None:
-            self._understaffed_since = now
-            report(logging.WARNING, "no further worker can be started now (%s)", error)
-        if not self._workers and now - self._understaffed_since > STAFF_PATIENCE:
-            self._life.break_off(error)
         self.again_at = now + STAFF_GAP
+        if now - self._told_at > TELL_EVERY:
+            self._told_at = now
+            report(logging.WARNING, "no further worker can be started now (%s)", error)
+        keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
+        comes_soon = self._leaves or len(keepers) < len(self._workers)  # a place, or somebody who goes on
+        is_wanted = not keepers or self._line.has_calls or self.stranded
+        if comes_soon or not is_wanted:
+            self._stuck_since = None
+        elif keepers and self._settings.recoverable:
+            self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > STAFF_PATIENCE:
+            self._life.break_off(with_limit(error))
+
+    def _give_up_graphs(self, worker: WorkerHandle) -> None:
+        """Have it end; those of its graphs that are still wanted are made again by others."""
+        log.info("worker %d ends, as no other can be started; %d graphs are made again", worker.number, worker.graphs.there)
+        self._send_off(worker, "has ended, to make room for another")
+        self.again_at = time.monotonic()  # its descriptors are free at once, the rest when it has ended
 
     def hire(self) -> None:
         """Start a worker, and tell it what it is to be. Raises OSError where the system refuses, RuntimeError where it will."""
@@ -110,8 +150,9 @@ class Staff:
         device = 0
         if settings.devices is not None:
             device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
-        number = next(self._numbers)
+        number = self._newest + 1
         worker = WorkerHandle(number, self._engine.start(number), device)
+        self._newest = number
         self._workers[number] = worker
         start = Start(
             settings.initializer,
@@ -133,6 +174,7 @@ class Staff:
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
+        self._stuck_since = None
         self._rescue_stranded()
 
     def retire(self, worker: WorkerHandle) -> None:
@@ -143,11 +185,14 @@ class Staff:
             worker.send_home()
             self.fill()
         if worker.is_done or self._is_forsaken(worker):
-            self._deliveries.transmit(worker, [Stop()])
-            self.bury(worker, PoolClosedError(f"worker {worker.number} has ended after {worker.calls_done} calls"))
+            self._send_off(worker, f"has ended after {worker.calls_done} calls")
             self.fill()  # should it have failed before, for want of what this one had
-            self.rescue(worker)
-            self._driver.tell_waiters()
+
+    def _send_off(self, worker: WorkerHandle, why: str) -> None:
+        self._deliveries.transmit(worker, [Stop()])
+        self._leave(worker, PoolClosedError(f"worker {worker.number} {why}"))
+        self.rescue(worker)
+        self._driver.tell_waiters()
 
     def _is_forsaken(self, worker: WorkerHandle) -> bool:
         """It has but sums of a backward that failed, it seems, as there are later ones; one that is wanted is made again."""
@@ -162,14 +207,50 @@ class Staff:
             worker.is_last = True
             self.retire(worker)
 
-    def bury(self, worker: WorkerHandle, reason: BaseException) -> int | None:
-        """Forget a worker; returns its exit code. Its memory stays while it is viewed."""
-        code = worker.link.end()
+    def _leave(self, worker: WorkerHandle, reason: BaseException, death: Callable[[], None] | None = None) -> None:
+        """It is no worker of the pool any more. What it has, and the memory that it may still look at, stay until its exit."""
+        worker.link.end()
         worker.gone = reason
         del self._workers[worker.number]
-        self._deliveries.unmap(self._memory.slabs_of(worker.number))
+        self._leaves[worker.number] = Leave(worker, time.monotonic() + EXIT_PATIENCE, death)
+        if worker.link.exit is not None:
+            self.bury(worker.number)
+
+    def bury(self, number: int) -> None:
+        """A worker has ended, or has had time enough for it. Its memory stays while it is viewed."""
+        leave = self._leaves.pop(number, None)
+        if leave is None:  # it ended after that time
+            return
+        worker = leave.worker
+        if worker.link.exit is None:
+            worker.link.kill()
+        else:
+            worker.exit_code = worker.link.exit.code
+        self._deliveries.unmap(self._memory.slabs_of(number))
         worker.take_leave()
-        return code
+        if leave.death is not None:
+            leave.death()
+        elif self.again_at < math.inf:  # for want of what this one had, perhaps
+            self.fill()
+
+    @property
+    def gone(self) -> list[WorkerHandle]:
+        """Workers that are gone, and for which something may still wait."""
+        return [*dict.fromkeys([*self.stranded, *(leave.worker for leave in self._leaves.values())])]
+
+    @property
+    def has_deaths(self) -> bool:
+        """Some have died, and it is not known yet how."""
+        return any(leave.death is not None for leave in self._leaves.values())
+
+    def keep_time(self, now: float) -> float:
+        """Do what is due; returns when something next is, on the clock of time.monotonic."""
+        for number, leave in list(self._leaves.items()):
+            if leave.until <= now:
+                self.bury(number)
+        if now >= self.again_at:
+            self.fill()
+        return min([self.again_at, *(leave.until for leave in self._leaves.values())])
 
     def kill(self, worker: WorkerHandle) -> None:
         """For what it is at, which nobody wants any more, and is no fault of the call's."""
@@ -188,20 +269,39 @@ class Staff:
         if self._driver.notes.recording is not None:
             self._driver.notes.died(worker)
         died = WorkerDiedError(None, "forward", worker.number, None)
-        died.exit_code = worker.exit_code = self.bury(worker, died)
-        self.deaths += 1
-        self.kills += is_ours
-        is_blamed = blames and chunks and self._recovery.blame(worker, died.exit_code, chunks, begun[0], offset)
+
+        def has_exited() -> None:
+            died.exit_code = worker.exit_code
+            if worker.link.exit is not None and worker.link.exit.refusal is not None:
+                self._bear(worker.link.exit.refusal)
+            else:
+                self.deaths += 1
+                self.kills += is_ours
+                self._look_into(worker, chunks, begun[0], offset, blames)
+            self.rescue(worker)
+
+        self._leave(worker, died, has_exited)
+        if worker.number in self._leaves:  # whatever it died of, it was nothing behind its first chunk
+            behind = chunks[1:]
+            del chunks[1:]
+            worker.under_way.drop_behind()
+            self._recovery.take_apart(worker, behind)
+        if worker.ready:  # else it has to be seen whether any can start
+            self.fill()
+
+    def _look_into(self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool) -> None:
+        """A death, of which is known by now what there is to know."""
+        code = worker.exit_code
+        is_blamed = blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
-            report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, died.exit_code, words))
+            report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, code, words))
         self._recovery.take_apart(worker, chunks)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
-            self._life.break_off(WorkerDiedError(None, "start", worker.number, died.exit_code, words, worker.stack))
+            self._life.break_off(WorkerDiedError(None, "start", worker.number, code, words, worker.stack))
         else:
             self.fill()
-        self.rescue(worker)
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
         """Whether workers cannot be started. Those that start together and die together count as one attempt."""
@@ -210,11 +310,13 @@ class Staff:
             self._failed_starts = 0
         elif worker.number > self._started_before_failure:
             self._failed_starts += 1
-            self._started_before_failure = max(self._workers, default=worker.number)
+            self._started_before_failure = self._newest
         return self._failed_starts == FAILED_STARTS
 
     def rescue(self, worker: WorkerHandle) -> None:
-        """What waited for a worker that is gone."""
+        """What waited for a worker that is gone; of one that died, as soon as it is known how."""
+        if worker.number in self._leaves and self._leaves[worker.number].death is not None:
+            return
         waiting = []
         while worker.backlog:
             try:
@@ -242,4 +344,37 @@ class Staff:
             else:
                 worker.link.kill()
         for worker in list(self._workers.values()):
-            self.bury(worker, reason)
+            self._leave(worker, reason)
+        for number, leave in self._leaves.items():  # what waited for these is answered now, however they died
+            self._leaves[number] = leave._replace(death=None)
+
+    def await_exits(self) -> None:
+        """Of all, and in this thread: nobody waits for anything else any more."""
+        until = max((leave.until for leave in self._leaves.values()), default=0.0)
+        while self._leaves and (left := until - time.monotonic()) > 0:
+            for link in self._engine.wait(left):
+                if link.exit is not None:
+                    self.bury(link.number)
+        for number in list(self._leaves):
+            self.bury(number)
+
+
+LIMITS = {  # what refuses, by what it says
+    errno.EMFILE: ("RLIMIT_NOFILE", "open files of a process (ulimit -n)"),
+    errno.EAGAIN: ("RLIMIT_NPROC", "processes and threads (ulimit -u; pids.max of a cgroup)"),
+    errno.ENOMEM: ("RLIMIT_AS", "memory (ulimit -v; memory.max of a cgroup)"),
+    errno.ENFILE: ("", "open files of the system (fs.file-max)"),
+    errno.ENOSPC: ("", "shared memory (the size of /dev/shm)"),
+}
+
+
+def with_limit(error: OSError) -> OSError:
+    """The error, with the limit of the system that is behind it."""
+    name, words = LIMITS.get(error.errno or 0, ("", ""))
+    if not words:
+        return error
+    if name:
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        words += f"; {name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft} here"
+    reason = f"{error.strerror}: no worker can be started, and none is left that takes calls; raise the limit of {words}"
+    return OSError(error.errno, f"{reason}, or use fewer workers, and drop results whose graphs are kept")

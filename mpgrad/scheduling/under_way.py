@@ -63,6 +63,11 @@ class UnderWay:
         """It is not answered after all: what came could not be read to the end."""
         self.chunks = {number: chunk, **self.chunks}
 
+    def drop_behind(self) -> None:
+        """All chunks but the first are somebody else's now."""
+        for number in list(self.chunks)[1:]:
+            del self.chunks[number]
+
     def end(self) -> None:
         """The worker is gone."""
         self.chunks.clear()

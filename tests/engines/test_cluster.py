@@ -36,6 +36,7 @@ from mpgrad.cluster.records import packed, unpacked
 from mpgrad.cluster.sequence import Sequence
 from mpgrad.cluster.site_worker import SiteWorker
 from mpgrad.engines.kinds import ENGINES, Kind
+from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.pipe import framed
@@ -353,8 +354,8 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(monkeypatch: pytest.
         tracker = None
         launch = ends.__setitem__
 
-        def exit_code(self, number: int, timeout: float) -> int:
-            return 0
+        def exited(self, number: int) -> Exit:
+            return Exit(0)
 
     async def scenario() -> None:
         there = site.Site(60.0)
@@ -636,9 +637,8 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
         def launch(self, number: int, end: socket.socket) -> None:
             ends[number] = end
 
-        def exit_code(self, number: int, timeout: float) -> int:
-            assert has_ended.wait(20)
-            return 7
+        def exited(self, number: int) -> Exit | None:
+            return Exit(7) if has_ended.is_set() else None
 
         def close(self) -> None: ...
 

@@ -25,7 +25,7 @@ import pytest
 from conftest import alive, first_are_quick, gone, linux_only
 
 import mpgrad
-from mpgrad.engines.launch import NurseryLauncher, SpawnLauncher, process_launcher
+from mpgrad.engines.launch import Exit, NurseryLauncher, SpawnLauncher, process_launcher
 from mpgrad.engines.programs import is_python
 from mpgrad.inherited import Inherited, inherited, take_over
 from mpgrad.system import PORTABLE
@@ -575,10 +575,17 @@ def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None
 
 
 @pytest.fixture
-def launcher(nursery: mpgrad.Pool) -> Iterator[NurseryLauncher | SpawnLauncher]:
+def launcher(nursery: mpgrad.Pool) -> NurseryLauncher | SpawnLauncher:
     made: Any = process_launcher(None)
-    yield made
-    made.close()
+    return made  # type: ignore[no-any-return]
+
+
+def exit_of(launcher: Any, number: int) -> Exit:
+    deadline = time.monotonic() + 30
+    while (found := launcher.exited(number)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
 
 
 def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
@@ -588,19 +595,20 @@ def test_nothing_is_kept_of_workers_that_end_late(launcher: Any) -> None:
         ours, theirs = socket.socketpair()
         ends.append(ours)
         launcher.launch(number, theirs)
-    assert launcher.exit_code(0, timeout=0) is None  # it is told nothing, and waits
-    assert launcher.exit_code(1, timeout=0) is None
+    assert launcher.exited(0) is None  # it is told nothing, and waits
+    assert launcher.exited(1) is None
     ends[2].close()
-    assert launcher.exit_code(2, timeout=30) == 0
+    assert exit_of(launcher, 2) == Exit(0)
+    launcher.kill(0)
+    assert exit_of(launcher, 0) == Exit(-signal.SIGKILL)
     if isinstance(launcher, NurseryLauncher):
-        kept = launcher._nursery._exit_codes, launcher._nursery._late, launcher._born
-        while launcher._nursery._late:
-            launcher._nursery.exit_code(-1, timeout=0.01)
-            launcher._nursery._late.discard(-1)
-        assert kept == ({}, set(), {})
+        (last,) = launcher._born.values()
+        names = launcher._nursery._exits
+        assert last[1] in names
+        launcher.close()
+        assert last[1] not in names
     else:
-        while launcher._late:
-            launcher._late = [each for each in launcher._late if launcher._ended(each, 30) is None]
+        launcher.close()
         assert launcher._processes == {}
     for end in ends:
         end.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
+import errno
 import io
 import logging
+import math
 import multiprocessing
 import os
 import subprocess
@@ -14,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from conftest import linux_only
 
 import mpgrad
+from mpgrad.engines.sockets import SocketEngine
 
 WAIT = 1.0  # seconds
 
@@ -56,15 +62,41 @@ def ends_slowly(_: int) -> None:
     time.sleep(0.05)  # so that each worker gets one
 
 
-@pytest.mark.xfail(
-    strict=True, raises=multiprocessing.TimeoutError, reason="policy: the scheduling thread waits for each worker's exit"
-)
 def test_a_worker_that_ends_slowly(nursery: mpgrad.Pool) -> None:
     # symptom: all maps stand still for up to 2 s. cause: the thread that feeds workers waits for the exit of one that ends.
     with mpgrad.Pool(2) as pool:
         pool.map(ends_slowly, range(2), 1)
         pool.resize(1)
         assert pool.map_async(abs, [-1]).get(WAIT) == [1]
+
+
+def has_a_slow_exit_handler(_: int) -> None:
+    atexit.register(time.sleep, 1.5 * WAIT)
+
+
+@linux_only("fork, as other workers take as long to start")
+def test_retired_workers_with_slow_exit_handlers(nursery: mpgrad.Pool) -> None:
+    # symptom: each successor comes when its predecessor has ended.
+    with mpgrad.Pool(2, maxtasksperchild=1) as pool:
+        pool.map_async(has_a_slow_exit_handler, range(6), 1).get(3 * WAIT)
+
+
+def cuts_its_pipe(_: int) -> None:
+    os.closerange(3, 1000)
+    time.sleep(60)
+
+
+@linux_only("fork, as other workers take as long to start")
+def test_a_worker_that_lives_on_without_its_pipe(nursery: mpgrad.Pool) -> None:
+    # symptom: other workers have nothing to do until it is killed, 2 s later; nor has anybody what waited behind its call.
+    with mpgrad.Pool(2, retries=0) as pool:
+        pool.map(abs, [-1] * 4, 1)
+        cut = pool.apply_async(cuts_its_pipe, (0,))
+        for _ in range(10):
+            time.sleep(0.05)
+            assert pool.map_async(abs, [-1] * 4, 1).get(WAIT) == [1] * 4
+        with pytest.raises(mpgrad.WorkerDiedError):
+            cut.get(4 * WAIT)
 
 
 EAT_LIMITS = """
@@ -77,12 +109,54 @@ with mpgrad.Pool(1, maxtasksperchild=1) as pool:
 """
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="policy: retired workers eat the limits")
 def test_retired_workers_and_a_low_limit_of_descriptors() -> None:
     # symptom: the map waits for ever. cause: workers that have done their calls stay for their graphs, and no other can start.
     script = EAT_LIMITS.replace("get(20)", f"get({3 * WAIT})")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+def refuses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """From its third worker on the engine starts none for so long."""
+    start, since = SocketEngine.start, time.monotonic()
+
+    def refusing(engine: SocketEngine, number: int) -> Any:
+        if number > 2 and time.monotonic() - since < seconds:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(engine, number)
+
+    monkeypatch.setattr(SocketEngine, "start", refusing)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "keep"])
+def test_the_system_refuses_for_a_while(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, graphs: Any) -> None:
+    # symptom: the map goes on when the graphs have gone, and so, in the thread that would use them, never.
+    refuses(monkeypatch, WAIT / 2)
+    with mpgrad.Pool(2, maxtasksperchild=1, graphs=graphs) as pool:
+        xs = [torch.ones(1, requires_grad=True) for _ in range(6)]
+        losses = pool.map_async(torch.exp, xs).get(5 * WAIT)
+        torch.stack(losses).sum().backward()
+    assert [x.grad for x in xs] == [math.e * torch.ones(1)] * 6
+
+
+def test_graphs_that_cannot_be_made_again_are_not_given_up(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom: the map waits for ever.
+    refuses(monkeypatch, math.inf)
+    with mpgrad.Pool(2, maxtasksperchild=1, retries=0) as pool:
+        xs = [torch.ones(1, requires_grad=True) for _ in range(2)]
+        losses = pool.map_async(torch.exp, xs, 1).get(WAIT)
+        time.sleep(2.5 * WAIT)
+        torch.stack(losses).sum().backward()  # nobody wants a worker: they stay
+    assert [x.grad for x in xs] == [math.e * torch.ones(1)] * 2
+
+
+def test_an_error_names_the_limit(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # symptom: the map waits for ever.
+    refuses(monkeypatch, math.inf)
+    with mpgrad.Pool(2, maxtasksperchild=1, retries=0) as pool:
+        xs = [torch.ones(1, requires_grad=True) for _ in range(6)]
+        with pytest.raises(BlockingIOError, match="RLIMIT_NPROC"):
+            pool.map_async(torch.exp, xs, 1).get(5 * WAIT)
 
 
 def waits_for(path: Path | None) -> None:
