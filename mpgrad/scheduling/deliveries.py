@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpgrad.calls.output import report
 from mpgrad.memory.addresses import owner_of, slab_of
@@ -35,20 +35,20 @@ class Deliveries:
         self.notes = notes
         self._chunk_numbers = itertools.count(1)
         self.recomputed = 0  # calls whose graphs were made again
-        self.retire: Callable[[WorkerHandle], None]  # what becomes of a worker that takes no new calls: the staff's to say
 
-    def feed(self) -> None:
-        """Give every worker a chunk before any gets its second.
+    def feed(self) -> list[WorkerHandle]:
+        """Give every worker a chunk before any gets its second. Returns those that are retiring, and have nothing to do.
 
         A second one has to wait for the first, perhaps for long, while another worker starts or ends what it does. So it is
         given where it is known to be short.
         """
         for depth in range(CHUNKS_UNDER_WAY):
-            for worker in list(self.workers.values()):
+            for worker in self.workers.values():
                 if worker.ready and len(worker.under_way.chunks) <= depth:
                     self.give(worker)
         for worker in self._line.take_back(self.workers.values()) * CHUNKS_UNDER_WAY:
             self.give(worker)
+        return [each for each in self.workers.values() if each.retiring and each.ready and not each.backlog]
 
     def give(self, worker: WorkerHandle) -> None:
         """Send `worker` a chunk of what waits; backwards first, because somebody waits for them."""
@@ -58,10 +58,7 @@ class Deliveries:
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, messages, payload)
             return
-        if worker.retiring:
-            self.retire(worker)
-            return
-        if worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which
+        if worker.retiring or worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which
             return
         share = self._line.next_for(worker)
         if share is not None:

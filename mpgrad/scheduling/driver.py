@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.scheduling.notes import Notes
+from mpgrad.scheduling.worker_handle import WorkerHandle
 
 __all__ = ["Driver"]
 
@@ -39,6 +41,18 @@ class Driver(Protocol):
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait in the caller's thread until `satisfied()`, which is evaluated after each frame; whether it was."""
+        ...
+
+    def wait_for_gradients(self, backward: Backward) -> None:
+        """Send it when the gradients have come that it needs of other backwards. Called by the scheduling thread."""
+        ...
+
+    def rescue(self, worker: WorkerHandle) -> None:
+        """Have others do what was left for a worker that is gone. Called by the scheduling thread."""
+        ...
+
+    def call_off_backward(self, graph_task: int) -> None:
+        """Nobody waits any more for what was sent for the backward with this number. Called from finalizers."""
         ...
 
     def tell_waiters(self) -> None:

@@ -8,7 +8,7 @@ a node's backward ──► send ──► the worker's backlog ──► [sched
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,9 +53,6 @@ class GradientSender:
         self._packer = packer
         self._numbers = numbers
         self._since = since
-        self.wait_for_gradients: Callable[[Backward], None]  # that it needs and that are still to come
-        self.rescue: Callable[[WorkerHandle], None]  # what was left for a worker that is gone
-        self.give_up: Callable[[int], None]  # the backward with this number
         self._held = 0
         self._last_modes: tuple[int, Modes | None] = -1, None  # of the last backward that was asked about
         self.last_backward = -1  # of which something was sent
@@ -70,7 +67,7 @@ class GradientSender:
             self._prepare(backward, worker)
         backward.worker = worker
         if backward.waits:
-            self._driver.put(lambda: self.wait_for_gradients(backward))
+            self._driver.put(lambda: self._driver.wait_for_gradients(backward))
         else:
             self.leave(worker, backward)
         self._held += 1
@@ -126,7 +123,7 @@ class GradientSender:
         """For the worker to take up; or for others, if it is gone, or goes in this moment."""
         worker.backlog.append(item)
         if worker.gone is not None:
-            self._driver.put(lambda: self.rescue(worker))
+            self._driver.put(lambda: self._driver.rescue(worker))
 
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
@@ -137,7 +134,7 @@ class GradientSender:
 
     def call_off_backward(self, graph_task: int) -> None:
         """As `Scheduler.call_off`, all that was sent for the backward with this number."""
-        self._driver.post(lambda: self.give_up(graph_task))
+        self._driver.call_off_backward(graph_task)
 
     def spend(self, graph: RemoteGraph) -> None:
         worker = graph.worker

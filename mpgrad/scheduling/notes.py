@@ -13,7 +13,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 
 from mpgrad.memory.accelerator import name_of
-from mpgrad.scheduling.chunks import Chunk
+from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.timeline.recording import NotedCall, NotedChunk, Recording, Worker
 from mpgrad.wire.messages import Recorded

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 
+from mpgrad.autograd.remote_graph import Backward, Home, RemoteGraph, Settled
+from mpgrad.calls.homes import Arrived, error_maker, raised_from
+from mpgrad.calls.operations import Operation
+from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.output import given_again
+from mpgrad.calls.packing import PackedCall
 from mpgrad.descriptors import Kept
-from mpgrad.errors import SharedMemoryError
+from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
+from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.admissions import Admissions
-from mpgrad.scheduling.answers import Answers, failed_again
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.chunks import Chunk
+from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.scheduling.crossing import kept
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
@@ -25,6 +34,7 @@ from mpgrad.wire.asides import LastWords, Whereabouts
 from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     Collected,
+    Failure,
     Gradients,
     Logged,
     Missing,
@@ -41,8 +51,9 @@ from mpgrad.wire.messages import (
     Tried,
 )
 from mpgrad.wire.pipe import UnreadableFrame
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
 
-__all__ = ["Receiver"]
+__all__ = ["Answers", "Receiver", "failed_again"]
 
 # what is raised where a message came at the wrong time, or holds what it should not
 CONTENT = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError)
@@ -214,3 +225,144 @@ class Receiver:
             self._admissions.unfinished.pop(operation, None)
         if self._settings.calls is not None and worker.calls_done >= self._settings.calls:
             self._staff.retire(worker)
+
+
+class Answers:
+    """Makes outcomes and replies, with the handles of graphs and of borrowed memory; no tensor and no exception."""
+
+    def __init__(self, lenders: Lenders, recoverable: bool) -> None:
+        self._lenders = lenders
+        self._recoverable = recoverable  # calls are kept as long as their graphs, to be run again
+        self.graphs_dropped = 0
+
+    def results(
+        self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
+    ) -> list[tuple[int, Outcome | BaseException]]:
+        """The outcome of each call that ran, with its index; `chunk` may have more calls, which were called off.
+
+        What is known of the graphs is noted: another thread may look as soon as the last outcome is delivered.
+        """
+        operation = chunk.operation
+        assert operation is not None
+        if message.mutated:
+            operation.mutated = True
+        operation.warned.extend(message.warned)
+        if message.reached and operation.home.reach is not None:
+            operation.home.reach.found.update(message.reached)
+        if len(message.outcomes) > len(chunk.calls):
+            raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
+        outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
+        self._note_graphs(worker, message)
+        return outcomes
+
+    def _outcomes(
+        self, worker: WorkerHandle, chunk: Chunk, operation: Operation, message: Results, payload: memoryview
+    ) -> Iterator[tuple[int, Outcome | BaseException]]:
+        """With the calls' indices."""
+        for (number, call), outcome in zip(chunk.calls, message.outcomes, strict=False):  # fewer after a failure
+            if isinstance(outcome, Failure):
+                name = operation.names.words(call.item + outcome.offset)
+                yield call.index, failed_again(outcome, name, worker)
+                continue
+            graph, gradients = None, outcome.gradients or ()
+            item = call.item if call.items == 1 else range(call.item, call.item + call.items)
+            if outcome.has_graph:
+                graph = self._graph_kept(worker, operation.home, number, item, call)
+            if outcome.gradients is not None and operation.options.eager is not None:
+                if not operation.options.eager.keeps:
+                    worker.graphs.note_missing(number)
+                if not operation.options.eager.apart and operation.home.reach is not None:
+                    worker.sums.note(operation.options.function.number, None, ())
+            try:
+                memories = self._borrow(outcome.tensors, gradients)
+            except SharedMemoryError as error:
+                yield call.index, error
+                continue
+            if graph is not None and outcome.gradients is not None:
+                graph.eager = Arrived(outcome.gradients, payload, memories, worker)
+            if graph is None or graph.recipe is None:
+                call.forget_tensors()
+            if graph is None:
+                call.claims = ()  # of what gave it something, no gradient is wanted
+            yield call.index, Delivered(outcome, payload, memories, graph, call, worker)
+
+    def gradients(self, worker: WorkerHandle, chunk: Chunk, message: Gradients, payload: memoryview) -> None:
+        """Each backward that ran is settled; those whose graphs were missing go back to the backlog."""
+        if message.warned:
+            first = chunk.backwards[0]
+            first.warned = deque([*first.warned, *message.warned])
+        self._note_graphs(worker, message)
+        for position, reached in message.reached:
+            chunk.backwards[position].reached = reached
+        for backward in chunk.backwards[len(message.outcomes) :]:  # called off, and not begun
+            worker.graphs.note_rest(backward)
+        for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
+            if isinstance(found, Missing):
+                worker.graphs.note_missing(backward.call)
+                backward.apart = backward.captures  # whoever collects the sum may have been ahead of us
+                if not backward.arrived:  # it has where it was called off
+                    worker.backlog.append(backward)
+            elif backward.arrived:
+                worker.graphs.note_rest(backward)
+            elif isinstance(found, Failure):
+                worker.graphs.note_rest(backward)
+                name = backward.home.names.words(backward.items)
+                backward.settle(functools.partial(raised_from, found, name, worker.name))
+            else:
+                number, graph = backward.derived_number, backward.graph
+                if number is not None and any_connected(found):
+                    backward.derived = self._graph_kept(worker, backward.home, number, graph.index, backward)
+                self._arrive(backward, worker, found, payload)
+
+    def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
+        request = chunk.request
+        assert request is not None
+        worker.sums.forget(request.function, request.graph_task, request.levels)
+        request.calls = message.calls
+        if isinstance(message.grads, Failure):
+            request.settle(functools.partial(raised_from, message.grads, "", worker.name))
+        else:
+            self._arrive(request, worker, message.grads, payload)
+
+    def _graph_kept(
+        self, worker: WorkerHandle, home: Home, number: int, index: int | range, recipe: PackedCall | Backward
+    ) -> RemoteGraph:
+        worker.graphs.keep(number)
+        return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
+
+    def _note_graphs(self, worker: WorkerHandle, message: Results | Gradients) -> None:
+        self.graphs_dropped += worker.graphs.note_dropped(message.dropped)
+        worker.graphs.nbytes = message.graph_bytes
+
+    def _arrive(self, settled: Settled, worker: WorkerHandle, found: Sequence[TensorRef | None], payload: memoryview) -> None:
+        try:
+            settled.settle(Arrived(found, payload, self._borrow(found), worker))
+        except SharedMemoryError as error:
+            settled.settle(error_maker(error))
+
+    def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
+        """By address.
+
+        Raises:
+            SharedMemoryError: some of it cannot be mapped; all of it counts as given back.
+        """
+        found: dict[int, Borrowed | Slot] = {}
+        refused: SharedMemoryError | None = None
+        for ref, alone in [(ref, not isinstance(refs, Bucket)) for refs in many for ref in lent(refs)]:
+            try:
+                memory = self._lenders.borrow(ref.place, ref.nbytes, findable=alone)
+                slab = self._lenders.slab(slab_of(ref.place))
+                found[ref.place] = kept(memory) if slab.elsewhere else Borrowed(memory, slab)
+            except SharedMemoryError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+        return found
+
+
+def any_connected(found: Sequence[TensorRef | None]) -> bool:
+    return any(ref is not None and ref.flags & REQUIRES_GRAD for ref in found)
+
+
+def failed_again(failure: Failure, call: str, worker: WorkerHandle) -> Failed:
+    return Failed(functools.partial(raised_from, failure, call, worker.name))

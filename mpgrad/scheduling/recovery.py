@@ -23,7 +23,7 @@ from mpgrad.calls.output import report
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
 from mpgrad.memory.limits import kills_for_memory
-from mpgrad.scheduling.chunks import Chunk
+from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle

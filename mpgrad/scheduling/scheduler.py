@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.prediction import Predicted
@@ -36,13 +37,12 @@ from mpgrad.scheduling.calling_off import CallingOff
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.gradient_sender import GradientSender
-from mpgrad.scheduling.lifecycle import Lifecycle, Phase
+from mpgrad.scheduling.lifecycle import Lifecycle, Phase, Settling
 from mpgrad.scheduling.notes import Notes
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings
-from mpgrad.scheduling.settling import Settling
 from mpgrad.scheduling.sizes import FAR, NEAR
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -86,10 +86,6 @@ class Scheduler(ABC):
         self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
         self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
         self.calling_off = CallingOff(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
-        deliveries.retire = self.staff.retire
-        gradients.wait_for_gradients = self.admissions.dependents.look_at_backward
-        gradients.rescue = self.staff.rescue
-        gradients.give_up = self.calling_off.call_off_backward
 
     # --- what a subclass decides: whose thread it is (see `Driver`)
 
@@ -113,7 +109,8 @@ class Scheduler(ABC):
         """Wait for the end that `drain` or `terminate` asked for."""
 
     def feed(self) -> None:
-        self.deliveries.feed()
+        for worker in self.deliveries.feed():
+            self.staff.retire(worker)
 
     # --- any thread: operations
 
@@ -165,6 +162,10 @@ class Scheduler(ABC):
     def call_off_all(self) -> None:
         """Likewise, all operations that were admitted up to now; who still asks for a result gets a `CancelledError`."""
         self.post(self.calling_off.call_off_all)
+
+    def call_off_backward(self, graph_task: int) -> None:
+        """Likewise, all that was sent for the backward with this number."""
+        self.post(lambda: self.calling_off.call_off_backward(graph_task))
 
     def stop(self, operation: Operation) -> None:
         """As `cancel`, and what is under way is ended too, with its worker; whatever else that one had goes to others."""
@@ -357,6 +358,12 @@ class Scheduler(ABC):
     def _is_idle(self) -> bool:
         busy = any(worker.under_way or worker.backlog for worker in [*self.staff.gone, *self.workers.values()])
         return not (busy or self._line.has_calls)
+
+    def wait_for_gradients(self, backward: Backward) -> None:
+        self.admissions.look_at_backward(backward)
+
+    def rescue(self, worker: WorkerHandle) -> None:
+        self.staff.rescue(worker)
 
     def look_at_room(self) -> None:
         """An engine that follows the nodes of a cluster has room for more workers, or for less."""

@@ -24,7 +24,7 @@ from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError
 from mpgrad.place import preparation
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.chunks import Chunk
+from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender

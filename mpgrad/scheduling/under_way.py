@@ -18,7 +18,7 @@ from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.protocol import WorkerLink
-from mpgrad.scheduling.chunks import Chunk
+from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.wire.asides import Whereabouts, in_order
 
 __all__ = ["MERCY", "UnderWay"]

@@ -22,8 +22,7 @@ from mpgrad.memory.limits import bytes_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried
 from mpgrad.progress import Progress
-from mpgrad.scheduling.settings import Settings
-from mpgrad.scheduling.stations import worker_devices
+from mpgrad.scheduling.settings import Settings, worker_devices
 
 __all__ = [
     "CallOptions",

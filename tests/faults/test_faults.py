@@ -22,8 +22,8 @@ from conftest import PATIENCE
 import mpgrad
 from mpgrad.calls.operations import Operation
 from mpgrad.memory import arena
-from mpgrad.scheduling.answers import Answers
 from mpgrad.scheduling.chunk_writer import ChunkWriter
+from mpgrad.scheduling.receiving import Answers
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.staffing import Staff
 
