@@ -14,9 +14,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-
-from mpgrad.errors import contextmanager
+from collections.abc import Callable
 
 __all__ = ["LONGEST_HOLD", "collector_held", "let_collector_look"]
 
@@ -24,55 +22,45 @@ LONGEST_HOLD = 0.1  # seconds: then there is time to collect
 MOST_HELD = 200_000  # new objects, ours or those of the iterable that the caller gave
 
 
-class Hold:
-    """Whoever holds the collector off; at the latest until it is gone, should an interrupt come before anything else."""
-
-    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not python_ends():
-            HOLDERS.let_go(self)
-
-
 class Holders:
-    """The collector belongs to the process, and several threads may run operations."""
+    """Whoever holds the collector off: it belongs to the process, and several threads may run operations."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a hold may end within it
+        self.lock = threading.RLock()  # a hold may end within it
         self.holds: set[int] = set()
-        self._was_on = False  # before the first of them
-
-    def add(self, hold: Hold) -> None:
-        with self._lock:
-            if not self.holds:
-                self._was_on = self._was_on or gc.isenabled()
-            self.holds.add(id(hold))
-            gc.disable()
-
-    def let_go(self, hold: Hold) -> None:
-        with self._lock:
-            self.holds.discard(id(hold))
-            if not self.holds and self._was_on:
-                gc.enable()
-                self._was_on = False
+        self.was_on = False  # before the first of them
 
     def after_fork(self) -> None:
         """Those who hold it are threads of the parent, or come back to a hold that is over."""
-        if self.holds and self._was_on:
+        if self.holds and self.was_on:
             gc.enable()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
 
 HOLDERS = Holders()
 os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 
-@contextmanager
-def collector_held() -> Iterator[None]:
-    hold = Hold()
-    try:
-        HOLDERS.add(hold)
-        yield
-    finally:
-        HOLDERS.let_go(hold)
+class collector_held:  # used as a function is
+    """A block in which the collector is off; at the latest until this is gone, should an interrupt come before its end."""
+
+    def __enter__(self) -> None:
+        with HOLDERS.lock:
+            if not HOLDERS.holds:
+                HOLDERS.was_on = HOLDERS.was_on or gc.isenabled()
+            HOLDERS.holds.add(id(self))
+            gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        with HOLDERS.lock:
+            HOLDERS.holds.discard(id(self))
+            if not HOLDERS.holds and HOLDERS.was_on:
+                gc.enable()
+                HOLDERS.was_on = False
+
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if id(self) in HOLDERS.holds and not python_ends():
+            self.__exit__()
 
 
 def let_collector_look() -> None:

@@ -33,9 +33,10 @@ from mpgrad.torch_state.private import (
     node_type,
     outside_transforms,
     set_priority,
+    transforms_are_active,
     will_run,
 )
-from mpgrad.torch_state.vmap_levels import levels_of, without
+from mpgrad.torch_state.vmap_levels import Level, levels_of, without
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = ["attach", "differentiate", "edges_behind_gates", "edges_to_captures", "is_call", "item_of"]
@@ -98,7 +99,7 @@ class Call(torch.autograd.Function):
                 raise
         else:
             ctx.graph_task = graph_task
-            keep = graph_is_kept() or relatives_will_run(ctx)
+            keep = graph_is_kept() or (ctx.graph.family is not None and relatives_will_run(ctx))
             whole = len(wanted) == count and captures == (capture_node is not None) and are_all_given(grads, promises)
             create = torch.is_grad_enabled()
             backward = Backward(
@@ -272,22 +273,36 @@ def differentiate(
     if levels:
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
+    if transforms_are_active():
+        with outside_transforms():
+            send_to_worker(node, backward, grads, levels, promises)
+    else:
+        send_to_worker(node, backward, grads, levels, promises)
+
+
+def send_to_worker(
+    node: Any,
+    backward: Backward,
+    grads: Sequence[torch.Tensor | None],
+    levels: tuple[Level, ...],
+    promises: Sequence[tuple[int, Promise]],
+) -> None:
+    """Plain tensors, outside of all transforms."""
     graph: RemoteGraph = node.graph
     if backward.create or graph.home.deterministic or torch.are_deterministic_algorithms_enabled():
         backward.apart = backward.captures
-    with outside_transforms():
-        if backward.create:
-            if graph.family is None:
-                graph.family = [weakref.ref(node)]
-            given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-            backward.further = FurtherCall(weakref.ref(node), given, backward.wanted).attach
-            graph.has_further = True
-        parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
-        for output, promise in promises:
-            parts[output].append(promise)
-        graph.check_inputs()
-        backward.give(parts, levels, bool(promises))
-        graph.home.send(backward)
+    if backward.create:
+        if graph.family is None:
+            graph.family = [weakref.ref(node)]
+        given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+        backward.further = FurtherCall(weakref.ref(node), given, backward.wanted).attach
+        graph.has_further = True
+    parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
+    for output, promise in promises:
+        parts[output].append(promise)
+    graph.check_inputs()
+    backward.give(parts, levels, bool(promises))
+    graph.home.send(backward)
 
 
 def attach(

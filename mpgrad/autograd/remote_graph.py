@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.errors import CallNames
-from mpgrad.torch_state.private import outside_transforms, set_priority
+from mpgrad.torch_state.private import outside_transforms, set_priority, transforms_are_active
 from mpgrad.torch_state.vmap_levels import Level, within
 
 __all__ = [
@@ -500,16 +500,18 @@ class Backward(Settled):
     def _results(self) -> dict[int, torch.Tensor | None]:
         """The gradients that nobody has taken, by input; the first to ask waits. Assumes: `_taking` is held."""
         if self._found is None:
-            with outside_transforms():
-                arrived = self.home.wait(self)
-                found = arrived.tensors()
-                derived, self.derived = self.derived, None
-                if derived is not None and self.further is not None:
-                    places = arrived.connected()
-                    outputs = [each for place in places if (each := found[place]) is not None]
-                    attached = self.further(derived, outputs, self.reached)
-                    for place, output in zip(places, attached, strict=True):
-                        found[place] = output
+            if transforms_are_active():  # they would wrap all that is made here
+                with outside_transforms():
+                    return self._results()
+            arrived = self.home.wait(self)
+            found = arrived.tensors()
+            derived, self.derived = self.derived, None
+            if derived is not None and self.further is not None:
+                places = arrived.connected()
+                outputs = [each for place in places if (each := found[place]) is not None]
+                attached = self.further(derived, outputs, self.reached)
+                for place, output in zip(places, attached, strict=True):
+                    found[place] = output
             self.further = None
             if self.levels:
                 found = [None if each is None else within(each, self.levels) for each in found]

@@ -212,7 +212,7 @@ class Operation:
             graph.inputs_lent = call.inputs_lent
             if not self.options.modes.grad:
                 self._let_in(call)
-            gated = [*call.gated, *gates_to(call.claims)]
+            gated = [*call.gated, *gates_to(call.claims)] if call.claims else [*call.gated]
             for number in outcome.result.unused:
                 gated[number] = gated[number].detach()
             if call.bundle:

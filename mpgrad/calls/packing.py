@@ -152,6 +152,7 @@ class PackedCall:
         "index",
         "inputs_lent",
         "item",
+        "items",
         "leaf_items",
         "leaves",
         "options",
@@ -167,6 +168,7 @@ class PackedCall:
     def __init__(self, index: int, shape: Structure, placed: list[Placed] | Together, claims: Sequence[Any] = ()) -> None:
         self.index = index
         self.item = index  # the number of its item, or of its first one, in the operation
+        self.items = 1
         self.bundle: Parts = ()  # the arguments of each item
         self.leaves: Sequence[torch.Tensor] = ()  # of a bundle: those of its tensors that need gradients
         self.leaf_items: Sequence[int] = ()  # the item of each
@@ -181,10 +183,6 @@ class PackedCall:
         self.origin = 0  # the device it comes from
         self.deaths = 0  # of workers that ran this call
         self.idle_deaths = 0  # of workers that had it next
-
-    @property
-    def items(self) -> int:
-        return len(self.bundle) or 1
 
     def forget_tensors(self) -> None:
         """The worker has them, and nobody will ask for them again."""
@@ -290,7 +288,7 @@ def pack_bundle(packing: Packing, index: int, calls: Sequence[Arguments], item: 
         if any(isinstance(each.holder, Borrowed) for each in placed):  # one that is written to must not concern others
             return None
     call = PackedCall(index, None, placed)
-    call.bundle = bundle
+    call.bundle, call.items = bundle, len(bundle)
     need = [own & REQUIRES_GRAD for own in flags]
     call.leaves = list(itertools.compress(together, need))
     call.leaf_items = list(itertools.compress(owners(bundle), need))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
@@ -83,20 +82,19 @@ class Feeder:
         grad, state = operation.options.modes.grad, operation.options.function.state
         packing = Packing(packer, grad, operation.streams, operation.options.request, state, shared)
 
-        def alone(args: Sequence[Any], kwargs: dict[str, Any]) -> PackedCall:
-            return pack_call(packing, operation.added, args, kwargs, operation.items)
-
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, size or 1))):
             bundle = None if size is None else pack_bundle(packing, operation.added, some, operation.items)
             if bundle is not None:
                 yield bundle
             else:
-                yield from itertools.starmap(alone, some)
+                for args, kwargs in some:
+                    yield pack_call(packing, operation.added, args, kwargs, operation.items)
             if bundle is None and size is not None:
                 break  # items of this kind have calls of their own
             size = self._bundle_size(operation, total)
-        yield from itertools.starmap(alone, calls)
+        for args, kwargs in calls:
+            yield pack_call(packing, operation.added, args, kwargs, operation.items)
 
     def _bundle_size(self, operation: Operation, total: int | None) -> int | None:
         """Of how many items; None where it is not known yet what they cost."""

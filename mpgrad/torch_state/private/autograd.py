@@ -36,19 +36,13 @@ ENGINE: Any = torch.autograd.Variable._execution_engine
 NODE_IN_PYTHON: Any = torch._C._FunctionBase
 
 
-def current_graph_task() -> int:
-    """The number of the backward that is running in this thread; -1 outside one."""
-    return int(torch._C._current_graph_task_id())
-
-
-def graph_is_kept() -> bool:
-    """Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def will_run(node: Any) -> bool:
-    """Whether the running backward needs `node`: false for what `torch.autograd.grad(inputs=...)` leaves out."""
-    return bool(torch._C._will_engine_execute_node(node))
+# These are asked for every call and its backward, so they are PyTorch's own functions, without one of ours around them.
+# The number of the backward that is running in this thread; -1 outside one:
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the running backward was asked to keep the graph (`retain_graph` or `create_graph`):
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# Whether the running backward needs a node: false for what `torch.autograd.grad(inputs=...)` leaves out:
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def leaf_will_run(node: Any) -> bool:

@@ -46,9 +46,8 @@ def has_ended(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_dead_tensor_wrapper(tensor))  # type: ignore[attr-defined]
 
 
-def transforms_are_active() -> bool:
-    """Whether a `torch.func` transform is running in this thread."""
-    return bool(torch._C._are_functorch_transforms_active())
+# Whether a `torch.func` transform is running in this thread; PyTorch's own function, for it is asked many times a call.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def dual_level_is_active() -> bool:
@@ -69,7 +68,7 @@ def level_count() -> int:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a dual tensor of the level that is active."""
-    return dual_level_is_active() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class SharedLevel:
