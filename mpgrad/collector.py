@@ -59,7 +59,7 @@ class collector_held:  # used as a function is
                 HOLDERS.was_on = False
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if id(self) in HOLDERS.holds and not python_ends():
+        if not python_ends():
             self.__exit__()
 
 
