@@ -396,7 +396,7 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool.
+        """`map` that returns at once. Callbacks run one after another, in a thread of the pool.
 
         Example:
             >>> import torch, mpgrad

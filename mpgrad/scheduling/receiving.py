@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 
-from mpgrad.calls.output import given_again
+from mpgrad.calls.output import given_again, later
 from mpgrad.descriptors import Kept
 from mpgrad.errors import SharedMemoryError
 from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
@@ -151,7 +151,7 @@ class Receiver:
                 case Recorded():
                     self._notes.answered(worker, message)
                 case Printed() | Logged():
-                    given_again(message)
+                    later(given_again, message)
                 case Tried() if self._memory.crossing is not None:
                     others = [each for each in self._deliveries.workers.values() if not each.retiring]
                     if told := self._memory.crossing.tried(worker, message, self._memory.lenders, others):
