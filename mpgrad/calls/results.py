@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from mpgrad.callbacks import CallbackThread, later, report
 from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Failed
-from mpgrad.calls.output import CallbackThread, later, report
 from mpgrad.calls.seconds import seconds_given, seconds_or_none
 from mpgrad.calls.submitted import Submitted
 from mpgrad.errors import add_note
@@ -356,6 +356,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is.
+
+        It runs in a thread of the pool, after the callbacks of futures that were done before. It may wait for other calls.
 
         Example:
             >>> import queue, mpgrad

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpgrad.calls.output import OF_THREAD, report
+from mpgrad.callbacks import OF_THREAD, report
 from mpgrad.engines.protocol import Engine
 from mpgrad.errors import InternalError
 from mpgrad.pickling.exceptions import one_more

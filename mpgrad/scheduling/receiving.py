@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 
-from mpgrad.calls.output import given_again, later
+from mpgrad.callbacks import later
+from mpgrad.calls.output import given_again
 from mpgrad.descriptors import Kept
 from mpgrad.errors import SharedMemoryError
 from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of

@@ -25,8 +25,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from mpgrad.callbacks import CallbackThread
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.output import CallbackThread
 from mpgrad.engines.protocol import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.forks import WITHHELD

@@ -10,8 +10,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.output import report
 from mpgrad.errors import InternalError
 from mpgrad.scheduling.lifecycle import Lifecycle
 

@@ -66,7 +66,7 @@ def test_an_interrupt_while_the_stream_is_waited_for(fresh_pool: mpgrad.Pool, mo
     def interrupts(*_: object) -> None:
         raise Interrupt
 
-    monkeypatch.setattr("mpgrad.calls.output.CallbackThread.catch_up.__defaults__", (PATIENCE,))
+    monkeypatch.setattr("mpgrad.callbacks.CallbackThread.catch_up.__defaults__", (PATIENCE,))
     stream = LockedStream()
     monkeypatch.setattr(sys, "stdout", stream)
     result = fresh_pool.map_async(prints, [1])
