@@ -396,7 +396,7 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> AsyncResult[Any]:
-        """`map` that returns at once. A callback runs in a thread of the pool, and may not wait for the pool.
+        """`map` that returns at once. Callbacks run one after another, in a thread of the pool; they may wait for other calls.
 
         Example:
             >>> import torch, mpgrad
@@ -639,6 +639,7 @@ class Pool:
 
         Raises:
             ValueError: the pool is still open.
+            RuntimeError: a callback asks for it.
 
         Example:
             >>> import mpgrad

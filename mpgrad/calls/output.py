@@ -6,30 +6,19 @@ import contextlib
 import io
 import logging
 import sys
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from mpgrad.callbacks import report
 from mpgrad.errors import RemoteError, RemoteTraceback, write
 from mpgrad.pickling import classes
 from mpgrad.pickling.classes import ClassUnpickler
 from mpgrad.tracebacks import is_own, outside, shown
 from mpgrad.wire.messages import Logged, Logger, LogLevels, Printed, Warned
 
-__all__ = ["Warnings", "given_again", "log_levels", "report", "taken", "warned_again"]
-
-log = logging.getLogger("mpgrad")
-
-
-def report(level: int, text: str, *arguments: object, with_traceback: bool = False) -> None:
-    """Log, from the pool's own thread, which goes on where a handler of the caller's raises."""
-    try:
-        log.log(level, text, *arguments, exc_info=with_traceback)
-    except Exception:
-        if sys.__stderr__ is not None:
-            traceback.print_exc(file=sys.__stderr__)
+__all__ = ["Warnings", "given_again", "log_levels", "taken", "warned_again"]
 
 
 def given_again(message: Printed | Logged) -> None:
@@ -81,7 +70,7 @@ def exception_again(pickled: bytes, text: str) -> BaseException:
 
 
 class NoImports(ClassUnpickler):
-    """The thread that gives records may not wait for an import: it may be that one that waits for the pool."""
+    """The thread that gives records may not wait for an import, as the importing thread may wait for the pool's end."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:

@@ -1,6 +1,8 @@
 """Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a differentiable Future.
 
-All of them make tensors and autograd nodes in the thread that asks, never in the dispatcher's.
+All of them make tensors and autograd nodes in the thread that asks, never in the dispatcher's. That one sets the state of a
+future, so that who waits for it need not wait for a third thread. The locks that this takes are those of `concurrent.futures`,
+which holds them for an instant, and runs no code of users meanwhile. Callbacks run elsewhere: see `later`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from mpgrad.callbacks import CallbackThread, later, report
 from mpgrad.calls.claims import Claim
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Failed
-from mpgrad.calls.output import report
 from mpgrad.calls.seconds import seconds_given, seconds_or_none
 from mpgrad.calls.submitted import Submitted
 from mpgrad.errors import add_note
@@ -34,6 +36,8 @@ R = TypeVar("R")
 
 class Desk(Protocol):
     """What results need of the scheduler."""
+
+    callbacks: CallbackThread
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
@@ -61,31 +65,29 @@ class Uncollected:
     MOST = 1000
 
     def __init__(self) -> None:
+        # The scheduling thread notes while any other may look. Each step is one of the dictionary's, so it needs no lock.
         self._errors: dict[int, Failed] = {}
         self._numbers = itertools.count()
-        self._lock = threading.RLock()  # the scheduling thread notes while any other may look, and handle signals
 
     def number(self) -> int:
         """For a result that may become a failure."""
         return next(self._numbers)
 
     def note(self, number: int, error: Failed) -> None:
-        with self._lock:
-            if len(self._errors) < self.MOST:
-                self._errors[number] = error
+        if len(self._errors) < self.MOST:
+            self._errors[number] = error
 
     def collected(self, number: int) -> None:
-        with self._lock:
-            self._errors.pop(number, None)
+        self._errors.pop(number, None)
 
     def surface(self) -> None:
         """Raise the failure of what was submitted first, and forget them all."""
-        with self._lock:
-            errors, self._errors = self._errors, {}
-        if errors:
-            first = errors.pop(min(errors)).error()
-            if errors:
-                add_note(first, f"failures that nobody asked for, besides this one: {len(errors)}")
+        taken = [self._errors.pop(number, None) for number in sorted(self._errors)]
+        failures = [each for each in taken if each is not None]  # None: another thread was faster
+        if failures:
+            first = failures[0].error()
+            if len(failures) > 1:
+                add_note(first, f"failures that nobody asked for, besides this one: {len(failures) - 1}")
             raise first
 
 
@@ -187,25 +189,30 @@ class AsyncResult(Generic[R]):
         return self._operation.first_failure() is None
 
     def _finish(self) -> None:
-        """All calls have ended. Runs callbacks, in the scheduling thread; makes the value only for one."""
+        """All calls have ended. Has callbacks run; makes the value only for one."""
         failed = self._operation.first_failure()
-        try:
-            if failed is None:
-                if self._callback is not None:
-                    self._callback(self.get())
-            elif self._error_callback is not None:
-                self._error_callback(failed.error())
-            else:
-                self._uncollected.note(self._number, failed)
-                if self._is_collected:  # before it was noted: whoever waits may be faster than this thread
-                    self._collect()
-        except BaseException:  # it is the caller's code in the pool's thread, which has to go on
-            report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
+        if failed is None:
+            if self._callback is not None:
+                later(call_back, self._callback, self.get)
+        elif self._error_callback is not None:
+            later(call_back, self._error_callback, failed.error)
+        else:
+            self._uncollected.note(self._number, failed)
+            if self._is_collected:  # before it was noted: whoever waits may be faster than this thread
+                self._collect()
 
     def _collect(self) -> None:
         """Nobody else has to be told of a failure."""
         self._is_collected = True
         self._uncollected.collected(self._number)
+
+
+def call_back(callback: Callable[[Any], object], make: Callable[[], object]) -> None:
+    """Call it with what `make` gives."""
+    try:
+        callback(make())
+    except BaseException:  # it is the caller's code in a thread of the pool, which has to go on
+        report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
 
 
 class ExceptionOfTask(Exception):
@@ -272,9 +279,11 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
-        if not self.done():
-            self._wait(timeout)
-        if not self.done():
+        callbacks = self._desk.callbacks
+        if self.done():
+            if callbacks.done != callbacks.added:
+                callbacks.catch_up()
+        elif not self._wait(timeout):
             raise concurrent.futures.TimeoutError(f"no result within the timeout ({timeout} s)")
         if self.cancelled():
             raise concurrent.futures.CancelledError
@@ -306,9 +315,9 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             return True
         return cancelled
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None) -> bool:
         try:
-            self._desk.wait_until(self.done, timeout)
+            return self._desk.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._abandon()
             raise
@@ -348,6 +357,8 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is.
 
+        It runs in a thread of the pool, after the callbacks of futures that were done before. It may wait for other calls.
+
         Example:
             >>> import queue, mpgrad
             >>> done = queue.SimpleQueue()
@@ -357,7 +368,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             1
         """
         self._tells = True
-        super().add_done_callback(fn)
+        super().add_done_callback(functools.partial(later, fn))
 
     def _claim(self) -> Claim | None:
         return self._operation.claim()
@@ -373,7 +384,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         return not self._told
 
     def _finish(self, index: int) -> None:
-        """The call has ended. Runs callbacks, in the scheduling thread; makes no value."""
+        """The call has ended. Has callbacks run; makes no value."""
         outcome = self._operation.outcomes[index]
         self._operation.starts, self._operation.on_outcome = lambda: True, lambda index: None  # they refer to this future
         if not self._starts():

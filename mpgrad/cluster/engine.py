@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from mpgrad.callbacks import report
 from mpgrad.cluster.carrier import Carrier, Node
 from mpgrad.cluster.site import Hello, hello
 from mpgrad.cluster.site_handle import SiteHandle, SiteLink
@@ -177,7 +178,8 @@ class ClusterEngine:
             site.close()
         elif site.hello is None and not site.lost and not site.is_missed and now - site.opened_at > WAITING:
             site.is_missed = True
-            log.warning(
+            report(
+                logging.WARNING,
                 "a site for %d workers (%s) has not come for %g s; other jobs may hold the CPUs that it needs, or an "
                 "autoscaler has yet to add a node: end them, wait, or ask for less (processes; workers_per_node or "
                 "cpus_per_worker of mpgrad.Ray)",
@@ -213,7 +215,7 @@ class ClusterEngine:
         if not site.lost:
             site.lose(why)
         first_line, _, _ = why.partition("\n")
-        log.warning("a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
+        report(logging.WARNING, "a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
         if site.node is not None:
             self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
         self._count_room()
@@ -259,7 +261,7 @@ class ClusterEngine:
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
-        """Sites must hear of us also while a callback of the user's keeps the other thread busy."""
+        """Sites must hear of us also while the other thread is busy."""
         while not self._closing.wait(self._patience / 4):
             for site in list(self._sites):
                 site.beat()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpgrad.calls.output import report
+from mpgrad.callbacks import report
 from mpgrad.memory.accelerator import INSTALLED, Lane, Post, Region, name_of
 from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.scheduling.worker_handle import WorkerHandle

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from mpgrad.calls.output import report
+from mpgrad.callbacks import report
 from mpgrad.memory.addresses import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.notes import Notes

@@ -2,7 +2,7 @@
 
 multiprocessing.Pool uses three threads, blocking pipes and a lock around each; a killed worker leaves it waiting for ever.
 Here every decision is taken in one thread. KeyboardInterrupt is raised in the main thread, which therefore never interrupts
-half a message.
+half a message. What users could make wait, their callbacks, handlers and streams, runs in another thread (`CallbackThread`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpgrad.calls.output import report
+from mpgrad.callbacks import OF_THREAD, report
 from mpgrad.engines.protocol import Engine
 from mpgrad.errors import InternalError
 from mpgrad.pickling.exceptions import one_more
@@ -52,8 +52,10 @@ class Dispatcher(Scheduler):
         self._staffed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
         try:
+            self.callbacks.start()
             self._thread.start()
         except BaseException:  # no thread is left
+            self.callbacks.end()
             engine.close()
             raise
         if engine.copies_caller:
@@ -93,10 +95,14 @@ class Dispatcher(Scheduler):
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
         self.life.check_process()
-        if satisfied():
-            return True
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("a callback of the pool cannot wait for the pool; hand the work to another thread")
+        is_satisfied = satisfied() or self._wait(satisfied, timeout)
+        if is_satisfied and self.callbacks.done != self.callbacks.added:
+            self.callbacks.catch_up()
+        return is_satisfied
+
+    def _wait(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
+        if OF_THREAD.callbacks is self.callbacks:
+            raise RuntimeError("a finalizer that Python runs in the pool's own thread cannot wait for the pool")
         waiter = Waiter(satisfied, threading.Lock())
         waiter.lock.acquire()
         self._waiters.append(waiter)
@@ -116,12 +122,16 @@ class Dispatcher(Scheduler):
 
     def join(self) -> None:
         self.life.check_process()
-        if self._thread is not threading.current_thread():
+        this = threading.current_thread()
+        if this is not self._thread:
             self._thread.join()
+            if this is not self.callbacks:
+                self.callbacks.join()
 
     # --- the dispatcher's thread
 
     def _run(self) -> None:
+        OF_THREAD.callbacks = self.callbacks
         try:
             try:
                 self.staff.fill()
@@ -141,6 +151,7 @@ class Dispatcher(Scheduler):
                 report(logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True)
             finally:
                 self._is_over = True
+                self.callbacks.end()
                 self.tell_waiters()
 
     def _turn(self) -> None:

@@ -12,8 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.output import report
 from mpgrad.errors import InternalError, PoolClosedError
 from mpgrad.pickling.exceptions import one_more
 

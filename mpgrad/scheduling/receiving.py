@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mpgrad.autograd.remote_graph import Backward, Home, RemoteGraph, Settled
+from mpgrad.callbacks import later
 from mpgrad.calls.homes import Arrived, error_maker, raised_from
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.outcomes import Delivered, Failed, Outcome
@@ -162,7 +163,7 @@ class Receiver:
                 case Recorded():
                     self._notes.answered(worker, message)
                 case Printed() | Logged():
-                    given_again(message)
+                    later(given_again, message)
                 case Tried() if self._memory.crossing is not None:
                     others = [each for each in self._deliveries.workers.values() if not each.retiring]
                     if told := self._memory.crossing.tried(worker, message, self._memory.lenders, others):

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
 from mpgrad.autograd.remote_graph import Backward
+from mpgrad.callbacks import CallbackThread
 from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.prediction import Predicted
@@ -65,6 +67,7 @@ class Scheduler(ABC):
         self.settings = settings
         self.engine = engine
         self.life = Lifecycle()
+        self.callbacks = CallbackThread()  # not started if the scheduling thread is the caller's
         self.notes = Notes()
         self.watch = Watch(settings.in_caller)
         self.memory = CallerMemory(settings, self.nudge)
@@ -202,8 +205,9 @@ class Scheduler(ABC):
         self.post(look)
         try:
             self.wait_until(all_ended)
-            self.post(all_told)  # an order runs between two deliveries, so holders and callbacks have heard of the last one
+            self.post(all_told)  # an order runs between two deliveries, so holders have heard of the last one
             self.wait_until(lambda: told)
+            self.callbacks.catch_up(-1)
         except BaseException:  # KeyboardInterrupt, above all
             for operation in pending:
                 if operation.holder is not None:
@@ -307,8 +311,11 @@ class Scheduler(ABC):
 
         Raises:
             ValueError: the pool is still open.
+            RuntimeError: a callback asks for it.
         """
         self.life.check_process()
+        if threading.current_thread() is self.callbacks:
+            raise RuntimeError("a callback cannot join its pool, which waits for all callbacks; join it in another thread")
         if self.life.phase is Phase.OPEN:
             raise ValueError("the pool is still open; close or terminate it before join")
         self.life.enter(Phase.DRAINING)

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from mpgrad.callbacks import report
 from mpgrad.calls.device_choice import missing_device
-from mpgrad.calls.output import log_levels, report
+from mpgrad.calls.output import log_levels
 from mpgrad.engines.protocol import Engine
 from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError

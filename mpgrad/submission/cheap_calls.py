@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 
+from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.output import report
 from mpgrad.scheduling.scheduler import Scheduler
 
 __all__ = ["CheapCalls"]

@@ -8,7 +8,6 @@ import errno
 import io
 import logging
 import math
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -33,9 +32,6 @@ def logs(k: int) -> int:
     return k
 
 
-@pytest.mark.xfail(
-    strict=True, raises=multiprocessing.TimeoutError, reason="policy: the scheduling thread takes locks that users hold"
-)
 def test_a_caller_that_holds_the_lock_of_a_handler(fresh_pool: mpgrad.Pool) -> None:
     # symptom: a hang for ever. cause: the thread that delivers results also gives records of workers to handlers.
     handler, logger = logging.StreamHandler(io.StringIO()), logging.getLogger("policy")

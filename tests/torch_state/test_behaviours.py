@@ -167,16 +167,16 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(BackwardCFunction, "_set_sequence_nr", lambda node, number: None)
     ],
     "a node can ask which other nodes the running backward will run": [
-        replaced(torch._C, "_will_engine_execute_node", lambda node: True),
-        replaced(torch._C, "_will_engine_execute_node", lambda node: False),
+        replaced(private, "will_run", lambda node: True),
+        replaced(private, "will_run", lambda node: False),
     ],
     "a node can ask whether the running backward keeps the graph": [
-        replaced(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True),
-        replaced(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False),
+        replaced(private, "graph_is_kept", lambda: True),
+        replaced(private, "graph_is_kept", lambda: False),
     ],
     "each backward has a number of its own, also one within another": [
-        replaced(torch._C, "_current_graph_task_id", lambda: 0),
-        replaced(torch._C, "_current_graph_task_id", itertools.count().__next__),
+        replaced(private, "current_graph_task", lambda: 0),
+        replaced(private, "current_graph_task", itertools.count().__next__),
     ],
     "what a node returns comes to the next node as the very same object, also a number that is expanded": [
         replaced(private, "apply", behind_one_more)
@@ -226,7 +226,7 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         numbered_from_0,
         replaced(FUNCTORCH, "maybe_get_level", lambda tensor: 7),
         replaced(FUNCTORCH, "is_batchedtensor", lambda tensor: False),
-        replaced(torch._C, "_are_functorch_transforms_active", lambda: True),
+        replaced(private, "transforms_are_active", lambda: True),
     ],
     "the vmap before torch.func gives wrappers that say what they are": [
         replaced(FUNCTORCH, "is_legacy_batchedtensor", lambda tensor: False),
@@ -282,7 +282,7 @@ def test_first_pools_of_many_threads_at_once() -> None:
     "use", [lambda: mpgrad.Pool(1), lambda: mpgrad.map_with_parallel_backward(torch.autograd.Function, (torch.ones(1),))]
 )
 def test_nothing_runs_where_a_behaviour_is_missing(use: Callable[[], object], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch._C, "_will_engine_execute_node", lambda node: True)
+    monkeypatch.setattr(private, "will_run", lambda node: True)
     with pytest.raises(UnsupportedTorchError, match=r"a node can ask which other nodes .* will run") as caught:
         use()
     assert torch.__version__ in str(caught.value) and all(version in str(caught.value) for version in behaviours.TRIED)
