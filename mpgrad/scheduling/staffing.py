@@ -202,6 +202,7 @@ class Staff:
         else:
             self.fill()
         self.rescue(worker)
+        self._driver.wake()  # others have something to do now; the scheduling thread may be about to sleep
 
     def _is_last_start(self, worker: WorkerHandle) -> bool:
         """Whether workers cannot be started. Those that start together and die together count as one attempt."""
