@@ -82,7 +82,7 @@ class Answers:
             try:
                 memories = self._borrow(outcome.tensors, gradients)
             except SharedMemoryError as error:
-                yield call.index, error
+                yield call.index, error.with_traceback(None)  # its frames would keep what was borrowed
                 continue
             if graph is not None and outcome.gradients is not None:
                 apart = operation.ahead == RunAhead.APART
@@ -145,7 +145,7 @@ class Answers:
         try:
             reply.arrive(found, payload, self._borrow(found))
         except SharedMemoryError as error:
-            reply.fail(error)
+            reply.fail(error.with_traceback(None))  # its frames would keep the reply, and the graph
 
     def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
         """By address.

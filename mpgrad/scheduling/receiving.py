@@ -108,6 +108,8 @@ class Receiver:
             if self._taken is not None:  # it is not answered after all
                 worker.under_way.put_back(*self._taken)
             self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
+        finally:
+            self._taken = None  # it would keep an operation and its results until somebody else answers
 
     def _lose_garbled(self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None) -> None:
         worker.garbled, error.__cause__ = error, cause or error.__cause__
