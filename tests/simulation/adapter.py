@@ -279,6 +279,12 @@ def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
     ]
 
 
+def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
+    """Those that are to be ended if they do not answer in time."""
+    chunks = {worker.number: worker.under_way.first for worker in scheduler.workers.values()}
+    return {number for number, chunk in chunks.items() if chunk is not None and chunk.timeout is not None}
+
+
 def has_queued_calls(scheduler: SimulatedScheduler) -> bool:
     unfinished = scheduler.admissions.unfinished
     return any(call.index < operation.limit for operation in unfinished for call in operation.queue)
@@ -302,6 +308,6 @@ def kept_of_pool(scheduler: SimulatedScheduler) -> dict[str, int]:
     return {
         "inbox": len(scheduler.inbox),
         "unfinished operations": len(scheduler.admissions.unfinished),
-        "stranded workers": len(scheduler.staff.stranded),
+        "backlogs of stranded workers": sum(len(worker.backlog) for worker in scheduler.staff.stranded),
         "queued calls": has_queued_calls(scheduler),
     }

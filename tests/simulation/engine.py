@@ -173,7 +173,9 @@ class World:
         self.slots: weakref.WeakValueDictionary[int, SimulatedSlot] = weakref.WeakValueDictionary()
         self.events: list[str] | None = [] if listens else None
         self.environments: dict[int, set[bytes]] = {}  # by backward, those in which it may run
+        self.environments_of_functions: dict[int, bytes] = {}
         self.backward_deaths: Counter[tuple[int, int]] = Counter()  # by graph and backward
+        self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
         self.refused_memory = False
         self.starts_fail = False  # the pool may give up for it
         self.lost_nodes = False
@@ -373,6 +375,8 @@ class SimulatedWorker:
         if message.pickled is not None:
             self.codes.add(message.code)
         self.check(message.code in self.codes, "a worker does not know the code of a function", message.code)
+        is_own = self.environment == self.world.environments_of_functions[function]
+        self.check(is_own, "a function is loaded in the environment of another", function)
         address = None if message.slot is None else message.slot[0]
         if address is not None:
             self._borrow(address)
@@ -699,6 +703,8 @@ class SimulatedLink:
         for each in itertools.chain(*self._unanswered.values()) if self.lost else parts[:position]:
             if isinstance(each, Task):
                 each.was_caught = True
+            else:
+                self.world.caught_backwards.add(each)
         part = parts[position]
         if isinstance(part, tuple):
             self.world.backward_deaths[part] += 1

@@ -48,7 +48,7 @@ STEPS = {  # how often each is taken
     "hang": 2,
     "lose_node": 1,
     "resize": 2,
-    "change_environment": 1,
+    "change_environment": 2,
     "time_passes": 3,
     "end_pool": 1,
 }
@@ -225,6 +225,8 @@ class History:
         elif scheduler.next_look is not None and not scheduler.life.has_ended:
             world.now = max(world.now, scheduler.next_look) + 1e-6
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
+            if overdue := adapter.workers_with_timeout(scheduler) & {worker.number for worker in hung}:
+                raise CheckFailed("a call takes too long, and nobody ends it", f"workers {sorted(overdue)}")
             world.random.choice(hung).is_hung = False
         else:
             return False
@@ -245,6 +247,7 @@ class History:
         function = adapter.new_function(self.scheduler, b"code %d" % choose.randrange(4), choose.random() < 0.5)
         environment = self.environment.now
         operation = adapter.new_operation(self.scheduler, function, environment, is_submitted, **options)
+        world.environments_of_functions[function.number] = environment
         self._count += 1
         asked = Asked(operation, options, self._count, is_submitted)
         self.asked.append(asked)
@@ -605,7 +608,8 @@ class History:
             case CancelledError():
                 return sent.is_called_off
             case WorkerDiedError() | CallTimeoutError():
-                return deaths > retries or (retries == 0 and not self.program.keeps) or life.broken is not None
+                is_caught = (sent.call, sent.graph_task) in self.world.caught_backwards or not self.program.keeps
+                return deaths > retries or (retries == 0 and is_caught) or life.broken is not None
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():
