@@ -329,6 +329,7 @@ class Backward(Settled):
     __slots__ = (
         "_found",
         "_graph",
+        "_index",
         "_left",
         "_of_captures",
         "_ref",
@@ -345,12 +346,12 @@ class Backward(Settled):
         "further",
         "grads",
         "graph_task",
-        "home",
         "idle_deaths",
         "is_last",
         "keep",
         "levels",
         "modes",
+        "names",
         "number",
         "parts",
         "reached",
@@ -385,8 +386,9 @@ class Backward(Settled):
         """
         super().__init__()
         self.graph_task = graph_task
-        self.home = graph.home
         self.call = graph.call
+        self.names = graph.home.names
+        self._index = graph.index
         self.number = graph.number
         self._graph: RemoteGraph | None = graph
         self._ref = weakref.ref(graph)
@@ -434,9 +436,15 @@ class Backward(Settled):
         return graph
 
     @property
+    def home(self) -> Home:
+        """Not kept: it may have this in its sums."""
+        return self.graph.home
+
+    @property
     def items(self) -> int | range:
         """The item, or those of a bundle to whose results gradients have come."""
-        return self.graph.given([count or None for count in self.parts])
+        graph = self._graph or self._ref()  # it may have been called off, and dropped
+        return self._index if graph is None else graph.given([count or None for count in self.parts])
 
     def settle(self, outcome: Any) -> None:
         if self.derived is None:

@@ -58,6 +58,7 @@ class Admissions:
         """Nobody wants the calls after the first that failed."""
         for worker in self._deliveries.workers.values():
             worker.under_way.cancel(operation)
+        self._line.tidy()
         if operation.finished:
             self.unfinished.pop(operation, None)
             self._driver.tell_waiters()

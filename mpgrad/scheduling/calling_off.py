@@ -60,6 +60,7 @@ class CallingOff:
         operation.cancel()
         for worker in self._workers.values():
             worker.under_way.cancel(operation)
+        self._line.tidy()
         self._admissions.unfinished.pop(operation, None)
         self._driver.tell_waiters()
 

@@ -85,4 +85,4 @@ def contents(chunk: Chunk) -> tuple[str, list[NotedCall]]:
         ]
     if chunk.request is not None:
         return "sums", []
-    return "backward", [NotedCall(each.items, each.home.names.function) for each in chunk.backwards]
+    return "backward", [NotedCall(each.items, each.names.function) for each in chunk.backwards]

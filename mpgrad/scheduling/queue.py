@@ -59,6 +59,12 @@ class Line:
             self._codes.number(operation.options.function)
             (self._operations.appendleft if first else self._operations.append)(operation)
 
+    def tidy(self) -> None:
+        """Let go of operations whose calls nobody wants: if no worker looked here again, their results would be kept."""
+        for operation in list(self._operations):
+            if not any(call.index < operation.limit for call in operation.queue):
+                self._operations.remove(operation)
+
     def put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
         wanted = [call for call in calls if call.index < operation.limit]
         if wanted:
@@ -76,12 +82,12 @@ class Line:
             if worker.under_way and operation.queue and self._may_be_sooner_elsewhere(operation):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
+            if not operation.queue:  # at once: perhaps no worker looks again, and the results would be kept
+                del self._operations[place]
             if calls:
                 return operation, calls
             if operation.queue:  # what is there is for workers on other devices
                 place += 1
-            else:
-                del self._operations[place]
         return None
 
     def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:

@@ -120,6 +120,8 @@ class Receiver:
             if self._taken is not None:  # it is not answered after all
                 worker.under_way.put_back(*self._taken)
             self._lose_garbled(worker, UnreadableFrame(repr(error)), error)
+        finally:
+            self._taken = None  # it would keep an operation and its results until somebody else answers
 
     def _lose_garbled(self, worker: WorkerHandle, error: UnreadableFrame, cause: BaseException | None = None) -> None:
         worker.garbled, error.__cause__ = error, cause or error.__cause__
@@ -277,7 +279,7 @@ class Answers:
             try:
                 memories = self._borrow(outcome.tensors, gradients)
             except SharedMemoryError as error:
-                yield call.index, error
+                yield call.index, error.with_traceback(None)  # its frames would keep what was borrowed
                 continue
             if graph is not None and outcome.gradients is not None:
                 graph.eager = Arrived(outcome.gradients, payload, memories, worker)
@@ -303,17 +305,28 @@ class Answers:
                 backward.apart = backward.captures  # whoever collects the sum may have been ahead of us
                 if not backward.arrived:  # it has where it was called off
                     worker.backlog.append(backward)
-            elif backward.arrived:
-                worker.graphs.note_rest(backward)
             elif isinstance(found, Failure):
                 worker.graphs.note_rest(backward)
-                name = backward.home.names.words(backward.items)
-                backward.settle(functools.partial(raised_from, found, name, worker.name))
+                if not backward.arrived:
+                    name = backward.names.words(backward.items)
+                    backward.settle(functools.partial(raised_from, found, name, worker.name))
             else:
-                number, graph = backward.derived_number, backward.graph
-                if number is not None and any_connected(found):
-                    backward.derived = self._graph_kept(worker, backward.home, number, graph.index, backward)
-                self._arrive(backward, worker, found, payload)
+                self._gradients_of(backward, worker, found, payload)
+
+    def _gradients_of(
+        self, backward: Backward, worker: WorkerHandle, found: Sequence[TensorRef | None], payload: memoryview
+    ) -> None:
+        number = backward.derived_number if any_connected(found) else None
+        if not backward.arrived:
+            if number is not None:
+                backward.derived = self._graph_kept(worker, backward.home, number, backward.graph.index, backward)
+            self._arrive(backward, worker, found, payload)
+            return
+        with contextlib.suppress(SharedMemoryError):  # it was called off: the memory is given back at once
+            self._borrow(found)
+        if number is not None:
+            worker.graphs.keep(number)
+            worker.releases.append(number)
 
     def collected(self, worker: WorkerHandle, chunk: Chunk, message: Collected, payload: memoryview) -> None:
         request = chunk.request
@@ -339,7 +352,7 @@ class Answers:
         try:
             settled.settle(Arrived(found, payload, self._borrow(found), worker))
         except SharedMemoryError as error:
-            settled.settle(error_maker(error))
+            settled.settle(error_maker(error.with_traceback(None)))  # its frames would keep what waits for it
 
     def _borrow(self, *many: Sequence[TensorRef | None]) -> dict[int, Borrowed | Slot]:
         """By address.

@@ -118,7 +118,7 @@ class Recovery:
         accused: Part,
     ) -> BaseException:
         """The error of a call that fails: what is known of the death, and how often it was tried."""
-        names = (accused.options.function if isinstance(accused, PackedCall) else accused.home).names
+        names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths, accused.idle_deaths
         details = [f"the call was tried {'once' if tried == 1 else f'{tried} times'} (retries: {self._retries})"] * (tried > 0)
@@ -161,7 +161,7 @@ class Recovery:
         elif isinstance(item, SumRequest):
             item.settle(error_maker(WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)))
         elif not can_be_made(item.graph):
-            index, names = item.items, item.home.names
+            index, names = item.items, item.names
             number, call = names.number(index), names.words(index)
             details = [GRAPH_LOST] if gone.overdue is None else [OVERRAN.format(gone.overdue), GRAPH_LOST]
             died = WorkerDiedError(number, "backward", gone.number, gone.exit_code, "; ".join(details), call=call)

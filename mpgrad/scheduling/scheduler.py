@@ -414,6 +414,7 @@ class Scheduler(ABC):
 
     def _settle(self) -> None:
         self._settling.settle()
+        self._line.tidy()
         self.tell_waiters()
 
 

@@ -184,8 +184,8 @@ class Staff:
             return
         if not worker.retiring:
             worker.send_home()
-            self.fill()
-        if worker.is_done or self._is_forsaken(worker):
+            self.fill()  # which may send it off at once, if no other can be started beside it
+        if worker.gone is None and (worker.is_done or self._is_forsaken(worker)):
             self._send_off(worker, f"has ended after {worker.calls_done} calls")
             self.fill()  # should it have failed before, for want of what this one had
 
@@ -280,6 +280,7 @@ class Staff:
                 self.kills += is_ours
                 self._look_into(worker, chunks, begun[0], offset, blames)
             self.rescue(worker)
+            self._driver.wake()  # others have something to do now; the scheduling thread may be about to sleep
 
         self._leave(worker, died, has_exited)
         if worker.number in self._leaves:  # whatever it died of, it was nothing behind its first chunk

@@ -1,0 +1,322 @@
+"""All that the simulation knows of the classes of the scheduler: how they are made, and where to look into them.
+
+Whoever changes those classes changes this module; `engine.py` knows the messages of the wire, and `history.py` knows neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
+
+from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
+from mpgrad.calls.homes import OperationHome
+from mpgrad.calls.operations import Operation, let_go
+from mpgrad.calls.outcomes import Delivered, Failed
+from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
+from mpgrad.calls.submitted import Submitted
+from mpgrad.errors import CallNames
+from mpgrad.pickling.exceptions import one_more
+from mpgrad.scheduling import caller_memory, gradient_sender, recovery, staffing
+from mpgrad.scheduling.scheduler import Scheduler
+from mpgrad.scheduling.settings import Settings
+from mpgrad.torch_state.modes import current_modes
+from mpgrad.wire.messages import LogLevels
+from mpgrad.wire.tensor_packing import Placed
+from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE
+
+GRACE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
+FLOAT64 = NUMBER_OF_DTYPE[torch.float64]
+MODES = current_modes()
+
+
+class Environment:
+    """Of the caller's process: see `mpgrad.environment.Since`."""
+
+    begin: Any = None
+
+    def __init__(self) -> None:
+        self.now = b""
+
+    def changes(self) -> bytes:
+        return self.now
+
+
+@contextlib.contextmanager
+def simulated(world: World) -> Iterator[None]:
+    """Within it the clock is the world's, and so is shared memory; nothing is logged, and torch is not asked for modes."""
+    lenders = type("Lenders", (SimulatedLenders,), {"world": world})
+    replies = CountedReplies()
+    with contextlib.ExitStack() as stack:
+        for place, name, value in (
+            (time, "monotonic", world.clock),
+            (caller_memory, "Lenders", lenders),
+            (gradient_sender, "current_modes", lambda: MODES),
+            (staffing, "log_levels", lambda: LogLevels({}, {}, 0)),
+            (recovery, "kills_for_memory", lambda: 0),
+            (Settled, "settle", replies.wrapped(Settled.settle)),
+        ):
+            stack.enter_context(mock.patch.object(place, name, value))
+        before = logging.root.manager.disable
+        stack.callback(logging.disable, before)
+        logging.disable(logging.CRITICAL)
+        yield
+
+
+class CountedReplies:
+    """Each backward gets one reply; but those that are called off may be answered all the same."""
+
+    def wrapped(self, settle: Callable[[Settled, Any], None]) -> Callable[[Settled, Any], None]:
+        def checked(reply: Settled, outcome: Any) -> None:
+            if reply.arrived and not (reply.has_failed and "interrupted" in str(error_of_reply(reply))):
+                raise CheckFailed("a backward gets two replies")
+            settle(reply, outcome)
+
+        return checked
+
+
+class SimulatedScheduler(Scheduler):
+    """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says so."""
+
+    def __init__(self, settings: Settings, engine: SimulatedEngine, world: World) -> None:
+        super().__init__(settings, engine)  # type: ignore[arg-type]
+        self.world = world
+        self.handles: list[Any] = []  # all that there ever were
+        self.is_awake = True
+        self.next_look: float | None = None  # when it has to look at the clock again
+        self.drive: Callable[[], bool]  # has something happen; False where nothing can
+        self.after_work: Callable[[], None] = lambda: None  # checks
+        self._news_due = float("inf")
+        self.staff.fill()
+
+    def wake(self) -> None:
+        self.is_awake = True
+
+    def nudge(self) -> None:
+        self.is_awake = True
+
+    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+        while not satisfied():
+            if self.life.has_ended:
+                raise one_more(self.life.ended or AssertionError())
+            if not self.drive():
+                raise CheckFailed("somebody waits for ever")
+        return True
+
+    def tell_waiters(self) -> None:
+        """Whoever waits looks for itself."""
+
+    def join(self) -> None:
+        """The history goes on until the end."""
+
+    @property
+    def has_turn(self) -> bool:
+        """There may be something to do, apart from what workers have sent."""
+        is_due = self.next_look is not None and self.next_look <= self.world.now
+        return self.is_awake or is_due or bool(self.inbox) or self.life.is_stopping
+
+    def turn(self) -> None:
+        """As `Dispatcher._turn`."""
+        if self.life.has_ended:
+            return
+        if self.life.is_stopping:
+            self.end()
+            return
+        self.is_awake = False
+        self.work()
+        for worker in self.workers.values():
+            if worker not in self.handles:
+                self.handles.append(worker)
+        self.after_work()
+        has_news = self.deliveries.has_news()
+        patience = self.keep_time()
+        now = self.world.now
+        self._news_due = min(self._news_due, now + GRACE) if has_news else float("inf")
+        moments = [self._news_due] if has_news else []
+        if patience is not None:
+            moments.append(now + patience)
+        self.next_look = min(moments, default=None)
+        links = self.engine.wait(0)
+        self.look_at_room()
+        if has_news and now >= self._news_due:
+            self._news_due = float("inf")
+            self.deliveries.tell_news(quiet_for=GRACE)
+        for link in links:
+            if (worker := self.workers.get(link.number)) is not None:
+                self.receiver.serve(worker)
+                self.is_awake = True
+            elif link.exit is not None:
+                self.staff.bury(link.number)
+                self.is_awake = True
+
+
+def new_scheduler(world: World, environment: Environment, nodes: int, **settings: Any) -> SimulatedScheduler:
+    given = Settings(
+        initializer=b"",
+        threads=1,
+        spares_memory=False,
+        since=environment,  # type: ignore[arg-type]
+        **settings,
+    )
+    return SimulatedScheduler(given, SimulatedEngine(world, nodes), world)
+
+
+# --- calls
+
+
+def new_function(scheduler: SimulatedScheduler, code: bytes, with_captures: bool) -> SharedFunction:
+    pickled = PickledFunction(code, [], False, None)
+    function = SharedFunction(pickled, scheduler.packer, scheduler.forget_function, CallNames("simulated", "item"))
+    if with_captures:
+        function.slot = scheduler.world.slot()  # type: ignore[assignment]
+    return function
+
+
+def new_operation(
+    scheduler: SimulatedScheduler, function: SharedFunction, environment: bytes, is_submitted: bool, **options: Any
+) -> Operation:
+    kind = Submitted if is_submitted else Operation
+    home = OperationHome(scheduler.gradients, function, MODES, False, options.get("timeout"), None, False)
+    return kind(OperationOptions(function, MODES, None, environment, **options), home)
+
+
+def add_call(operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[Submitted]) -> None:
+    """A call that is sent as the number of its task, with memory of the caller's if there is a `slot`."""
+    placed = [] if slot is None else [Placed(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
+    call = PackedCall(operation.added, task.number, placed, [source.claim() for source in sources])
+    if items > 1:
+        call.bundle, call.items = [(None, 1)] * items, items
+    operation.add(call)
+
+
+def taken(operation: Operation) -> dict[int, Delivered | Failed]:
+    """Its outcomes, as when somebody asks for all values: they are gone from it then."""
+    found = dict(operation.outcomes)
+    for outcome in found.values():
+        if isinstance(operation, Submitted) and isinstance(outcome, Delivered):
+            for ref in operation._claims:
+                if (claim := ref()) is not None:
+                    claim.settle(outcome, [])
+            operation._claims = []
+            operation._taken = True
+            operation.outcomes.clear()
+        let_go(outcome)
+    return found
+
+
+# --- backwards
+
+
+def send_backward(
+    graph: RemoteGraph,
+    graph_task: int,
+    promise: Any,
+    keep: bool,
+    whole: bool,
+    create: bool,
+    captures: bool,
+    apart: bool,
+) -> Any:
+    """The backward. `promise`: another one, whose gradient this one needs."""
+    backward = Backward(graph, graph_task, keep=keep, whole=whole, create=create, wanted=(0,), captures=captures, apart=apart)
+    part = torch.zeros(()) if promise is None else Promise(promise, 0)
+    backward.give([[part]], (), promise is not None)
+    graph.home.send(backward)
+    if captures and not apart:
+        graph.home.add_to_sum(backward)
+    return backward
+
+
+def sum_of_captures(operation_home: Any, graph_task: int) -> float:
+    """Waits for it."""
+    return sum(float(each) for found in operation_home.capture_gradients(graph_task) for each in found if each is not None)
+
+
+def value_of_reply(reply: Any) -> float:
+    return float(reply.outcome.tensors()[0])
+
+
+def error_of_reply(reply: Any) -> BaseException:
+    return reply.outcome()  # type: ignore[no-any-return]
+
+
+def forget(reply: Any) -> None:
+    """Its gates take nothing any more."""
+    reply.forget()
+
+
+# --- where calls are
+
+
+def places_of_calls(scheduler: SimulatedScheduler) -> Counter[tuple[int, int]]:
+    """How often each call, by operation and index, is in a queue or under way with a worker."""
+    found: Counter[tuple[int, int]] = Counter()
+    for operation in scheduler.admissions.unfinished:
+        found.update((id(operation), call.index) for call in operation.queue)
+    for worker in [*scheduler.staff.gone, *scheduler.workers.values()]:
+        for chunk in worker.under_way.chunks.values():
+            if chunk.operation is not None:
+                found.update((id(chunk.operation), call.index) for _, call in chunk.calls)
+    return found
+
+
+def places_of_backwards(scheduler: SimulatedScheduler) -> Counter[int]:
+    """How often each reply that has not arrived is in a backlog or under way."""
+    found: Counter[int] = Counter()
+    for worker in [*scheduler.staff.gone, *scheduler.workers.values()]:
+        items = [each for each in worker.backlog if isinstance(each, Backward)]
+        for chunk in worker.under_way.chunks.values():
+            items += chunk.backwards
+        found.update(id(each) for each in items if not each.arrived)
+    return found
+
+
+def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
+    """Those that may take any call, and have none."""
+    limit = scheduler.settings.calls
+    return [
+        worker.number
+        for worker in scheduler.workers.values()
+        if worker.ready and not (worker.under_way or worker.retiring) and (limit is None or worker.calls_done < limit)
+    ]
+
+
+def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
+    """Those that are to be ended if they do not answer in time."""
+    chunks = {worker.number: worker.under_way.first for worker in scheduler.workers.values()}
+    return {number for number, chunk in chunks.items() if chunk is not None and chunk.timeout is not None}
+
+
+def has_queued_calls(scheduler: SimulatedScheduler) -> bool:
+    unfinished = scheduler.admissions.unfinished
+    return any(call.index < operation.limit for operation in unfinished for call in operation.queue)
+
+
+def kept_of_worker(worker: Any) -> dict[str, int]:
+    """What the scheduler keeps of a worker, by name."""
+    return {
+        "backlog": len(worker.backlog),
+        "chunks under way": len(worker.under_way.chunks),
+        "chunks given up": len(worker.under_way.given_up) if worker.gone is None else 0,
+        "loans": len(worker.loans),
+        "graphs": len(worker.graphs) if worker.gone is None else 0,
+        "sums": len(worker.sums._sums) if worker.gone is None else 0,
+        "functions": len(worker.writer.functions) if worker.gone is None else 0,
+        "releases": len(worker.releases) if worker.gone is None else 0,
+    }
+
+
+def kept_of_pool(scheduler: SimulatedScheduler) -> dict[str, int]:
+    return {
+        "inbox": len(scheduler.inbox),
+        "unfinished operations": len(scheduler.admissions.unfinished),
+        "backlogs of stranded workers": sum(len(worker.backlog) for worker in scheduler.staff.stranded),
+        "queued calls": has_queued_calls(scheduler),
+    }

@@ -1,0 +1,824 @@
+"""A simulated engine: workers, links and shared memory that exist only as Python objects of this process.
+
+    the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker ── a step at a time ──► World
+
+A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who holds what. It decides which
+worker makes a step next, and who dies, hangs or is late. A worker is a generator: wherever it yields, anything may happen.
+
+It runs no functions. It keeps graphs, functions and sums as numbers, and fails a check when it is given something that it
+cannot run. Its rules are those of `mpgrad/workers` (`graphs.py` and `backward.py` above all), in their simplest form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import signal
+import struct
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.engines.launch import Exit
+from mpgrad.errors import SharedMemoryError
+from mpgrad.memory.addresses import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
+from mpgrad.memory.arena import Lenders
+from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.frames import Frame
+from mpgrad.wire.messages import (
+    FAREWELL,
+    BackwardCall,
+    Backwards,
+    Collect,
+    Collected,
+    Define,
+    Failure,
+    Follow,
+    Forget,
+    Forward,
+    ForwardCall,
+    Gradients,
+    Missing,
+    NewSlab,
+    Ready,
+    Rederive,
+    Release,
+    Rerun,
+    Result,
+    Results,
+    Returned,
+    SlabsGone,
+    SlabsMissing,
+    Start,
+    StartFailed,
+    Stop,
+)
+from mpgrad.wire.pipe import Traffic
+from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, REQUIRES_GRAD, TensorRef
+
+SLOT_BYTES = 64
+SLAB_SLOTS = 256
+WHEREABOUTS_BYTES = 8 * Whereabouts.COUNT
+TWICE = "backward ran twice through a graph that was not retained"
+
+
+class CheckFailed(AssertionError):
+    """The scheduler has done something wrong. `name` is the same for the same check."""
+
+    def __init__(self, name: str, text: str = "") -> None:
+        super().__init__(f"{name}: {text}" if text else name)
+        self.name = name
+
+
+class Rates(NamedTuple):
+    """How often things go wrong in a history: probabilities at each step of a worker, or each time that one is asked for."""
+
+    death: float = 0.0
+    hang: float = 0.0
+    trim: float = 0.0  # a worker drops a graph for want of memory
+    refused_start: float = 0.0
+    death_at_start: float = 0.0
+    failed_start: float = 0.0
+    refused_memory: float = 0.0
+
+
+class Task:
+    """What a call is, and the truth about what became of it."""
+
+    def __init__(self, number: int, choose: random.Random, traits: Sequence[str]) -> None:
+        self.number = number
+        self.traits = frozenset(traits)
+        self.steps = choose.randrange(3)
+        self.function = 0
+        self.environment = b""
+        self.ended = False  # nobody wants it to begin any more
+        self.sources: list[Task] = []  # whose results it is given
+        # the truth of forwards: how often a worker died that was at it, or had it next
+        self.deaths = self.idle_deaths = self.overdue = 0
+        self.was_caught = False  # a worker died that had done it, and may have sent its result
+
+
+class WorkerGraph:
+    """A graph in a worker. `base` is what it derives from: they share nodes, so one is emptied with the other."""
+
+    def __init__(self, task: Task, held: list[int], base: WorkerGraph | None = None) -> None:
+        self.task = task
+        self.held = held  # addresses that it keeps borrowed
+        self.base = base
+        self._is_emptied = False
+
+    @property
+    def is_emptied(self) -> bool:
+        return self._is_emptied or (self.base is not None and self.base.is_emptied)
+
+    def empty(self) -> None:
+        self._is_emptied = True
+        if self.base is not None:
+            self.base.empty()
+
+
+class SimulatedSlab:
+    """Shared memory that nobody shares."""
+
+    elsewhere = False
+    can_grow = False
+    descriptor = -1
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nbytes = SLOT_BYTES * SLAB_SLOTS
+        self.memory = memoryview(bytearray(self.nbytes))
+        self.start = number << OFFSET_BITS
+
+
+class SimulatedSlot:
+    """Memory of the caller's that is lent to workers. It must live until all of them have given it back."""
+
+    def __init__(self, slab: SimulatedSlab, place: int) -> None:
+        self.slab = slab
+        self.address = slab.number << OFFSET_BITS | place * SLOT_BYTES
+        self.memory = slab.memory[place * SLOT_BYTES : place * SLOT_BYTES + 8]
+
+
+class SimulatedLenders(Lenders):
+    """The real one, with simulated slabs. The system may refuse to map some memory."""
+
+    world: World
+
+    def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
+        self.slabs[number] = self.world.slabs[number]
+
+    def borrow(self, address: int, nbytes: int, private: bool = False, findable: bool = True) -> Any:
+        if self.world.chance(self.world.rates.refused_memory):
+            self.world.refused_memory = True
+            self._given_back.append((address, 1))
+            raise SharedMemoryError("no memory (simulated)")
+        return super().borrow(address, nbytes, private, findable)
+
+
+class World:
+    """The clock, the random numbers, the truth, and all workers that ever were."""
+
+    def __init__(self, rates: Rates, retries: int, listens: bool = False) -> None:
+        self.random = random.Random()
+        self.rates = rates
+        self.retries = retries
+        self.now = 1000.0
+        self.tasks: list[Task] = []
+        self.workers: list[SimulatedWorker] = []
+        self.slabs: dict[int, SimulatedSlab] = {}
+        self.slots: weakref.WeakValueDictionary[int, SimulatedSlot] = weakref.WeakValueDictionary()
+        self.events: list[str] | None = [] if listens else None
+        self.environments: dict[int, set[bytes]] = {}  # by backward, those in which it may run
+        self.environments_of_functions: dict[int, bytes] = {}
+        self.backward_deaths: Counter[tuple[int, int]] = Counter()  # by graph and backward
+        self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
+        self.refused_memory = False
+        self.starts_fail = False  # the pool may give up for it
+        self.lost_nodes = False
+        self._places = itertools.count()
+        self._own_slab = SimulatedSlab(0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def note(self, text: str) -> None:
+        if self.events is not None:
+            self.events.append(f"{self.now - 1000:8.3f}  {text}")
+
+    def chance(self, rate: float) -> bool:
+        return rate > 0 and self.random.random() < rate
+
+    def task(self, traits: Sequence[str]) -> Task:
+        task = Task(len(self.tasks), self.random, traits)
+        self.tasks.append(task)
+        return task
+
+    def slot(self) -> SimulatedSlot:
+        slot = SimulatedSlot(self._own_slab, next(self._places) % SLAB_SLOTS)
+        while slot.address in self.slots:
+            slot = SimulatedSlot(self._own_slab, next(self._places) % SLAB_SLOTS)
+        self.slots[slot.address] = slot
+        return slot
+
+    def able(self) -> list[SimulatedWorker]:
+        """The workers that can make a step."""
+        return [worker for worker in self.workers if worker.can_step]
+
+    def step(self, worker: SimulatedWorker) -> None:
+        """The worker does a little; or it dies or hangs."""
+        self.now += self.random.choice((0.0, 1e-4, 1e-3, 2e-2))
+        if self.chance(self.rates.death):
+            worker.die(-signal.SIGSEGV)
+        elif worker.at_call and self.chance(self.rates.hang):
+            self.note(f"worker {worker.number} hangs")
+            worker.is_hung = True
+        else:
+            worker.step()
+
+    def calm(self) -> None:
+        """Nothing goes wrong by itself any more, and what hangs goes on."""
+        self.rates = Rates()
+        for worker in self.workers:
+            worker.is_hung = False
+            worker.is_late = False
+
+
+class SimulatedWorker:
+    """One worker: what it has, what it was sent, and how far it has come."""
+
+    def __init__(self, world: World, number: int, node: str) -> None:
+        self.world = world
+        self.number = number
+        self.alive = True
+        self.exit_code: int | None = None
+        self.is_hung = False
+        self.is_late = world.chance(0.1)
+        self.is_stubborn = world.chance(0.3)  # hangs where no signal but SIGKILL reaches it
+        self.is_ready = False
+        self.at_call = False
+        self.told_to_stop = False
+        self.frames: deque[Frame] = deque()
+        self.link = SimulatedLink(world, self, node)
+        # what it has
+        self.slab = SimulatedSlab(number << OWNER_BITS)
+        world.slabs[self.slab.number] = self.slab
+        self.numbers = self.slab.memory[:WHEREABOUTS_BYTES].cast("q")
+        self.functions: dict[int, tuple[int, int | None]] = {}  # its code, and the address of its captures
+        self.codes: set[int] = set()
+        self.slabs: set[int] = set()  # that it was told of
+        self.graphs: dict[int, WorkerGraph] = {}
+        self.dropped: set[int] = set()  # the caller believes that they are here
+        self.excused: set[int] = set()  # of what had to be made again, and was skipped
+        self.sums: dict[tuple[int, int | None], list[float]] = {}  # by function and backward
+        self.lent: set[int] = set()
+        self.environment = b""
+        self._free = [place * SLOT_BYTES for place in range(1, SLAB_SLOTS)]
+        self._returns: Counter[int] = Counter()
+        self._waits = False
+        self._life = self._live()
+
+    @property
+    def can_step(self) -> bool:
+        return self.alive and not (self.is_hung or self.is_late or (self._waits and not self.frames))
+
+    def step(self) -> None:
+        try:
+            next(self._life)
+        except StopIteration:
+            if self.alive:
+                self.die(0)
+
+    def die(self, code: int) -> None:
+        if self.alive:
+            self.world.note(f"worker {self.number} ends (exit code {code})")
+            self.world.starts_fail |= not self.is_ready
+            self.alive = False
+            self.exit_code = code
+
+    def check(self, holds: bool, name: str, text: object = "") -> None:
+        if not holds:
+            raise CheckFailed(name, f"worker {self.number}: {text}")
+
+    # --- its life
+
+    def _live(self) -> Iterator[None]:
+        (start,) = (yield from self._next_frame()).messages
+        self.check(isinstance(start, Start), "the first message is no Start", start)
+        yield
+        if self.world.chance(self.world.rates.death_at_start):
+            self.die(1)
+            yield
+        if self.world.chance(self.world.rates.failed_start):
+            self.world.starts_fail = True
+            self.link.answer([StartFailed(failure("start"))])
+            return
+        self.link.answer([NewSlab(self.slab.number, self.slab.nbytes)])
+        self.link.answer([Ready(self.number, self.slab.start)])
+        self.is_ready = True
+        self.world.note(f"worker {self.number} is ready")
+        while not self.told_to_stop:
+            frame = yield from self._next_frame()
+            has_answered = False
+            for message in frame.messages:
+                yield
+                has_answered = yield from self._handle(message)
+                if self.world.chance(self.world.rates.trim):
+                    self._drop_one()
+            if not has_answered and self._returns:
+                self.link.answer(self._take_returns())
+
+    def _next_frame(self) -> Iterator[Any]:
+        while not self.frames:
+            self._waits = True
+            yield
+        self._waits = False
+        return self.frames.popleft()
+
+    def _handle(self, message: Any) -> Iterator[Any]:
+        """Whether it was answered."""
+        match message:
+            case Forward():
+                yield from self._forward(message)
+            case Backwards():
+                yield from self._backward(message)
+            case Collect():
+                self._collect(message)
+            case _:
+                self._hear(message)
+                return False
+        return True
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case Follow():
+                self.environment = message.environment
+            case Define():
+                self._define(message)
+            case Forget():
+                for function in message.functions:
+                    self.check(function in self.functions, "a worker is to forget a function that it does not have", function)
+                    _, address = self.functions.pop(function)
+                    if address is not None:
+                        self._returns[address] += 1
+                    for key in [key for key in self.sums if key[0] == function]:
+                        del self.sums[key]
+                self.codes.difference_update(message.codes)
+            case Release():
+                for call in message.calls:
+                    self._release(call)
+                    self.dropped.discard(call)
+            case Returned():
+                for address, _ in message.slots:
+                    self.check(address in self.lent, "a worker gets back what it has not lent", address)
+                    self.lent.remove(address)
+                    self._free.append(address & OFFSET_MASK)
+            case NewSlab():
+                self.slabs.add(message.number)
+            case SlabsGone():
+                self.slabs.difference_update(message.numbers)
+            case Stop():
+                self.told_to_stop = True
+            case SlabsMissing():
+                pass
+            case _:
+                self.check(False, "a worker is told what it does not understand", message)
+
+    # --- functions and memory
+
+    def _define(self, message: Define) -> None:
+        function = message.function
+        self.check(function not in self.functions, "a worker is told twice of a function", function)
+        if message.pickled is not None:
+            self.codes.add(message.code)
+        self.check(message.code in self.codes, "a worker does not know the code of a function", message.code)
+        is_own = self.environment == self.world.environments_of_functions[function]
+        self.check(is_own, "a function is loaded in the environment of another", function)
+        address = None if message.slot is None else message.slot[0]
+        if address is not None:
+            self._borrow(address)
+        self.functions[function] = message.code, address
+
+    def _borrow(self, address: int) -> None:
+        slab = slab_of(address)
+        self.check(slab in self.slabs, "a worker was not told of memory that it is lent", hex(address))
+        owner = slab >> OWNER_BITS
+        if owner == 0:
+            self.check(address in self.world.slots, "memory is gone that a worker is lent", hex(address))
+        elif (lender := self.world.workers[owner - 1]).alive:
+            self.check(address in lender.lent, "memory was given back that another worker is lent", hex(address))
+
+    def _lent_to_us(self, refs: Sequence[TensorRef]) -> list[int]:
+        addresses = [ref.place for ref in refs if ref.place >= 0]
+        for address in addresses:
+            self._borrow(address)
+        return addresses
+
+    def _lend(self, value: float, payload: bytearray, flags: int = 0) -> TensorRef:
+        """A number for the caller, in shared memory or in the message."""
+        place = -1 - len(payload)
+        if self._free and self.world.chance(0.3):
+            offset = self._free.pop()
+            place = self.slab.start | offset
+            self.lent.add(place)
+            struct.pack_into("d", self.slab.memory, offset, value)
+        else:
+            payload += struct.pack("d", value)
+        return TensorRef(NUMBER_OF_DTYPE[torch.float64], (), None, place, 8, flags)
+
+    def _take_returns(self) -> list[Any]:
+        returned, self._returns = list(self._returns.items()), Counter()
+        return [Returned(returned)] if returned else []
+
+    def _answer(self, message: Any, payload: bytearray) -> None:
+        self.at_call = False
+        self.link.answer([*self._take_returns(), message], payload)
+
+    # --- where it is
+
+    def _begin(self, chunk: int, position: int) -> None:
+        self.numbers[Whereabouts.STARTED] = int(self.world.now * 1e9)
+        self.numbers[Whereabouts.OFFSET] = -1
+        self.numbers[Whereabouts.POSITION] = position
+        self.numbers[Whereabouts.CHUNK] = chunk
+        self.at_call = True
+
+    def _is_skipped(self, chunk: int) -> bool:
+        return chunk in self.numbers[Whereabouts.SKIPPED :].tolist()
+
+    # --- forwards
+
+    def _forward(self, message: Forward) -> Iterator[None]:
+        payload = bytearray()
+        outcomes: list[Any] = []
+        self.check(message.function in self.functions, "a worker is to run a function that it does not have", message)
+        for position, call in enumerate(message.calls):
+            if self._is_skipped(message.chunk):
+                break
+            yield
+            self._begin(message.chunk, position)
+            task = self._task_of(call, message.function)
+            self.check(self.environment == task.environment, "a call runs in the environment of another", task.number)
+            self.check(task.deaths <= self.world.retries, "a call runs though it has killed too many workers", task.number)
+            held = self._lent_to_us(call.tensors)
+            for _ in range(task.steps):
+                yield
+            if "kills" in task.traits:
+                self.die(-signal.SIGKILL)
+                yield
+            outcomes.append(self._outcome(call, task, held, payload))
+            yield
+            if isinstance(outcomes[-1], Failure) and message.stop_at_failure:
+                break
+        for call in message.calls[len(outcomes) :]:
+            self._returns.update(self._lent_to_us(call.tensors))
+        seconds = self.world.random.choice((0.0, 1e-3, 0.1)) * len(outcomes)
+        results = Results(message.chunk, outcomes, seconds, seconds, 0.0, False, [], self._take_dropped(), 0)
+        self._answer(results, payload)
+
+    def _task_of(self, call: ForwardCall, function: int) -> Task:
+        assert isinstance(call.structure, int)
+        task = self.world.tasks[call.structure]
+        self.check(task.function == function, "a call runs with the function of another", task.number)
+        self.check(len(call.claimed) == len(task.sources), "a call runs without the results that it needs", task.number)
+        return task
+
+    def _outcome(self, call: ForwardCall, task: Task, held: list[int], payload: bytearray) -> Result | Failure:
+        if "fails" in task.traits:
+            self._returns.update(held)
+            return failure("forward", task.number)
+        has_graph = "graph" in task.traits
+        if has_graph:
+            self.check(call.call not in self.graphs, "two calls have one number", call.call)
+            self.graphs[call.call] = WorkerGraph(task, held)
+        else:
+            self._returns.update(held)
+        refs = [self._lend(task.number, payload, REQUIRES_GRAD if has_graph else 0)]
+        return Result(call.structure, refs, has_graph, None, [(None, 1) for _ in call.bundle])
+
+    # --- graphs
+
+    def _release(self, call: int) -> None:
+        graph = self.graphs.pop(call, None)
+        if graph is not None:
+            self._returns.update(graph.held)
+
+    def _drop_one(self) -> None:
+        kept = [call for call, graph in self.graphs.items() if not graph.is_emptied]
+        if kept:
+            call = self.world.random.choice(kept)
+            self.world.note(f"worker {self.number} drops graph {call}")
+            self._release(call)
+            self.dropped.add(call)
+
+    def _take_dropped(self) -> list[int]:
+        dropped, self.dropped = sorted(self.dropped), set()
+        self.excused.update(dropped)
+        return dropped
+
+    # --- backwards
+
+    def _backward(self, message: Backwards) -> Iterator[None]:
+        payload = bytearray()
+        outcomes: list[Any] = []
+        for position, call in enumerate(message.calls):
+            if self._is_skipped(message.chunk):
+                break
+            yield
+            environments = self.world.environments[call.graph_task]
+            self.check(self.environment in environments, "a backward runs in the environment of another", call)
+            found: Any = None
+            for step in (*call.before, call):
+                self._begin(message.chunk, position)
+                yield
+                found = self._step(step, payload)
+                if found is None or isinstance(found, Failure):
+                    break
+            outcomes.append(Missing() if found is None else found)
+        for call in message.calls[len(outcomes) :]:
+            for step in (*call.before, call):
+                self._give_back_unread(step)
+        self._answer(Gradients(message.chunk, outcomes, [], self._take_dropped(), 0), payload)
+
+    def _give_back_unread(self, step: Rerun | Rederive | BackwardCall) -> None:
+        if isinstance(step, Rerun):
+            self.excused.add(step.call.call)
+            self._returns.update(self._lent_to_us(step.call.tensors))
+        else:
+            call = step.call if isinstance(step, Rederive) else step
+            self.excused.add(call.call)
+            if call.graph is not None:
+                self.excused.add(call.graph)
+            self._returns.update(self._lent_to_us(call.grads))
+
+    def _step(self, step: Rerun | Rederive | BackwardCall, payload: bytearray) -> Any:
+        if isinstance(step, Rerun):
+            self._run_again(step)
+            return ()
+        if isinstance(step, Rederive):
+            return self._differentiate(step.call, bytearray())
+        return self._differentiate(step, payload)
+
+    def _run_again(self, step: Rerun) -> None:
+        call = step.call
+        self.check(step.function in self.functions, "a graph is to be made by a function that the worker does not have", step)
+        task = self._task_of(call, step.function)
+        environment = self.environment if step.environment is None else step.environment
+        self.check(environment == task.environment, "a call runs again in the environment of another", task.number)
+        held = self._lent_to_us(call.tensors)
+        if step.spent and call.call in self.graphs:
+            self._returns.update(held)
+            return
+        self._release(call.call)
+        self.dropped.discard(call.call)
+        graph = self.graphs[call.call] = WorkerGraph(task, held)
+        if step.spent:
+            graph.empty()
+
+    def _differentiate(self, call: BackwardCall, payload: bytearray) -> Any:
+        """References to the gradients; None where the graph is missing."""
+        self._returns.update(self._lent_to_us(call.grads))
+        graph = self.graphs.get(call.call)
+        if graph is None:
+            is_excused = call.call in self.dropped or call.call in self.excused
+            self.check(is_excused, "a backward of a graph that the worker never had, or has released", call)
+            self.dropped.add(call.call)
+            return None
+        if graph.is_emptied:
+            return failure("backward", graph.task.number, TWICE)
+        if "fails backward" in graph.task.traits:
+            return failure("backward", graph.task.number)
+        flags = 0 if call.graph is None else REQUIRES_GRAD
+        refs = [self._lend(gradient_of(call.call, call.graph_task), payload, flags) for _ in call.wanted]
+        if call.captures and call.apart:
+            refs.append(self._lend(graph.task.number, payload))
+        elif call.captures:
+            self.sums.setdefault((graph.task.function, call.graph_task), []).append(graph.task.number)
+        if call.graph is not None:
+            self._release(call.graph)
+            self.graphs[call.graph] = WorkerGraph(graph.task, [], graph)
+        elif call.last:
+            self._release(call.call)
+        elif not call.keep:
+            graph.empty()
+        return refs
+
+    def _collect(self, message: Collect) -> None:
+        payload = bytearray()
+        sums = self.sums.pop((message.function, message.graph_task), [])
+        refs = [self._lend(sum(sums), payload)] if sums else []
+        self._answer(Collected(message.chunk, refs, len(sums)), payload)
+
+
+def gradient_of(call: int, graph_task: int) -> float:
+    """What the backward gives: another number for each graph and backward."""
+    return call * 4096.0 + graph_task
+
+
+def failure(phase: str, task: int = -1, text: str = "failed") -> Failure:
+    return Failure(pickle.dumps(ValueError(text, task)), "", phase)
+
+
+class SimulatedLink:
+    """The caller's end of the link to a simulated worker: see `engines.protocol.WorkerLink`."""
+
+    shares_memory = True
+    keeps_time = False
+    overrun: tuple[int, int] | None = None
+    whereabouts = None
+    last_words = ""
+    has_place = True
+    could_start = False
+
+    def __init__(self, world: World, worker: SimulatedWorker, node: str) -> None:
+        self.world = world
+        self.worker = worker
+        self.number = worker.number
+        self.node = node
+        self.lost = ""
+        self.is_leaving = False
+        self.has_ended = False
+        self.tells_exit = True  # it has not been told yet
+        self.skipped: dict[int, int] = {}
+        self._answers: deque[Frame] = deque()
+        self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
+        self._had_farewell: tuple[int, ...] | None = None  # where it was then
+
+    # --- the worker's end
+
+    def answer(self, messages: list[Any], payload: bytearray | None = None) -> None:
+        self._answers.append(Frame(messages, memoryview(payload or bytearray())))
+
+    # --- the caller's end
+
+    def send(self, messages: list[Any], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        if self.has_ended:
+            raise CheckFailed("something is sent to a worker that was given up", f"worker {self.number}: {messages}")
+        for message in messages:
+            match message:
+                case Forward():
+                    tasks = [self.world.tasks[call.structure] for call in message.calls if isinstance(call.structure, int)]
+                    self._unanswered[message.chunk] = list(tasks)
+                    self._note("calls", message.chunk, [task.number for task in tasks])
+                case Backwards():
+                    backwards = [(call.call, call.graph_task) for call in message.calls]
+                    self._unanswered[message.chunk] = list(backwards)
+                    self._note("backwards (graph, number)", message.chunk, backwards)
+                case Collect():
+                    self._unanswered[message.chunk] = []
+                    self._note("a request for a sum", message.chunk, message.graph_task)
+                case Stop():
+                    self.world.note(f"worker {self.number} is told to stop")
+        if not self.worker.alive:
+            if self.world.chance(0.5):
+                raise BrokenPipeError("simulated")
+            return
+        self.worker.frames.append(Frame(messages, memoryview(bytearray().join(payload))))
+
+    def _note(self, what: str, chunk: int, parts: object) -> None:
+        if self.world.events is not None:
+            self.world.note(f"worker {self.number} is sent {what} {parts} (chunk {chunk})")
+
+    def introduce(self, slabs: Sequence[Any]) -> None:
+        if slabs and self.worker.alive:  # else what comes behind finds that it is dead
+            self.send([NewSlab(slab.number, slab.nbytes) for slab in slabs])
+
+    def receive(self) -> Frame | None:
+        if self._answers:
+            frame = self._answers.popleft()
+            for message in frame.messages:
+                if isinstance(message, (Results, Gradients, Collected)):
+                    self._unanswered.pop(message.chunk, None)
+                    if self.world.events is not None:
+                        self.world.note(f"worker {self.number} has answered chunk {message.chunk}: {in_words(message)}")
+            return frame
+        if not self.worker.alive:
+            self._tell_truth()
+            raise EOFError
+        return None
+
+    def has_more(self) -> bool:
+        return not self.has_ended and (bool(self._answers) or not self.worker.alive)
+
+    def has_exited(self) -> bool:
+        """As is still to be told."""
+        return self.tells_exit and self.exit is not None
+
+    def kill(self, by: int = signal.SIGKILL) -> None:
+        worker = self.worker
+        if by == FAREWELL:
+            self._had_farewell = tuple(worker.numbers[:2])
+            if not (worker.is_hung and worker.is_stubborn):
+                worker.die(-FAREWELL)
+        else:
+            if worker.alive and self._had_farewell is not None:
+                self._tell_truth()
+            worker.die(-signal.SIGKILL)
+
+    def _tell_truth(self) -> None:
+        """What it was at, or had next, when it died; before the scheduler says so."""
+        chunk, parts = next(iter(self._unanswered.items()), (None, []))
+        if not parts:
+            return
+        has_begun = self.worker.numbers[Whereabouts.CHUNK] == chunk
+        position = self.worker.numbers[Whereabouts.POSITION] if has_begun else 0
+        for each in itertools.chain(*self._unanswered.values()) if self.lost else parts[:position]:
+            if isinstance(each, Task):
+                each.was_caught = True
+            else:
+                self.world.caught_backwards.add(each)
+        part = parts[position]
+        if isinstance(part, tuple):
+            self.world.backward_deaths[part] += 1
+        elif self._had_farewell is not None:
+            part.overdue += 1
+        elif has_begun:
+            part.deaths += 1
+        else:
+            part.idle_deaths += 1
+        if self.world.events is not None:
+            what = part if isinstance(part, tuple) else part.number
+            self.world.note(f"worker {self.number} has died {'at' if has_begun else 'before'} {what}")
+
+    def end(self) -> None:
+        worker = self.worker
+        is_told = any(isinstance(message, Stop) for frame in worker.frames for message in frame.messages)
+        if worker.alive and not (is_told or worker.told_to_stop):
+            raise CheckFailed("a worker is given up that lives", f"worker {self.number}")
+        self.has_ended = True
+
+    @property
+    def exit(self) -> Exit | None:
+        return Exit(self.worker.exit_code) if self.has_ended and not self.worker.alive else None
+
+    def lose(self) -> None:
+        """Its node is lost."""
+        self.lost = f"node {self.node} is lost (simulated)"
+        self.worker.die(-signal.SIGKILL)
+
+    def carry(self, holder: Any) -> None:
+        """Both ends look at the same memory."""
+
+    def drop(self, holder: Any, times: int) -> None:
+        """Both ends look at the same memory."""
+
+    def skip(self, place: int, chunk: int) -> None:
+        """Both ends look at the same memory."""
+
+    def follow(self, seconds: float) -> None:
+        """Both ends look at the same memory."""
+
+    def limit(self, chunk: int, seconds: float | None) -> None:
+        """The worker's clock is ours."""
+
+    def close(self) -> None:
+        self._answers.clear()
+
+    def take_descriptor(self) -> int | None:
+        return None
+
+    def resident_bytes(self, pid: int) -> int:
+        return 0
+
+
+def in_words(message: Any) -> str:
+    if isinstance(message, Collected):
+        return f"the sum of {message.calls}"
+    return ", ".join(type(outcome).__name__ if isinstance(outcome, tuple) else "gradients" for outcome in message.outcomes)
+
+
+class SimulatedEngine:
+    """See `engines.protocol.Engine`. Nobody sleeps: `wait` says what is there."""
+
+    copies_caller = False
+
+    def __init__(self, world: World, nodes: int) -> None:
+        self.world = world
+        self.traffic = Traffic()
+        self.room: int | None = None
+        self._nodes = nodes
+        self._is_closed = False
+
+    def start(self, number: int) -> SimulatedLink:
+        if self._is_closed:
+            raise CheckFailed("a worker is started after the end", f"worker {number}")
+        if self.world.chance(self.world.rates.refused_start):
+            self.world.starts_fail = True
+            self.world.note(f"the system refuses to start worker {number}")
+            raise OSError("no more processes (simulated)")
+        node = f"node-{number % self._nodes}" if self._nodes else ""
+        worker = SimulatedWorker(self.world, number, node)
+        self.world.workers.append(worker)
+        return worker.link  # type: ignore[return-value]
+
+    def wait(self, seconds: float | None) -> Sequence[SimulatedLink]:
+        """Links with something to read, in any order; not always all of them."""
+        links = [worker.link for worker in self.world.workers if worker.link.has_more() or worker.link.has_exited()]
+        self.world.random.shuffle(links)
+        links = links[: self.world.random.randrange(1, 4)]
+        for link in links:
+            link.tells_exit = link.tells_exit and link.exit is None
+        if not links and seconds:
+            self._let_others_go_on(seconds)
+        return links
+
+    def _let_others_go_on(self, seconds: float) -> None:
+        """Somebody waits for exits, in this thread."""
+        able = self.world.able()
+        if able:
+            self.world.step(self.world.random.choice(able))
+        else:
+            self.world.now += seconds
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def close(self) -> None:
+        self._is_closed = True
+        alive = [worker.number for worker in self.world.workers if worker.alive]
+        if alive:
+            raise CheckFailed("workers live on after the end", str(alive))

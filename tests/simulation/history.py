@@ -1,0 +1,755 @@
+"""Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so after each event.
+
+    seed ──► Program: settings, rates, steps ──► History: each step, then the rest until nothing happens any more ──► checks
+A step has random numbers of its own, so steps can be left out and the others stay what they are: `shortest` does that.
+
+Checked after each turn of the scheduler
+    - each call that has no outcome is in one place: it waits for others, is in a queue, or is under way with one worker
+    - each backward that has no reply waits for others, or is in one backlog, or under way with one worker
+    - no outcome and no reply comes twice; no worker is idle while there are calls in a queue
+and at the end
+    - everything is answered; each failure is one that the truth (see `engine.World`) explains, and names its call
+    - sums of captures' gradients are the sums of what each backward of them gave
+    - nothing is left once all results are dropped; no worker lives once the pool has ended
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple
+
+import adapter
+from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
+
+from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
+
+IDLE_DEATHS = 2  # as in `recovery`
+MOST_EVENTS = 20_000  # of one history: more of them are a livelock
+STEPS = {  # how often each is taken
+    "something_happens": 60,
+    "map": 14,
+    "submit": 12,
+    "take": 14,
+    "backward": 16,
+    "collect": 5,
+    "drop": 6,
+    "add_more": 3,
+    "cancel": 2,
+    "cancel_queued": 2,
+    "cancel_future": 1,
+    "call_off": 2,
+    "stop": 2,
+    "stop_at": 2,
+    "call_off_backward": 2,
+    "call_off_all": 1,
+    "kill": 3,
+    "hang": 2,
+    "lose_node": 1,
+    "resize": 2,
+    "change_environment": 2,
+    "time_passes": 3,
+    "end_pool": 1,
+}
+
+
+class Step(NamedTuple):
+    """Something that a caller does, or that happens."""
+
+    kind: str
+    seed: int
+
+
+class Program(NamedTuple):
+    """All that a history depends on."""
+
+    seed: int
+    workers: int
+    retries: int
+    calls: int | None
+    keeps: bool  # graphs may be dropped, and are made again without retries
+    nodes: int
+    rates: Rates
+    steps: Sequence[Step]
+
+
+def program_of(seed: int) -> Program:
+    choose = random.Random(seed)
+
+    def sometimes(rate: float) -> float:
+        return rate if choose.random() < 0.3 else 0.0
+
+    rates = Rates(
+        death=sometimes(0.02),
+        hang=sometimes(0.03),
+        trim=sometimes(0.1),
+        refused_start=sometimes(0.2),
+        death_at_start=sometimes(0.1),
+        failed_start=sometimes(0.01),
+        refused_memory=sometimes(0.05),
+    )
+    retries, keeps = choose.randrange(3), choose.random() < 0.3
+    if not (retries or keeps):
+        rates = rates._replace(trim=0.0)  # workers then drop no graph, as nobody could make it again
+    kinds = choose.choices(list(STEPS), list(STEPS.values()), k=choose.randrange(10, 60))
+    return Program(
+        seed=seed,
+        workers=choose.randrange(1, 4),
+        retries=retries,
+        calls=choose.choice((None, None, None, 1, 2, 5)),
+        keeps=keeps,
+        nodes=choose.choice((0, 0, 2)),
+        rates=rates,
+        steps=[Step(kind, choose.getrandbits(32)) for kind in kinds],
+    )
+
+
+class Asked:
+    """An operation, and what came of it."""
+
+    def __init__(self, operation: Any, options: dict[str, Any], number: int, is_future: bool) -> None:
+        self.operation = operation
+        self.is_future = is_future
+        self.options = options
+        self.number = number
+        self.tasks: list[Task] = []
+        self.delivered: list[int] = []  # indices, as they come
+        self.is_cancelled = False
+        self.is_taken = False
+        operation.on_outcome = self.delivered.append
+
+
+class Family:
+    """A graph and all that derive from it: they are freed together."""
+
+    def __init__(self) -> None:
+        self.freeing: list[int] = []  # backwards that were not to keep the graph
+
+
+class Graph:
+    """A graph that a caller has."""
+
+    def __init__(self, graph: Any, task: Task, family: Family, asked: Asked) -> None:
+        self.graph = graph
+        self.task = task
+        self.family = family
+        self.asked = asked
+
+
+class Sent:
+    """A backward, and the reply that it waits for."""
+
+    def __init__(self, graph: Graph, graph_task: int, reply: Any, promised: Sent | None) -> None:
+        self.call = graph.graph.call
+        self.graph = graph.graph  # as long as nobody has dropped it
+        self.task = graph.task
+        self.family = graph.family
+        self.asked = graph.asked
+        self.graph_task = graph_task
+        self.reply = reply
+        self.promised = promised
+        self.in_sum = False
+        self.gives_promises = False
+        self.is_called_off = False
+        self.is_checked = False
+
+
+class History:
+    """Runs a program."""
+
+    def __init__(self, program: Program, listens: bool = False) -> None:
+        self.program = program
+        self.world = World(program.rates, program.retries, listens)
+        self.asked: list[Asked] = []
+        self.asked_of: dict[int, Asked] = {}  # by task
+        self.graphs: list[Graph] = []
+        self.sent: list[Sent] = []
+        self.environment = adapter.Environment()
+        self.scheduler: Any = None
+        self._graph_tasks = 0
+        self._events = 0
+        self._count = 0  # of operations
+
+    def run(self) -> None:
+        with adapter.simulated(self.world):
+            self.world.random.seed(self.program.seed)
+            self.scheduler = adapter.new_scheduler(
+                self.world,
+                self.environment,
+                self.program.nodes,
+                workers=self.program.workers,
+                calls=self.program.calls,
+                retries=self.program.retries,
+                graph_bytes=1 if self.program.keeps else None,
+            )
+            self.scheduler.drive = self.happens
+            self.scheduler.after_work = self.check_states
+            for step in self.program.steps:
+                self.world.random.seed(step.seed)
+                self.world.note(f"--- {step.kind}")
+                getattr(self, step.kind)()
+            self.world.random.seed(self.program.seed)
+            self.world.note("--- the end")
+            self._end()
+
+    def note(self, text: str) -> None:
+        self.world.note(text)
+
+    def choose(self, among: Sequence[Any]) -> Any:
+        return self.world.random.choice(among) if among else None
+
+    # --- what happens by itself
+
+    def something_happens(self) -> None:
+        for _ in range(self.world.random.choice((1, 3, 10, 30))):
+            if not self.happens(patient=False):
+                break
+
+    def happens(self, patient: bool = True) -> bool:
+        """A turn of the scheduler or a step of a worker; or time passes, if one is `patient`. False if nothing can happen."""
+        self._events += 1
+        if self._events > MOST_EVENTS:
+            raise CheckFailed("it goes on for ever")
+        scheduler, world = self.scheduler, self.world
+        able = world.able()
+        has_turn = scheduler.has_turn or any(each.link.has_more() or each.link.has_exited() for each in world.workers)
+        if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
+            scheduler.turn()
+        elif able:
+            world.step(world.random.choice(able))
+        elif not patient:
+            return False
+        elif late := [worker for worker in world.workers if worker.alive and worker.is_late]:
+            world.random.choice(late).is_late = False
+        elif scheduler.next_look is not None and not scheduler.life.has_ended:
+            world.now = max(world.now, scheduler.next_look) + 1e-6
+        elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
+            if overdue := adapter.workers_with_timeout(scheduler) & {worker.number for worker in hung}:
+                raise CheckFailed("a call takes too long, and nobody ends it", f"workers {sorted(overdue)}")
+            world.random.choice(hung).is_hung = False
+        else:
+            return False
+        return True
+
+    def time_passes(self) -> None:
+        self.world.now += self.choose((0.06, 0.3, 1.0))
+
+    # --- what callers ask for
+
+    @property
+    def is_open(self) -> bool:
+        life = self.scheduler.life
+        return life.phase == 1 and life.broken is None
+
+    def _ask(self, is_submitted: bool, **options: Any) -> Asked:
+        world, choose = self.world, self.world.random
+        function = adapter.new_function(self.scheduler, b"code %d" % choose.randrange(4), choose.random() < 0.5)
+        environment = self.environment.now
+        operation = adapter.new_operation(self.scheduler, function, environment, is_submitted, **options)
+        world.environments_of_functions[function.number] = environment
+        self._count += 1
+        asked = Asked(operation, options, self._count, is_submitted)
+        self.asked.append(asked)
+        world.note(f"operation {asked.number}: {'submit' if is_submitted else 'map'} {options}")
+        return asked
+
+    def _add(self, asked: Asked, sources: Sequence[Asked] = (), items: int = 1) -> None:
+        choose = self.world.random
+        kinds = [("graph",), ("graph",), ("graph",), (), ("fails",), ("kills",), ("graph", "fails backward")]
+        traits = choose.choices(kinds, (6, 6, 6, 4, 1, 1, 1))[0]
+        task = self.world.task(traits)
+        task.function = asked.operation.options.function.number
+        task.environment = asked.operation.options.environment
+        task.sources = [source.tasks[0] for source in sources]
+        asked.tasks.append(task)
+        self.asked_of[task.number] = asked
+        slot = self.world.slot() if choose.random() < 0.3 else None
+        adapter.add_call(asked.operation, task, items, slot, [source.operation for source in sources])
+        if self.world.events is not None:
+            after = f" after {[each.number for each in task.sources]}" if sources else ""
+            self.note(f"  call {task.number} {list(traits)}{after}")
+
+    def map(self) -> None:
+        if not self.is_open:
+            return
+        choose = self.world.random
+        asked = self._ask(
+            False,
+            chunksize=choose.choice((None, None, 1, 3)),
+            timeout=choose.choice((None, None, 0.3)),
+            stop_at_failure=choose.random() < 0.6,
+            at_rest=choose.random() < 0.5,
+        )
+        items = choose.choice((1, 1, 1, 4))
+        for _ in range(choose.randrange(1, 6)):
+            self._add(asked, items=items)
+        asked.operation.sealed = choose.random() < 0.8
+        self.scheduler.admit(asked.operation)
+
+    def add_more(self) -> None:
+        open_ones = [each for each in self.asked if not each.operation.sealed and not each.is_taken]
+        asked = self.choose(open_ones)
+        if asked is not None and self.is_open:
+            self.note(f"operation {asked.number} gets more calls")
+            for _ in range(self.world.random.randrange(3)):
+                self._add(asked)
+            asked.operation.sealed = True
+            self.scheduler.admit(asked.operation)
+
+    def submit(self) -> None:
+        if not self.is_open:
+            return
+        choose = self.world.random
+        earlier = [each for each in self.asked if each.is_future and not each.is_taken]
+        asked = self._ask(True, timeout=choose.choice((None, None, 0.3)))
+        sources = choose.sample(earlier, min(len(earlier), choose.choice((0, 1, 1, 2))))
+        self._add(asked, sources)
+        asked.operation.sealed = True
+        self.scheduler.admit(asked.operation)
+
+    def take(self) -> None:
+        """Somebody asks for the results of an operation that has ended."""
+        asked = self.choose([each for each in self.asked if each.operation.finished and not each.is_taken])
+        if asked is None:
+            return
+        self.note(f"the results of operation {asked.number} are taken")
+        asked.is_taken = True
+        for index, outcome in adapter.taken(asked.operation).items():
+            self._check_outcome(asked, index, outcome)
+            graph = getattr(outcome, "graph", None)
+            if graph is not None:
+                self.graphs.append(Graph(graph, asked.tasks[index], Family(), asked))
+
+    def drop(self) -> None:
+        """Results, or graphs of results, are dropped."""
+        if self.graphs and self.world.random.random() < 0.7:
+            graph = self.graphs.pop(self.world.random.randrange(len(self.graphs)))
+            self.note(f"graph {graph.graph.call} is dropped")
+            self._let_go(graph.graph)
+        elif self.asked:
+            asked = self.asked.pop(self.world.random.randrange(len(self.asked)))
+            self.note(f"operation {asked.number} is dropped")
+            if not asked.operation.sealed:
+                self.scheduler.cancel(asked.operation)  # as iterators do
+
+    def _let_go(self, graph: Any) -> None:
+        for sent in self.sent:
+            if sent.graph is graph:
+                sent.graph = None
+                adapter.forget(sent.reply)
+
+    # --- backwards
+
+    def backward(self) -> None:
+        """Of some results; some of them give others their gradients."""
+        if not self.graphs or self.scheduler.life.broken is not None or self.scheduler.life.has_ended:
+            return
+        choose = self.world.random
+        self._graph_tasks += 1
+        graph_task = self._graph_tasks
+        self.world.environments[graph_task] = {self.environment.now}
+        captures = choose.random() < 0.6
+        for graph in choose.sample(self.graphs, min(len(self.graphs), choose.randrange(1, 5))):
+            earlier = [each for each in self.sent if each.gives_promises and not each.reply.arrived]
+            promised = choose.choice(earlier) if earlier and choose.random() < 0.3 else None
+            create = choose.random() < 0.15
+            keep = create or choose.random() < 0.4
+            apart = create or choose.random() < 0.2
+            reply = adapter.send_backward(
+                graph.graph,
+                graph_task,
+                promise=None if promised is None else promised.reply,
+                keep=keep,
+                whole=choose.random() < 0.7,
+                create=create,
+                captures=captures,
+                apart=apart,
+            )
+            sent = Sent(graph, graph_task, reply, promised)
+            sent.in_sum = captures and not apart
+            sent.gives_promises = not create
+            self.sent.append(sent)
+            if not keep:
+                graph.family.freeing.append(len(self.sent))
+            self.note(
+                f"backward {graph_task} of graph {sent.call} (call {graph.task.number}): keep {keep}, create {create}"
+                f"{'' if promised is None else f', after backward {promised.graph_task} of {promised.call}'}"
+            )
+        self.scheduler.wake()
+
+    def collect(self) -> None:
+        """Somebody waits for the sums of captures' gradients of a backward."""
+        numbers = sorted({each.graph_task for each in self.sent if each.in_sum and each.graph is not None})
+        graph_task = self.choose(numbers)
+        if graph_task is None:
+            return
+        mine = [each for each in self.sent if each.graph_task == graph_task and each.in_sum]
+        for home in {id(each.graph.home): each.graph.home for each in mine if each.graph is not None}.values():
+            parts = [each for each in mine if each.asked.operation.home is home]
+            if any(each.graph is None for each in parts):
+                continue  # the engine would hold them
+            self.note(f"the sum of backward {graph_task} is asked for")
+            self.world.environments[graph_task].add(self.environment.now)  # parts that are lost are sent once more
+            expected = sum(each.task.number for each in parts)
+            try:
+                found = adapter.sum_of_captures(home, graph_task)
+            except CheckFailed:
+                raise
+            except Exception as error:
+                self._check_sum_failure(parts, error)
+            else:
+                if found != expected:
+                    raise CheckFailed("a sum is wrong", f"backward {graph_task}: {found} instead of {expected}")
+            for each in parts:
+                each.in_sum = False
+
+    def _check_sum_failure(self, parts: Sequence[Sent], error: BaseException) -> None:
+        has_failed = any(each.reply.arrived and each.reply.has_failed for each in parts)
+        life = self.scheduler.life
+        is_explained = has_failed or life.broken is not None or life.has_ended or self.world.refused_memory
+        is_explained = is_explained or any(each.is_called_off for each in parts)
+        if not is_explained and not isinstance(error, (CallTimeoutError, WorkerDiedError, ValueError)):
+            raise CheckFailed("a sum fails without a reason", repr(error))
+
+    def call_off_backward(self) -> None:
+        number = self.choose(sorted({each.graph_task for each in self.sent if not each.reply.arrived}))
+        if number is not None:
+            self.note(f"backward {number} is called off")
+            for each in self.sent:
+                if each.graph_task == number:
+                    each.is_called_off = True
+            self.scheduler.gradients.call_off_backward(number)
+
+    # --- what callers want no more
+
+    def _cancel_by(self, ask: Callable[[Any], None], word: str, futures: bool = False) -> None:
+        asked = self.choose([each for each in self.asked if not each.is_taken and (each.is_future or not futures)])
+        if asked is not None:
+            self.note(f"operation {asked.number}: {word}")
+            asked.is_cancelled = True
+            ask(asked.operation)
+
+    def cancel(self) -> None:
+        self._cancel_by(self.scheduler.cancel, "cancel")
+
+    def cancel_queued(self) -> None:
+        asked = self.choose([each for each in self.asked if not each.is_taken])
+        if asked is not None:
+            self.note(f"operation {asked.number}: cancel_queued")
+            asked.is_cancelled = True
+            asked.operation.sealed = True
+            self.scheduler.cancel_queued(asked.operation)
+
+    def cancel_future(self) -> None:
+        asked = self.choose([each for each in self.asked if each.is_future])
+        if asked is not None:
+            self.note(f"operation {asked.number}: the future is cancelled")
+            asked.is_cancelled = True
+            asked.operation.starts = lambda: False
+            self.scheduler.cancel(asked.operation)
+
+    def call_off(self) -> None:
+        self._cancel_by(self.scheduler.call_off, "call_off")
+
+    def stop(self) -> None:
+        self._cancel_by(self.scheduler.stop, "stop", futures=True)
+
+    def stop_at(self) -> None:
+        moment = self.world.now + self.choose((0.0, 0.1, 0.5))
+        self._cancel_by(lambda operation: self.scheduler.stop_at(moment, operation), "stop_at", futures=True)
+
+    def call_off_all(self) -> None:
+        self.note("call_off_all")
+        for asked in self.asked_of.values():
+            asked.is_cancelled = True
+        self.scheduler.call_off_all()
+
+    # --- what goes wrong, and the pool's life
+
+    def kill(self) -> None:
+        worker = self.choose([each for each in self.world.workers if each.alive])
+        if worker is not None:
+            worker.die(-9)
+
+    def hang(self) -> None:
+        worker = self.choose([each for each in self.world.workers if each.alive])
+        if worker is not None:
+            self.note(f"worker {worker.number} hangs")
+            worker.is_hung = True
+
+    def lose_node(self) -> None:
+        node = self.choose(sorted({each.link.node for each in self.world.workers if each.alive and each.link.node}))
+        if node is not None:
+            self.note(f"{node} is lost")
+            self.world.lost_nodes = True
+            self.world.starts_fail = True
+            for worker in self.world.workers:
+                if worker.alive and worker.link.node == node:
+                    worker.link.lose()
+
+    def resize(self) -> None:
+        if self.is_open:
+            workers = self.world.random.randrange(1, 4)
+            self.note(f"the pool is to have {workers} workers")
+            self.scheduler.resize(workers)
+
+    def change_environment(self) -> None:
+        self.environment.now = b"environment %d" % self.world.random.randrange(3)
+
+    def end_pool(self) -> None:
+        if self.is_open:
+            self._begin_end(self.choose(("close", "drain", "leave", "terminate")))
+
+    def _begin_end(self, how: str) -> None:
+        self.note(how)
+        if how == "drain":
+            self.scheduler.close()
+        getattr(self.scheduler, how)()
+
+    # --- checks
+
+    def check_states(self) -> None:
+        """Between two events: everything is somewhere, once."""
+        scheduler = self.scheduler
+        if scheduler.inbox or scheduler.life.is_stopping:
+            return
+        if adapter.has_queued_calls(scheduler) and (idle := adapter.idle_workers(scheduler)):
+            raise CheckFailed("a worker is idle while calls wait", f"workers {idle}")
+        places = adapter.places_of_calls(scheduler)
+        for asked in self.asked:
+            operation = asked.operation
+            if len(asked.delivered) > len(set(asked.delivered)):
+                raise CheckFailed("a call gets two outcomes", f"operation {asked.number}: {asked.delivered}")
+            if asked.is_cancelled or asked.is_taken:
+                continue
+            for index, task in enumerate(asked.tasks):
+                if index >= operation.limit:
+                    break
+                count = places[id(operation), index]
+                if index in operation.outcomes:
+                    is_right = count == 0
+                else:
+                    waits = any(self._is_open_task(source) for source in task.sources)
+                    is_right = count == (0 if waits else 1)
+                if not is_right:
+                    raise CheckFailed("a call is not in one state", f"call {task.number} is in {count} places")
+        replies = adapter.places_of_backwards(scheduler)
+        for sent in self.sent:
+            if not (sent.reply.arrived or sent.is_called_off):
+                waits = sent.promised is not None and not sent.promised.reply.arrived
+                if replies[id(sent.reply)] != (0 if waits else 1):
+                    text = f"backward {sent.graph_task} of {sent.call} is in {replies[id(sent.reply)]} places"
+                    raise CheckFailed("a backward is not in one state", text)
+
+    def _is_open_task(self, task: Task) -> bool:
+        asked = self.asked_of[task.number]
+        return not asked.is_taken and asked.operation.outcome is None
+
+    def _check_outcome(self, asked: Asked, index: int, outcome: Any) -> None:
+        task = asked.tasks[index]
+        if isinstance(outcome, adapter.Failed):
+            error = outcome.error()
+            if not self._is_explained(task, error):
+                raise CheckFailed("a call fails without a reason", f"call {task.number}: {error!r}")
+            return
+        if outcome.result.structure != task.number:
+            raise CheckFailed("a call has the result of another", f"call {task.number}: {outcome.result.structure}")
+        if (outcome.graph is not None) != ("graph" in task.traits):
+            raise CheckFailed("a call has no graph, or one too many", f"call {task.number}")
+
+    def _is_explained(self, task: Task, error: BaseException) -> bool:
+        """Whether the truth is that this call has failed so."""
+        asked, retries, life = self.asked_of[task.number], self.program.retries, self.scheduler.life
+        match error:
+            case AncestorFailedError():
+                cause = error.__cause__
+                return cause is not None and any(self._is_explained(each, cause) for each in ancestors(task))
+            case CancelledError():
+                return asked.is_cancelled
+            case CallTimeoutError():
+                is_overdue = task.overdue > 0 and task.deaths + task.overdue > retries
+                is_caught = retries == 0 and task.was_caught
+                return asked.options["timeout"] is not None and (is_overdue or is_caught)
+            case WorkerDiedError():
+                killed = task.deaths + task.overdue > retries or task.idle_deaths + task.overdue > max(retries, IDLE_DEATHS)
+                killed = killed or (retries == 0 and task.was_caught)
+                return killed or life.broken is not None
+            case SharedMemoryError():
+                return self.world.refused_memory
+            case PoolClosedError():
+                return life.has_ended
+            case ValueError():
+                return self._is_failed_start(error) or ("fails" in task.traits and error.args[1] == task.number)
+            case OSError():
+                return life.broken is not None and self.world.starts_fail
+        return False
+
+    def _is_failed_start(self, error: BaseException) -> bool:
+        return self.scheduler.life.broken is not None and self.world.starts_fail and error.args[1] == -1
+
+    def _check_reply(self, sent: Sent) -> None:
+        sent.is_checked = True
+        if not sent.reply.has_failed:
+            value = adapter.value_of_reply(sent.reply)
+            if value != gradient_of(sent.call, sent.graph_task):
+                raise CheckFailed("a backward has the gradient of another", f"{value}")
+            return
+        error = adapter.error_of_reply(sent.reply)
+        if not self._is_explained_backward(sent, error):
+            text = f"backward {sent.graph_task} of graph {sent.call}: {error!r}"
+            raise CheckFailed("a backward fails without a reason", text)
+
+    def _is_explained_backward(self, sent: Sent, error: BaseException) -> bool:
+        retries, life = self.program.retries, self.scheduler.life
+        if sent.promised is not None and self._is_explained_backward(sent.promised, error):
+            return True
+        deaths = self.world.backward_deaths[sent.call, sent.graph_task]
+        match error:
+            case CancelledError():
+                return sent.is_called_off
+            case WorkerDiedError() | CallTimeoutError():
+                is_caught = (sent.call, sent.graph_task) in self.world.caught_backwards or not self.program.keeps
+                return deaths > retries or (retries == 0 and is_caught) or life.broken is not None
+            case SharedMemoryError():
+                return self.world.refused_memory
+            case PoolClosedError():
+                return life.has_ended
+            case ValueError() if error.args[0] == TWICE:
+                return len(sent.family.freeing) > 0
+            case ValueError():
+                is_own = "fails backward" in sent.task.traits and error.args[1] == sent.task.number
+                return is_own or self._is_failed_start(error)
+            case OSError():
+                return life.broken is not None and self.world.starts_fail
+        return False
+
+    # --- the end
+
+    def _until_nothing_happens(self) -> None:
+        while self.happens():
+            pass
+
+    def _end(self) -> None:
+        self.world.calm()
+        self._seal_all()
+        self._until_nothing_happens()
+        self._check_answers()
+        self._drop_all()
+        self._until_nothing_happens()
+        self._check_nothing_left()
+        if not self.scheduler.life.has_ended:
+            self._begin_end(self.choose(("drain", "leave", "terminate")))
+            self._until_nothing_happens()
+        if not self.scheduler.life.has_ended:
+            raise CheckFailed("the pool does not end")
+        self._check_end()
+
+    def _seal_all(self) -> None:
+        for asked in self.asked:
+            if not asked.operation.sealed:
+                asked.operation.sealed = True
+                self.scheduler.admit(asked.operation)
+
+    def _check_answers(self) -> None:
+        broken = self.scheduler.life.broken
+        if broken is not None and not self.world.starts_fail:
+            raise CheckFailed("the pool breaks without a reason", repr(broken))
+        for asked in self.asked:
+            if not asked.operation.finished:
+                raise CheckFailed("an operation does not end", f"operation {asked.number}")
+            if len(asked.delivered) > len(set(asked.delivered)):
+                raise CheckFailed("a call gets two outcomes", f"operation {asked.number}: {asked.delivered}")
+            for index, outcome in asked.operation.outcomes.items():
+                self._check_outcome(asked, index, outcome)
+        for sent in self.sent:
+            if not sent.reply.arrived:
+                raise CheckFailed("a backward has no reply", f"backward {sent.graph_task} of graph {sent.call}")
+            self._check_reply(sent)
+
+    def _drop_all(self) -> None:
+        self.note("everything is dropped")
+        for sent in self.sent:
+            adapter.forget(sent.reply)
+        for each in (self.asked, self.asked_of, self.graphs, self.sent):
+            each.clear()  # type: ignore[attr-defined]
+        self.scheduler.wake()
+
+    def _check_nothing_left(self) -> None:
+        kept = adapter.kept_of_pool(self.scheduler)
+        left = {name: count for name, count in kept.items() if count}
+        for handle in self.scheduler.handles:
+            kept = adapter.kept_of_worker(handle)
+            left |= {f"{name} of worker {handle.number}": count for name, count in kept.items() if count}
+        for worker in self.world.workers:
+            if worker.alive:
+                own = {"graphs": worker.graphs, "functions": worker.functions, "lent": worker.lent, "sums": worker.sums}
+                left |= {f"{name} in worker {worker.number}": len(each) for name, each in own.items() if each}
+        if self.world.slots:
+            left["memory of the caller"] = len(self.world.slots)
+        if left:
+            raise CheckFailed("something is left when everything is dropped", f"{left}")
+
+    def _check_end(self) -> None:
+        left = {name: count for name, count in adapter.kept_of_pool(self.scheduler).items() if count}
+        if left or self.scheduler.workers:
+            raise CheckFailed("something is left at the end", f"{left}, workers {list(self.scheduler.workers)}")
+
+
+def ancestors(task: Task) -> list[Task]:
+    """The tasks whose results it is given, and theirs."""
+    found = list(task.sources)
+    for each in found:
+        found += [source for source in each.sources if source not in found]
+    return found
+
+
+# --- histories by their seeds
+
+
+class Fault(NamedTuple):
+    """What went wrong in a history."""
+
+    program: Program
+    name: str  # of the check
+    text: str
+    events: Sequence[str]
+
+
+def fault_in(program: Program, listens: bool = False) -> Fault | None:
+    history = History(program, listens)
+    try:
+        history.run()
+    except CheckFailed as error:
+        return Fault(program, error.name, str(error), history.world.events or ())
+    except Exception as error:  # of the scheduler itself
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        where = "" if place is None else f" ({place.tb_frame.f_code.co_name}, line {place.tb_lineno})"
+        return Fault(program, f"the scheduler raises {type(error).__name__}", f"{error!r}{where}", history.world.events or ())
+    return None
+
+
+def shortest(fault: Fault) -> Fault:
+    """The fault with as few steps as can be had by leaving some out."""
+    steps, size = list(fault.program.steps), len(fault.program.steps) // 2
+    while size:
+        start = 0
+        while start < len(steps):
+            fewer = steps[:start] + steps[start + size :]
+            found = fault_in(fault.program._replace(steps=fewer))
+            if found is not None and found.name == fault.name:
+                steps = fewer
+            else:
+                start += size
+        size //= 2
+    return fault_in(fault.program._replace(steps=steps), listens=True) or fault
+
+
+def in_words(fault: Fault) -> str:
+    *settings, _ = fault.program
+    names = fault.program._fields
+    told = ", ".join(f"{name}: {value}" for name, value in zip(names, settings, strict=False) if name != "rates")
+    wrong = ", ".join(f"{name} {value}" for name, value in fault.program.rates._asdict().items() if value)
+    return "\n".join([f"{fault.text}", f"  {told}", f"  what goes wrong: {wrong or 'nothing'}", *fault.events])
