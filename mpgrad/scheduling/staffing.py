@@ -127,10 +127,10 @@ class Staff:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
         keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
-        comes_soon = self._leaves or len(keepers) < len(self._workers)  # a place, or somebody who goes on
-        is_wanted = not keepers or self._line.has_calls or self.stranded
-        if comes_soon or not is_wanted:
+        if keepers and not (self._line.has_calls or self.stranded):
             self._stuck_since = None
+        elif self._leaves or len(keepers) < len(self._workers):
+            pass  # a place will be free, or somebody goes on
         elif keepers and self._settings.recoverable:
             self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
         elif self._stuck_since is None:
