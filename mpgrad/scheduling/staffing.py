@@ -184,7 +184,7 @@ class Staff:
         if not worker.retiring:
             worker.send_home()
             self.fill()
-        if worker.is_done or self._is_forsaken(worker):
+        if worker.gone is None and (worker.is_done or self._is_forsaken(worker)):  # it may have made room for its successor
             self._send_off(worker, f"has ended after {worker.calls_done} calls")
             self.fill()  # should it have failed before, for want of what this one had
 
