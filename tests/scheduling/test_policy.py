@@ -111,7 +111,7 @@ with mpgrad.Pool(1, maxtasksperchild=1) as pool:
 
 def test_retired_workers_and_a_low_limit_of_descriptors() -> None:
     # symptom: the map waits for ever. cause: workers that have done their calls stay for their graphs, and no other can start.
-    script = EAT_LIMITS.replace("get(20)", f"get({3 * WAIT})")
+    script = EAT_LIMITS.replace("get(20)", f"get({8 * WAIT})")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
 
