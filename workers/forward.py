@@ -65,9 +65,10 @@ class ForwardHandler:
         started = time.perf_counter()
         with under(message.modes), NOTHING if function is None else function.running():
             for position, call in enumerate(calls):
+                # noted before the look: the caller may have what was not, some time after it said that it is skipped
+                self._tracker.begin(chunk, position)
                 if self._tracker.is_skipped(chunk):
                     break
-                self._tracker.begin(chunk, position)
                 stage, begun = self.new_stage(), time.perf_counter()
                 stage.position = position
                 outcome = self._run(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found

@@ -1,7 +1,7 @@
 """Which call a worker is at: a few numbers in shared memory (`Whereabouts`), which the caller reads at any time.
 
 Guarantees: whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a pair that goes
-    together. The worker notes each call before it runs it.
+    together. The worker notes each call of a forward before it looks whether it is skipped.
 """
 
 from __future__ import annotations

@@ -245,10 +245,13 @@ class OperationHome:
         for each in backwards:
             if each.waits:
                 self.wait(each)  # only now it has gone to its worker; the others go there before a request does
+        # once: what is lost with a worker comes apart from some moment on, while we wait
+        apart, added_up = list[Backward](), list[Backward]()
+        for each in backwards:
+            (apart if each.apart else added_up).append(each)
         # the last first: the order in which the engine adds up what the serial loop's items contribute
-        for each in sorted([each for each in backwards if each.apart], key=lambda each: -each.number):
+        for each in sorted(apart, key=lambda each: -each.number):
             yield each.take_captures()
-        added_up = [each for each in backwards if not each.apart]
         eager = [each for each in added_up if each.was_eager]
         sent = [each for each in added_up if not each.was_eager]
         for own, request in self._request_sums(eager, None):
@@ -264,7 +267,7 @@ class OperationHome:
             for each in own:
                 self.wait(each)
             alone = [each for each in own if each.apart]  # it was done by another worker
-            together = [each for each in own if not each.apart]
+            together = [each for each in own if not each.apart]  # all have come: nothing changes any more
             found = self._sum_of(together, request)
             if found is not None:
                 yield found

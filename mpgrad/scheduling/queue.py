@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError
@@ -19,12 +20,14 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.sizes import MOST_PAYLOAD, Grain, chunk_size
+from mpgrad.scheduling.under_way import SEEN
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
 
 __all__ = ["Line"]
 
 LONG_CALL = 50e-3  # seconds: waiting behind another such call takes longer than being sent
+LATE = 5  # times the shortest chunk: a call that takes so long, and longer than others did, may take long
 SORTED = 16  # calls for each worker, the last ones of a map, that are begun with the largest: of more, the end matters little
 LAST_UNLIKE = 4  # calls for each worker that wait for one that has nothing to do, where they differ
 
@@ -43,6 +46,7 @@ class Line:
     ) -> None:
         """`numbers` are given to the calls; `calls_per_worker`: after which a worker is replaced."""
         self.workers = workers
+        self.look_at = math.inf  # when there may be more to take back, on the clock of time.monotonic
         self._codes = codes
         self._numbers = numbers
         self._calls_per_worker = calls_per_worker
@@ -79,7 +83,7 @@ class Line:
             operation = self._operations[place]
             if operation.unsorted:
                 self._sort(operation)
-            if worker.under_way and operation.queue and self._may_be_sooner_elsewhere(operation):
+            if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
             if not operation.queue:  # at once: perhaps no worker looks again, and the results would be kept
@@ -91,20 +95,41 @@ class Line:
         return None
 
     def take_back(self, workers: Collection[WorkerHandle]) -> list[WorkerHandle]:
-        """Where some have run dry, what another one has been given and has not begun; returns those, who may have it.
+        """Where some have run dry, what others have been given and have not begun; returns those, who may have it.
 
-        Costs are not known beforehand.
+        Costs are not known beforehand. So it is taken from the one that has most, where that is worth a message; and from all
+        that are at a call for longer than such calls take, as nobody knows when that ends. See `look_at`.
         """
+        self.look_at = math.inf
         dry = [each for each in workers if each.ready and not (each.under_way or each.retiring)]
         if not dry or self.has_calls:
             return []
         loads = {worker: self._unbegun_seconds(worker) for worker in workers}
         richest = max(loads, key=loads.__getitem__)
-        if loads[richest] < self._grain.shortest:
-            return []
-        for operation, calls in richest.under_way.take_back():
-            self.put_back(operation, calls)
+        now = time.monotonic()
+        for worker in workers:
+            if not worker.under_way.has_for_others:
+                continue
+            moment = self._late_at(worker)
+            if moment <= now or (worker is richest and loads[richest] >= self._grain.shortest):
+                for operation, calls in worker.under_way.take_back():
+                    self.put_back(operation, calls)
+                moment = max(moment, now + SEEN)
+            if worker.under_way.has_for_others:
+                self.look_at = min(self.look_at, moment)
         return dry
+
+    def _late_at(self, worker: WorkerHandle) -> float:
+        """When it will have been at a call for longer than such calls take, on the clock of time.monotonic."""
+        chunk = worker.under_way.first
+        if chunk is None:
+            return math.inf
+        position, since = worker.under_way.begun()
+        seconds = 0.0
+        if chunk.operation is not None:
+            calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]  # which of them is not known
+            seconds = self._codes.seconds(chunk.operation.options.function, unknown=0.0) * sum(call.items for _, call in calls)
+        return since + max(LATE * self._grain.shortest, 2 * seconds)
 
     def _unbegun_seconds(self, worker: WorkerHandle) -> float:
         return sum(
@@ -112,6 +137,10 @@ class Line:
             * sum(call.items for _, call in calls[len(calls) - count :])
             for operation, calls, count in worker.under_way.unbegun()
         )
+
+    def _had_better_wait(self, operation: Operation, worker: WorkerHandle) -> bool:
+        """Whether the next call had better wait here than behind what this worker is at."""
+        return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= time.monotonic()
 
     def _may_be_sooner_elsewhere(self, operation: Operation) -> bool:
         """Whether the next call had better wait here than behind another one, for the worker that is the first to have nothing.

@@ -381,7 +381,7 @@ class Scheduler(ABC):
     def keep_time(self) -> float | None:
         """Do what is due; returns the seconds until it is time to look again, None where nothing is to come."""
         now = time.monotonic()
-        soonest = min(self.calling_off.keep_time(now), self.staff.keep_time(now))
+        soonest = min(self.calling_off.keep_time(now), self.staff.keep_time(now), self._line.look_at)
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
         return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)

@@ -92,7 +92,7 @@ class Staff:
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
         self._told_at = -math.inf  # when it was last said that there are fewer than there should be
-        self._stuck_since: float | None = None  # that nobody takes calls, and nobody makes room
+        self._understaffed_since: float | None = None  # that nobody takes calls, and nobody makes room
 
     def fill(self) -> None:
         """Have as many workers as there should be, apart from those that only keep graphs; after the end, none."""
@@ -124,19 +124,19 @@ class Staff:
         """
         now = time.monotonic()
         self.again_at = now + STAFF_GAP
+        if self._understaffed_since is None:
+            self._understaffed_since = now
         if now - self._told_at > TELL_EVERY:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
         keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
-        comes_soon = self._leaves or len(keepers) < len(self._workers)  # a place, or somebody who goes on
-        is_wanted = not keepers or self._line.has_calls or self.stranded
-        if comes_soon or not is_wanted:
-            self._stuck_since = None
+        if keepers and not (self._line.has_calls or self.stranded):
+            self._understaffed_since = None
+        elif self._leaves or len(keepers) < len(self._workers):
+            pass  # a place will be free, or somebody goes on
         elif keepers and self._settings.recoverable:
             self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
-        elif self._stuck_since is None:
-            self._stuck_since = now
-        elif now - self._stuck_since > STAFF_PATIENCE:
+        elif now - self._understaffed_since > STAFF_PATIENCE:
             self._life.break_off(with_limit(error))
 
     def _give_up_graphs(self, worker: WorkerHandle) -> None:
@@ -175,7 +175,7 @@ class Staff:
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
-        self._stuck_since = None
+        self._understaffed_since = None
         self._rescue_stranded()
 
     def retire(self, worker: WorkerHandle) -> None:
@@ -276,12 +276,12 @@ class Staff:
             if worker.link.exit is not None and worker.link.exit.refusal is not None:
                 self._bear(worker.link.exit.refusal)
             else:
-                self.deaths += 1
-                self.kills += is_ours
                 self._look_into(worker, chunks, begun[0], offset, blames)
             self.rescue(worker)
             self._driver.wake()  # others have something to do now; the scheduling thread may be about to sleep
 
+        self.deaths += worker.ready
+        self.kills += is_ours
         self._leave(worker, died, has_exited)
         if worker.number in self._leaves:  # whatever it died of, it was nothing behind its first chunk
             behind = chunks[1:]
@@ -294,6 +294,7 @@ class Staff:
     def _look_into(self, worker: WorkerHandle, chunks: list[Chunk], position: int, offset: int, blames: bool) -> None:
         """A death, of which is known by now what there is to know."""
         code = worker.exit_code
+        self.deaths += not worker.ready  # else it has been counted
         is_blamed = blames and chunks and self._recovery.blame(worker, code, chunks, position, offset)
         if blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)

@@ -21,8 +21,9 @@ from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.wire.asides import Whereabouts, in_order
 
-__all__ = ["MERCY", "UnderWay"]
+__all__ = ["MERCY", "SEEN", "UnderWay"]
 
+SEEN = 1e-3  # seconds after which another process has seen what we wrote, and we what it wrote before: ample, for two CPUs
 MERCY = 0.2  # seconds for a call that was interrupted: most end by themselves, and the worker's graphs need not be made again
 
 
@@ -37,6 +38,7 @@ class UnderWay:
         self.link: WorkerLink | None = None  # else: to whoever can read and write there for us
         self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
+        self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
         self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
         self.end_at = math.inf  # when the worker is ended, should it be at such a part then, on the same clock
 
@@ -54,6 +56,7 @@ class UnderWay:
         self.seconds += now - self.since
         self.since = now
         chunk = self.chunks.pop(number)
+        self._skipped.pop(number, None)
         if self.given_up:
             self.end_at = math.inf
             self.look_at_given_up()
@@ -126,18 +129,20 @@ class UnderWay:
         free = [place for place in places if whereabouts[place] not in self.chunks]
         if free and all(whereabouts[place] != number for place in places):
             whereabouts[free[0]] = number
+            self._skipped[number] = time.monotonic()
             if self.link is not None:
                 self.link.skip(free[0], number)
 
     def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
         """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.
 
-        It notes each call that it begins, and looks before each whether the chunk is skipped. So it may have looked at one
-        more already when we have it skipped, but not at two: it has run the first of them in between.
+        It notes each call, then looks whether the chunk is skipped. What it noted some time after that was written is all that
+        it will run. Before that it may have looked at one more, of which we do not read yet, but not at two.
         """
         whereabouts = self.whereabouts
         if whereabouts is None or not self.can_skip:
             return []
+        now = time.monotonic()
         at = whereabouts[Whereabouts.CHUNK]
         in_order()
         position = whereabouts[Whereabouts.POSITION]
@@ -145,28 +150,56 @@ class UnderWay:
         if at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]:  # it goes on in this moment
             return []
         found = []
+        for_others = self._for_others()
         is_answered = at in self.chunks  # those before it are, though their answers may still be on their way
         for number, chunk in self.chunks.items():
             begun = -1
             if number == at:
                 is_answered, begun = False, position
-            if not is_answered and chunk.operation is not None and chunk.operation.options.chunksize is None:
-                found.append((chunk.operation, chunk.calls, max(0, len(chunk.calls) - begun - 2)))
+            if is_answered or number not in for_others:
+                continue
+            assert chunk.operation is not None
+            count = len(chunk.calls) - begun - 1
+            if now - self._skipped.get(number, now) < SEEN:
+                count = 0 if chunk.operation.options.chunksize is not None else count - 1
+            found.append((chunk.operation, chunk.calls, max(0, count)))
         return found
 
     def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Take back what `unbegun` counts."""
+        """Take back what `unbegun` counts; and more of it, when this is asked again after `SEEN` seconds.
+
+        Where others read and write its whereabouts, what it has behind its first chunk, when they have written.
+        """
         if not self.can_skip:
-            return []
-        for number, chunk in self.chunks.items():
-            if chunk.operation is not None:
-                self._skip(number)
+            self.skip_behind()
+            has_news = self.link is None or self.link.has_more()  # it may have answered its first chunk
+            return [] if has_news else self.take_back_behind()
+        for number in self._for_others():
+            self._skip(number)
         taken = []
         for operation, calls, count in self.unbegun():  # counted after it can see that it is skipped
             if count:
                 taken.append((operation, [call for _, call in calls[-count:]]))
                 del calls[-count:]
         return taken
+
+    @property
+    def has_for_others(self) -> bool:
+        """There are calls behind the one that it is at, which it can be told not to begin."""
+        if self.whereabouts is None:
+            return False
+        if not self.can_skip:
+            return self.has_calls_behind
+        first, position = next(iter(self.chunks), None), self.begun()[0]
+        return any(len(self.chunks[number].calls) > (position + 1 if number == first else 0) for number in self._for_others())
+
+    def _for_others(self) -> list[int]:
+        """Chunks of which others may have what was not begun; what is to stay together, only as a whole."""
+        return [
+            number
+            for place, (number, chunk) in enumerate(self.chunks.items())
+            if chunk.operation is not None and (place > 0 or chunk.operation.options.chunksize is None)
+        ]
 
     def skip_behind(self) -> None:
         """Have it leave out the calls of the chunks behind its first."""

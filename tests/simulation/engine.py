@@ -98,7 +98,7 @@ class Task:
         self.ended = False  # nobody wants it to begin any more
         self.sources: list[Task] = []  # whose results it is given
         # the truth of forwards: how often a worker died that was at it, or had it next
-        self.deaths = self.idle_deaths = self.overdue = 0
+        self.deaths = self.idle_deaths = self.overdue = self.unsure_deaths = 0
         self.was_caught = False  # a worker died that had done it, and may have sent its result
 
 
@@ -437,10 +437,12 @@ class SimulatedWorker:
         outcomes: list[Any] = []
         self.check(message.function in self.functions, "a worker is to run a function that it does not have", message)
         for position, call in enumerate(message.calls):
+            self._begin(message.chunk, position)
+            self.at_call = False
+            yield
             if self._is_skipped(message.chunk):
                 break
-            yield
-            self._begin(message.chunk, position)
+            self.at_call = True
             task = self._task_of(call, message.function)
             self.check(self.environment == task.environment, "a call runs in the environment of another", task.number)
             self.check(task.deaths <= self.world.retries, "a call runs though it has killed too many workers", task.number)
@@ -716,6 +718,8 @@ class SimulatedLink:
             self.world.backward_deaths[part] += 1
         elif self._had_farewell is not None:
             part.overdue += 1
+        elif has_begun and not self.worker.at_call and self.worker._is_skipped(chunk):
+            part.unsure_deaths += 1  # it was about to leave it out; the scheduler may have taken it back
         elif has_begun:
             part.deaths += 1
         else:
