@@ -572,7 +572,8 @@ class History:
                 is_caught = retries == 0 and task.was_caught
                 return asked.options["timeout"] is not None and (is_overdue or is_caught)
             case WorkerDiedError():
-                killed = task.deaths + task.unsure_deaths + task.overdue > retries or task.idle_deaths + task.overdue > max(retries, IDLE_DEATHS)
+                tried = task.deaths + task.unsure_deaths + task.overdue
+                killed = tried > retries or task.idle_deaths + task.overdue > max(retries, IDLE_DEATHS)
                 killed = killed or (retries == 0 and task.was_caught)
                 return killed or life.broken is not None
             case SharedMemoryError():
