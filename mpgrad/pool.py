@@ -100,22 +100,16 @@ class Pool:
 
     Expert arguments:
         graphs: what workers do with the graphs of calls, from the forward to the backward. Leave "auto", but take "recompute"
-            (or `graph_memory`) where memory is short, and "ahead" where losses get other gradients in each map.
+            (or `graph_memory`) where memory is short, and "keep" where no backward may run early, and no function twice.
             "auto": keep them. Once the results of a function keep being losses (one float32 or float64 number, and nothing
             else that needs gradients), which all get the same gradient, as in a sum or a mean, the worker runs the backward
-            right after the forward, while the graph is hot in its cache, with the gradient that came before. If another
-            one comes, or only a part of the backward is wanted, it is run again. Values and gradients are those of "keep";
-            see docs/guarantees.md for the little that can be told. Not for functions that call a `torch.autograd.Function`
-            or register hooks, nor under autocast or anomaly mode, with `retries=0`, or engines "thread", "stream", "inline".
+            right after the forward, while the graph is hot in its cache, with the gradient that came before; and once that
+            was right, the graph goes. If another one comes, or only a part of the backward is wanted, or another one after
+            it, the function runs again. Values and gradients are those of "keep"; see docs/guarantees.md for what can be told.
+            Not for functions that call `Tensor.register_hook`, nor under autocast, anomaly or inference mode or a default
+            device, with `retries=0`, or engines "thread", "stream", "inline".
             Near the memory limit of a container, workers drop graphs, and run these calls again when their backwards come.
-            "keep": keep them, and run nothing ahead.
-            "ahead": the backward of every loss runs ahead, with a gradient of one, and the graph goes; the caller's backward
-            multiplies by the gradient that comes. Faster than "auto" where gradients change from map to map, and it takes
-            less memory. Gradients of captures are added up on the workers as if the gradient were the same for all items of
-            a map; where it turns out not to be, and with `create_graph` or batched gradients, forwards are run again. Half
-            precision, autocast and anomaly mode keep graphs. So do functions whose backward may do more than multiply (with
-            a `torch.autograd.Function`, or with `Tensor.register_hook`), once another gradient than one has come for such a
-            function, and always with engines "thread", "stream" and "inline" (which do not notice hooks).
+            "keep": keep them until their backwards come.
             "recompute": none is kept, and a backward runs the forward again.
         graph_memory: bytes that the graphs in each worker may take, also as a text like "2 GiB"; beyond, the largest are
             dropped, and their backward runs the forward again. None for no limit. Memory of the CPU is what is measured.
@@ -739,8 +733,8 @@ class Pool:
         """Show, until the block ends, how much of what the pool has to do is done: futures of `submit`, backwards, all.
 
         The total grows as more is asked for. A backward of an item counts as its forward did; cheap items that travelled
-        together have one backward for all. With `graphs="auto"` or "ahead" backwards may have run with the forwards: then there
-        is nothing left to do in a backward, and nothing to show.
+        together have one backward for all. With `graphs="auto"` backwards may have run with the forwards: then there is nothing
+        left to do in a backward, and nothing to show.
 
         Args:
             progress: as for `map`.

@@ -71,7 +71,7 @@ class PoolStats(NamedTuple):
         calls: that workers have run, so far; also workers that have ended.
         calls_left: of these operations, sent or waiting.
         backwards: that workers were asked for and have run, so far; items that travelled together have one for all. Those that
-            ran right after their forwards (`graphs="auto"` or "ahead") are not counted.
+            ran right after their forwards (`graphs="auto"`) are not counted.
         backwards_left: sent or waiting.
         frames_sent: to workers, so far; a frame holds the messages of many calls.
         frames_received: from workers.

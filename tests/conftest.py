@@ -27,6 +27,8 @@ import pytest
 import tqdm
 
 import mpgrad
+from mpgrad.calls.prediction import Predicted
+from mpgrad.scheduling.function_cache import Codes
 from mpgrad.system import PORTABLE
 
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
@@ -166,6 +168,21 @@ def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
 def linux_only(mechanism: str) -> pytest.MarkDecorator:
     """The test is about something that the portable branches do without."""
     return pytest.mark.skipif(PORTABLE, reason=f"about {mechanism}, which only Linux has")
+
+
+# --- for tests of eager backwards
+
+
+@contextlib.contextmanager
+def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterator[None]:
+    """With `graphs="auto"` this is predicted for all losses, from the first map on; None: nothing is.
+
+    So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not confirmed.
+    """
+    predicted = None if gradient is None else Predicted(gradient, is_confirmed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Codes, "predicted", lambda self, pickled: predicted)
+        yield
 
 
 # --- for tests that run others, or scripts

@@ -6,7 +6,7 @@ Nothing here may touch the parent's objects: a worker knows its end of the pipe,
     child                               what multiprocessing gives its children
     worker                              the loop: each message to the part whose matter it is
     forward, backward                   what answers the calls, and the gradients, of a chunk
-    call_run, backward_ahead            one run of a function; its backward right behind it
+    call_run, eager                     one run of a function; its backward right behind it
     functions                           functions as they were defined, until they are forgotten
     graphs, graph_edges, capture_sums   the graphs that are here; how they are entered; gradients added up
     strays                              leaves that only this process has, to which graphs lead

@@ -67,8 +67,6 @@ class EagerBackwards:
             edges = [*map(still_there, inputs[own.start : own.stop]), *map(still_there, self._captures)]
             gradient = torch.full_like(loss, self.how.gradient)
             found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, self.how.keeps)
-        except KeyboardInterrupt:  # in the caller's own process
-            raise
         except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
             return False
         finally:

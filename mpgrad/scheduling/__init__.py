@@ -6,7 +6,7 @@ Imports `calls`, `engines` and what is below them. Nothing here waits for a work
     scheduler        puts the parts together; driver: in whose thread. dispatcher: its own; in_caller: the caller's
     lifecycle        open, closed, leaving, draining, stopping; settling: what comes after the end
     admissions       operations from the start to their end; waiting_calls: calls whose arguments are other calls' results
-    queue            the calls that wait; function_cache: what they cost; guesses: what gradients their losses get
+    queue            the calls that wait; function_cache: what they cost
     sizes            every decision about how much goes together: waves, bundles, chunks
     gradient_sender  backwards, from autograd's threads
     deliveries       what leaves for workers; chunk_writer: as messages; chunks: what they consist of

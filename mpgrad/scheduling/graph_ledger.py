@@ -120,7 +120,7 @@ class GraphLedger:
 
 
 class SumLedger:
-    """The sums of captures' gradients that a worker holds: by function, then by backward (None: ahead) and levels."""
+    """The sums of captures' gradients that a worker holds: by function, then by backward (None: eager) and levels."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int | None, tuple[Level, ...]], None]] = {}
@@ -135,7 +135,7 @@ class SumLedger:
     def note(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.setdefault(function, {})
         sums[graph_task, levels] = None
-        forget_oldest(sums)  # as the worker does, which keeps that of backwards ahead beside
+        forget_oldest(sums)  # as the worker does, which keeps that of eager backwards beside
 
     def forget(self, function: int, graph_task: int | None, levels: tuple[Level, ...]) -> None:
         sums = self._sums.get(function, {})

@@ -54,6 +54,7 @@ from common import (
 from jobs import (
     OP,
     PYTHON,
+    Batch,
     Function,
     Loop,
     Run,
@@ -83,19 +84,20 @@ EPILOG = "exit status: 0 if everything was measured, 1 if a contender is wrong o
 
 Aims = Mapping[str, Mapping[float, float]]
 TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an item
-# speed-ups by grain in ms: "keep" over one backward; "ahead", and a pool without options ("auto"), over the best order
-PYTHON_AIMS: Aims = {
-    "keep": {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4},
-    "ahead": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2},
-    "auto": {10: 1.9, 1: 1.6},
-}
-OP_AIMS: Aims = {"ahead": {10: 1.9, 1: 1.75, 0.1: 1.15}, "auto": {10: 1.7, 1: 1.45}}
+# speed-ups by grain in ms: "keep" over one backward; a pool without options ("auto") over the best order
+PYTHON_AIMS: Aims = {"keep": {10: 2.3, 1: 2.1, 0.3: 1.7, 0.1: 1.4}, "auto": {10: 1.92, 1: 1.8, 0.3: 1.5, 0.1: 1.2}}
+OP_AIMS: Aims = {"auto": {10: 1.9, 1: 1.75, 0.1: 1.15}}
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
 MEMORY_AIM = ("<=", 30.0)  # MiB
 NOTHING = ("<=", 0.0)
 PHENOBARBITAL_AIM = (">=", 1.85)
 
-GRAPHS = ("keep", "ahead", "auto")
+GRAPHS = ("keep", "auto")
+GRADIENTS: Mapping[str, Callable[[int], float]] = {  # what the losses of a map get, by its number
+    "the same in each map": lambda number: 1.0,
+    "another in each map": lambda number: 1.0 + number,
+    "another every 10 maps": lambda number: 1.0 + number // 10,
+}
 CALLS = 50  # in a chunk of calls that go one by one
 CAPTURE_SECONDS = 5e-4  # of an item of the map with captures
 PARAMETERS = 64
@@ -111,6 +113,8 @@ class Plan:
     repeats: int = 9
     tiny_items: int = 1000
     work_seconds: float = 0.3  # of a serial run
+    maps: int = 20  # one after another, for what is learned from map to map
+    huge_seconds: float = 1.0  # of a serial run of the huge map
     grains_ms: Sequence[float] = (10, 1, 0.3, 0.1)
     tensors: int = 32
     largest_bytes: int = 16_000_000
@@ -125,6 +129,8 @@ QUICK = Plan(
     repeats=1,
     tiny_items=20,
     work_seconds=0.02,
+    maps=3,
+    huge_seconds=0.02,
     grains_ms=(1,),
     tensors=4,
     largest_bytes=1_000_000,
@@ -145,12 +151,17 @@ class Pools:
         self._started: dict[str, mpgrad.Pool] = {}
 
     def __getitem__(self, graphs: str) -> mpgrad.Pool:
-        """The pool with these graphs; "auto" is a pool without options."""
+        """The pool with these graphs."""
         if graphs not in self._started:
-            options: Record = {} if graphs == "auto" else {"graphs": graphs, **sent(mpgrad.Pool)}
-            pool: mpgrad.Pool = mpgrad.Pool(self._processes, **options)
-            self._started[graphs] = self._stack.enter_context(pool)
+            self._started[graphs] = self._stack.enter_context(new_pool(self._processes, graphs))
         return self._started[graphs]
+
+
+def new_pool(processes: int, graphs: str) -> mpgrad.Pool:
+    """A pool with these graphs; "auto" is a pool without options."""
+    options: Record = {} if graphs == "auto" else {"graphs": graphs, **sent(mpgrad.Pool)}
+    pool: mpgrad.Pool = mpgrad.Pool(processes, **options)
+    return pool
 
 
 # --- tiny tensors
@@ -237,6 +248,83 @@ def grain_figures(name: str, work: Work, ms: float, aims: Aims, pools: Pools, pl
         mine = seconds[graphs]
         yield median_figure(row, f"{graphs} over one backward", ratios(seconds["serial"], mine), "x", over_one)
         yield median_figure(row, f"{graphs} over the best order", ratios(best, mine), "x", over_best)
+
+
+# --- what a pool learns of its losses
+
+
+class Maps:
+    """Maps of a function, one after another, and what gradient their losses get."""
+
+    def __init__(self, loop: Loop, function: Function, items: Sequence[Tensor], gradient: Callable[[int], float]) -> None:
+        self._loop = loop
+        self._function = function
+        self._items = items
+        self._gradient = gradient
+        self._number = itertools.count()  # of all maps so far
+
+    def seconds(self, count: int) -> float:
+        """Of a map with its backward, the mean of so many."""
+        batches = [batch_of(self._items) for _ in range(count)]
+        began = time.perf_counter()
+        for batch in batches:
+            self._run(batch)
+        return (time.perf_counter() - began) / count
+
+    def gradients(self, count: int) -> list[Tensor | None]:
+        batches = [batch_of(self._items) for _ in range(count)]
+        for batch in batches:
+            self._run(batch)
+        return [item.grad for batch in batches for item in batch.items]
+
+    def _run(self, batch: Batch) -> None:
+        total = torch.stack(tuple(self._loop(self._function, batch.items))).sum()
+        (total * self._gradient(next(self._number))).backward()  # type: ignore[no-untyped-call]
+
+
+def bench_gradients(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """A pool that is new to the function, for each of GRADIENTS."""
+    function, items = work_items(PYTHON, 1e-3, plan.work_seconds)
+    for name, gradient in GRADIENTS.items():
+        with contextlib.ExitStack() as stack:
+            loops: dict[str, Loop] = {"serial": serial}
+            for graphs in GRAPHS:
+                loops[graphs] = stack.enter_context(new_pool(plan.processes, graphs)).map
+            maps = {each: Maps(loop, function, items, gradient) for each, loop in loops.items()}
+            right, *given = (each.gradients(plan.maps) for each in maps.values())
+            for each in given:
+                torch.testing.assert_close(each, right)
+            seconds = interleaved({each: partial(own.seconds, plan.maps) for each, own in maps.items()}, plan.repeats)
+        row = f"gradients: {plan.maps} maps of {len(items)} Python-bound items of 1 ms, {name}"
+        for each, values in seconds.items():
+            yield median_figure(row, each, [1e3 * value for value in values], "ms/map")
+        yield median_figure(row, "auto over keep", ratios(seconds["keep"], seconds["auto"]), "x")
+
+
+def bench_huge(pools: Pools, plan: Plan) -> Iterator[Figure]:
+    """The first map of a pool, which knows nothing of its losses yet."""
+    function, items = work_items(OP, 1e-3, plan.huge_seconds)
+    turns = {graphs: partial(first_map, plan.processes, graphs, function, items) for graphs in GRAPHS}
+    row = f"huge: the first map of a pool, {len(items)} op-bound items of 1 ms, forward and backward"
+    for graphs, rounds in interleaved(turns, plan.repeats).items():
+        seconds, taken = zip(*rounds, strict=True)
+        yield median_figure(row, graphs, [1e3 * value / len(items) for value in seconds], "ms/item")
+        yield median_figure(row, f"{graphs}, memory between the two", [value / 2**20 for value in taken], "MiB")
+
+
+def first_map(processes: int, graphs: str, function: Function, items: Sequence[Tensor]) -> tuple[float, float]:
+    """Seconds, and the bytes that the workers take more between forward and backward."""
+    batch = batch_of(items)
+    with new_pool(processes, graphs) as pool:
+        pool.map(time.sleep, [0.01] * 4 * processes, 1)  # all have started
+        before = pool.stats().resident_bytes
+        began = time.perf_counter()
+        losses = pool.map(function, batch.items)
+        forward_ended = time.perf_counter()
+        taken = pool.stats().resident_bytes - before
+        backward_began = time.perf_counter()
+        torch.stack(tuple(losses)).sum().backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - backward_began + forward_ended - began, float(taken)
 
 
 # --- what moves much memory
@@ -479,6 +567,8 @@ ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
     "budget": bench_budget,
     "python": bench_python,
     "op": bench_op,
+    "gradients": bench_gradients,
+    "huge": bench_huge,
     "transfer": bench_transfer,
     "captures": bench_captures,
     "start": bench_start,

@@ -348,10 +348,10 @@ class Program:
         self.attempt(label, self.calls.map_reduce, lambda x: (x * x * factor).remainder(5), items, "sum")
 
     def train(self, label: str) -> None:
-        """Take losses whose gradients are mostly alike, as a pool guesses them, and change a parameter between."""
+        """Take losses whose gradients are mostly alike, as a pool predicts them, and change a parameter between."""
         weight, items = self.some(1)[0].detach().clone().requires_grad_(), self.items()
         task = Task(self.choose.randrange(10**6), SMOOTH, [], loss=True)
-        for _ in range(self.choose.randrange(2, 6)):
+        for _ in range(self.choose.randrange(2, 8)):
             losses = self.calls.map(lambda item: task(weight, item), items)
             self.note(label, losses)
             scale = self.choose.choice([1, 1, 1, 3])
@@ -446,7 +446,7 @@ def options_of(seed: int) -> dict[str, Any]:
         "processes": choose.randrange(1, 4),
         "engine": choose.choice(["process", "process", "process", "process", "thread", "inline"]),
         "deterministic": choose.random() < 0.4,
-        "graphs": choose.choice(["auto", "auto", "keep", "recompute", "ahead"]),
+        "graphs": choose.choice(["auto", "auto", "auto", "keep", "recompute"]),
         "send": choose.choice(["auto", "always"]),
         "maxtasksperchild": choose.choice([None, None, None, 4]),
         "retries": choose.choice([1, 2, 5]),
@@ -456,7 +456,7 @@ def options_of(seed: int) -> dict[str, Any]:
 def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Run the program of a seed on a pool and on the loop: what it found, and where the two disagree first."""
     choose = random.Random(f"program {seed}")
-    is_real = options["deterministic"] and options["graphs"] != "ahead" and choose.random() < 0.5
+    is_real = options["deterministic"] and choose.random() < 0.5
     threads = choose.choice([1, 1, 1, 3])
     draws = not is_real and threads == 1 and options["engine"] != "thread" and choose.random() < 0.15
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ import cloudpickle
 import psutil
 import pytest
 import torch
-from conftest import first_are_quick
+from conftest import every_loss_gets, first_are_quick
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.quick
 
 KINDS: dict[str, dict[str, Any]] = {
     **{engine: {"engine": engine} for engine in ("process", "thread", "inline")},
-    "ahead": {"graphs": "ahead", "deterministic": True},
+    "eager": {"deterministic": True},
 }
 INSTALLED = """
 import functools, types, torch
@@ -87,7 +87,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 @pytest.fixture(params=KINDS)
 def any_pool(request: pytest.FixtureRequest, installed: Any) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(1 if request.param == "inline" else 2, **KINDS[request.param]) as pool:
+    options, gradient = KINDS[request.param], 1.0 if request.param == "eager" else None
+    with every_loss_gets(gradient), mpgrad.Pool(1 if request.param == "inline" else 2, **options) as pool:
         yield pool
 
 

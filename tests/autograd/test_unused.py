@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_are_quick, staffed
+from conftest import every_loss_gets, first_are_quick, staffed
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
@@ -24,9 +24,9 @@ Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"graphs": "ahead"},
+    {"graphs": "keep"},
     {"graphs": "recompute"},
-    {"graphs": "ahead", "deterministic": True},
+    {"deterministic": True},
     {"engine": "thread"},
     {"engine": "inline"},
 ]
@@ -34,7 +34,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module", params=first_are_quick(1, OPTIONS), ids=str)
 def any_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
+    processes = 1 if request.param.get("engine") == "inline" else 2
+    with every_loss_gets(1.0), mpgrad.Pool(processes, **request.param) as pool:
         yield staffed(pool)  # before the first test, which looks for what it leaves
 
 
@@ -209,12 +210,12 @@ def test_captures_inside_of_a_checkpoint(loop: Loop) -> None:
     same(inside_of_a_checkpoint(loop, False), inside_of_a_checkpoint(serial, False))
 
 
-@pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "ahead"]))
+@pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "auto"]))
 def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, nursery: mpgrad.Pool) -> None:
     """No graph leads to them: all count as reached."""
     with pytest.raises(RuntimeError, match="second time"):  # PyTorch frees the history of `inner` with the first of two items
         inside_of_a_checkpoint(serial, True)
-    with mpgrad.Pool(2, graphs=graphs) as pool:
+    with every_loss_gets(1.0), mpgrad.Pool(2, graphs=graphs) as pool:
         same(inside_of_a_checkpoint(pool.map, True), inside_of_a_checkpoint(serial, False))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad.scheduling.deliveries import Deliveries
@@ -28,7 +29,7 @@ Tensor = torch.Tensor
 
 
 def scenario(pool: mpgrad.Pool) -> list[Tensor]:
-    """Values, gradients of items and captures, a second order with captures, a chain, a large tensor, random numbers."""
+    """Losses, values, gradients of items and captures, second order with captures, a chain, a large tensor, random numbers."""
     torch.manual_seed(0)
     weight = torch.linspace(0.5, 1.5, 3, dtype=torch.float64, requires_grad=True)
     items = [torch.linspace(-1, k, 3, dtype=torch.float64, requires_grad=True) for k in range(ITEMS)]
@@ -43,16 +44,19 @@ def scenario(pool: mpgrad.Pool) -> list[Tensor]:
         t.mul_(2)  # a private copy, each time
         return (t.view(-1, 3) * weight).sum(0)
 
+    inputs = [weight, *items]
+    losses = pool.map(lambda x: (x * weight).exp().sum(), items, 2)
+    of_losses = torch.autograd.grad(torch.stack(losses).sum(), inputs)
     first = pool.map(fn, items, 2)
     second = pool.map(lambda y: y.exp() + weight, first, 1)
     (third,) = pool.map(sums, [large * 1])
     loss = sum(y.sum() for y in second) * third.sum()
     assert isinstance(loss, Tensor)
-    inputs = [weight, *items, large]
+    inputs.append(large)
     grads = torch.autograd.grad(loss, inputs, create_graph=True)
     penalty = sum((grad**2).sum() for grad in grads)
     both = torch.autograd.grad([loss, penalty], inputs)
-    return [each.detach() for each in (*first, *second, third, *grads, *both)]
+    return [each.detach() for each in (*losses, *of_losses, *first, *second, third, *grads, *both)]
 
 
 # --- on the workers' side
@@ -177,7 +181,7 @@ class Shooter:
         monkeypatch.setattr(owner, method, counted)
 
     def run(self, fatal: int, **options: Any) -> list[Tensor]:
-        with mpgrad.Pool(2, **options) as pool:
+        with every_loss_gets(1.0), mpgrad.Pool(2, **options) as pool:
             pool.map(abs, range(4), 1)
             self.count, self.fatal = 0, fatal
             found = scenario(pool)
@@ -192,8 +196,8 @@ class Shooter:
         (Receiver, "_receive", {}),
         (Receiver, "_receive", {"deterministic": True}),
         (Deliveries, "transmit", {"graphs": "recompute"}),
-        (Deliveries, "transmit", {"graphs": "ahead"}),
-        (Receiver, "_receive", {"graphs": "ahead"}),
+        (Deliveries, "transmit", {"graphs": "keep"}),
+        (Receiver, "_receive", {"graphs": "keep"}),
         (Receiver, "_receive", {"graph_memory": 4000}),
     ],
     ids=str,

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_are_quick, linux_only, staffed
+from conftest import every_loss_gets, first_are_quick, linux_only, staffed
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
@@ -495,11 +495,10 @@ def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: P
 # --- graphs that are not kept
 
 
-@pytest.fixture(
-    params=[{"graphs": "recompute"}, {"graphs": "ahead"}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str
-)
-def frugal(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Any:
-    return request.param
+@pytest.fixture(params=[{"graphs": "recompute"}, {}, {"graph_memory": 1000}, {"graph_memory": "1 GiB"}], ids=str)
+def frugal(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[Any]:
+    with every_loss_gets(1.0):
+        yield request.param
 
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_are_quick
+from conftest import every_loss_gets, first_are_quick
 
 import mpgrad
 from mpgrad.calls import packing
@@ -48,28 +48,29 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Feeder, "_bundle_size", size)
 
 
-OPTIONS = [{**engine, "graphs": graphs} for engine in ENGINES for graphs in ("keep", "ahead")]
+OPTIONS: list[dict[str, Any]] = [{"graphs": "keep"}, {}, {"engine": "thread"}, {"engine": "inline"}]
 
 
 @pytest.fixture(params=first_are_quick(1, OPTIONS), ids=str)
 def pool(request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[mpgrad.Pool]:
-    """Workers of the session where graphs are kept; those ahead are the test's own, as they learn from gradients."""
+    """Workers of the session where graphs are kept; where backwards are eager, they are the test's own."""
     if request.param == {"graphs": "keep"}:
-        yield shared_pools("process", 2)
+        with every_loss_gets(None):
+            yield shared_pools("process", 2)
     else:
-        with mpgrad.Pool(2, **request.param) as own:
+        with every_loss_gets(1.0), mpgrad.Pool(2, **request.param) as own:
             yield own
 
 
 @pytest.fixture(params=first_are_quick(1, OPTIONS), ids=str)
 def own_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, **request.param) as own:
+    with every_loss_gets(1.0), mpgrad.Pool(2, **request.param) as own:
         yield own
 
 
-@pytest.fixture(params=["keep", "ahead"])
+@pytest.fixture(params=["keep", "auto"])
 def pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(2, graphs=request.param) as own:
+    with every_loss_gets(1.0), mpgrad.Pool(2, graphs=request.param) as own:
         yield own
 
 
@@ -263,7 +264,7 @@ def test_a_graph_that_went_with_a_loss_is_made_again(nursery: mpgrad.Pool, tmp_p
         return [*results, *torch.autograd.grad(total, [*xs, weight])]
 
     mixed = [True, False] * SIZE
-    with mpgrad.Pool(1, graphs="ahead") as pool:
+    with every_loss_gets(1.0), mpgrad.Pool(1) as pool:
         pool.map(one, [(True, x) for x in leaves(2 * SIZE)])
         # the first bundle that is mixed is run twice; from then on the forwards come first
         for times in (3, 2):
@@ -286,7 +287,7 @@ class Clipped(torch.autograd.Function):
         return (2 * grad).clamp(max=3)
 
 
-def test_a_graph_ahead_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
+def test_a_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
     """So that the next one finds its memory in the cache, and never more than one is there."""
 
     class Mark:
@@ -302,10 +303,8 @@ def test_a_graph_ahead_goes_before_the_next_item_begins(nursery: mpgrad.Pool) ->
         y.grad_fn.metadata["mark"] = mark  # lives as long as the graph
         return y.sum(), there
 
-    with mpgrad.Pool(1, graphs="ahead") as pool:
-        first, second = ([there for _, there in pool.map(alive, leaves(24))] for _ in range(2))
-    # in the first bundle it is not known yet whether all will be losses
-    assert first == [*range(8), *[0] * 16] and second == [0] * 24
+    with every_loss_gets(1.0), mpgrad.Pool(1) as pool:
+        assert [there for _, there in pool.map(alive, leaves(24))] == [0] * 24
     with mpgrad.Pool(1, graphs="keep") as pool:
         keep = [there for _, there in pool.map(alive, leaves())]
     assert keep == list(range(22))
@@ -345,17 +344,6 @@ class Ends:
 
 def end() -> None:
     raise StopIteration("no more")
-
-
-def test_an_interrupt_in_a_backward_ahead_is_the_callers(interruptible: None) -> None:
-    def interrupting(x: Tensor) -> Tensor:
-        y = x * 2
-        assert y.grad_fn is not None
-        y.grad_fn.register_prehook(lambda grads: signal.raise_signal(signal.SIGINT))  # type: ignore[arg-type,return-value]
-        return y.sum()
-
-    with mpgrad.Pool(1, engine="inline", graphs="ahead") as pool, pytest.raises(KeyboardInterrupt):
-        pool.map(interrupting, leaves(8))
 
 
 @pytest.mark.parametrize(
@@ -867,11 +855,11 @@ def test_what_items_share_by_way_of_the_function_is_nobodys_gradient(nursery: mp
             memo["y"] = (x * x).sum()
         return memo["y"] + x.sum()
 
-    for graphs in ("keep", "ahead"):
-        with mpgrad.Pool(1, graphs=graphs) as pool:
+    for gradient in (None, 1.0):
+        with every_loss_gets(gradient), mpgrad.Pool(1) as pool:
             xs = leaves(4)
             pool.map(remembering, xs)[1].backward()
-            assert xs[0].grad is None or graphs == "keep"  # as in the serial loop, or not at all
+            assert xs[0].grad is None or gradient is None  # as in the serial loop, or not at all
             assert torch.equal(xs[1].grad, torch.ones(5, dtype=torch.float64))  # type: ignore[arg-type]
 
 

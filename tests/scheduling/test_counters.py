@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad import PoolStats
@@ -142,9 +143,9 @@ def test_its_backward(pool: mpgrad.Pool) -> None:
     assert found.slots_made == 0
 
 
-def test_a_backward_ahead_makes_no_trip(nursery: mpgrad.Pool) -> None:
+def test_an_eager_backward_makes_no_trip(nursery: mpgrad.Pool) -> None:
     xs = [torch.ones(20, requires_grad=True) for _ in range(CALLS)]
-    with mpgrad.Pool(2, graphs="ahead") as pool:
+    with every_loss_gets(1.0), mpgrad.Pool(2) as pool:
         losses = pool.map(lambda x: x.square().sum(), xs)
         before = pool.stats()
         torch.stack(losses).sum().backward()

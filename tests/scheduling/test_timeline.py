@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every_loss_gets
 from matplotlib.figure import Figure
 
 import mpgrad
@@ -127,16 +128,14 @@ def test_a_bundle_shows_its_items(pool2: mpgrad.Pool) -> None:
     assert any(isinstance(each, list) for each in bundles)
 
 
-def test_backwards_ahead_stand_behind_their_forwards(nursery: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, graphs="ahead") as pool:
-        for _ in range(2):  # the first time all forwards come first
-            with pool.timeline() as timeline:
-                differentiated(pool, leaves(), chunksize=1)
-            check(timeline.events)
-            forward, backward = slices(timeline.events, "forward"), slices(timeline.events, "backward")
-            assert items_in(forward) == items_in(backward) == Counter(range(ITEMS))
-            ends = {each["args"]["item"]: each["ts"] + each["dur"] for each in forward}
-            assert all(each["ts"] >= ends[each["args"]["item"]] for each in backward)
+def test_eager_backwards_stand_behind_their_forwards(nursery: mpgrad.Pool) -> None:
+    with every_loss_gets(1.0), mpgrad.Pool(1) as pool, pool.timeline() as timeline:
+        differentiated(pool, leaves(), chunksize=1)
+    check(timeline.events)
+    forward, backward = slices(timeline.events, "forward"), slices(timeline.events, "backward")
+    assert items_in(forward) == items_in(backward) == Counter(range(ITEMS))
+    ends = {each["args"]["item"]: each["ts"] + each["dur"] for each in forward}
+    assert all(each["ts"] >= ends[each["args"]["item"]] for each in backward)
     assert {each["name"] for each in slices(timeline.events, "chunk")} == {"calls"}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every_loss_gets
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -161,13 +162,13 @@ def test_forward_and_backward_each_have_their_own(engine: Any) -> None:
     assert x.grad is not None and {name for name, grad in zip(SETTINGS, x.grad, strict=True) if grad} == {hooks}
 
 
-@pytest.mark.parametrize("graphs", ["recompute", "ahead"])
+@pytest.mark.parametrize("graphs", ["recompute", "auto"])
 def test_a_call_that_is_run_again_has_those_of_its_forward(graphs: Any) -> None:
     def product(x: torch.Tensor) -> torch.Tensor:
         return x * x * (2 if torch.sparse.check_sparse_tensor_invariants.is_enabled() else 1)
 
     x = torch.ones(3, requires_grad=True)
-    with mpgrad.Pool(1, graphs=graphs) as pool:
+    with every_loss_gets(0.5), mpgrad.Pool(1, graphs=graphs) as pool:
         with torch.sparse.check_sparse_tensor_invariants():
             (y,) = pool.map(product, [x])
         with torch.autograd.graph.disable_saved_tensors_hooks("no"):
@@ -273,9 +274,9 @@ def test_default_device(around: Callable[[], Any], pool: mpgrad.Pool) -> None:
     assert pool.map(where, [x])[0][0] == "cpu"
 
 
-def test_default_device_of_a_backward_run_ahead() -> None:
+def test_default_device_of_an_eager_backward() -> None:
     x = torch.ones(2, requires_grad=True)
-    with mpgrad.Pool(1, graphs="ahead") as pool, torch.device("meta"):
+    with every_loss_gets(1.0), mpgrad.Pool(1) as pool, torch.device("meta"):
         ((_, y),) = pool.map(where, [x])
         (found,) = torch.autograd.grad(y, x)
     assert found.tolist() == [2, 2]

@@ -16,6 +16,7 @@ from typing import Any
 import pretend_device
 import pytest
 import torch
+from conftest import every_loss_gets
 from pretend_device import Pretend
 
 import mpgrad
@@ -505,10 +506,10 @@ def test_a_pool_without_devices_asks_nothing_of_them(fresh_pool: mpgrad.Pool, mo
     assert {worker.device for worker in call().workers} == {"cpu"}
 
 
-def test_losses_differentiated_ahead(crossing: str) -> None:
+def test_eager_backwards(crossing: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     items = ragged(ZERO, dtype=torch.float64)
-    with mpgrad.Pool(devices=["cpu", ZERO], graphs="ahead") as pool:
+    with every_loss_gets(1.0), mpgrad.Pool(devices=["cpu", ZERO]) as pool:
         settled(pool)
         losses = pool.map(lambda x: (x * weight).exp().sum(), items)
         found = torch.autograd.grad(sum(losses), [weight, *items])

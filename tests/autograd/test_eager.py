@@ -1,0 +1,319 @@
+"""Eager backwards whose graphs are gone: whatever becomes of the losses, values and gradients are those of the serial loop."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import every_loss_gets, first_are_quick
+from torch.utils._pytree import tree_leaves
+
+import mpgrad
+from mpgrad.testing import assert_same_as_serial
+
+Tensor = torch.Tensor
+Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64, requires_grad=True)
+
+
+def loss(x: Tensor) -> Tensor:
+    return ((x.sin() * weight).exp().sum() - 1) ** 2
+
+
+def items(count: int = 12) -> list[Tensor]:
+    return [torch.linspace(-1, 1 + i, 5, dtype=torch.float64, requires_grad=True) for i in range(count)]
+
+
+@pytest.fixture(scope="module", params=first_are_quick(1, [{}, {"deterministic": True}, {"graph_memory": "1 MiB"}]), ids=str)
+def pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    """For tests that do not hurt it."""
+    with every_loss_gets(1.0), mpgrad.Pool(2, **request.param) as pool:
+        pool.map(abs, range(4))
+        yield pool
+
+
+@pytest.fixture
+def own_pool(nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with every_loss_gets(1.0), mpgrad.Pool(2) as pool:
+        yield pool
+
+
+def gradients(loop: Loop, combine: Callable[[list[Tensor]], Tensor], function: Callable[[Any], Any] = loss) -> list[Any]:
+    xs = items()
+    total = combine(loop(function, xs))
+    return [total.detach(), *torch.autograd.grad(total, [*xs, weight], allow_unused=True)]
+
+
+def serial(function: Callable[[Any], Any], xs: Sequence[Any]) -> list[Any]:
+    return [function(x) for x in xs]
+
+
+COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "sum": lambda losses: torch.stack(losses).sum(),
+    "mean": lambda losses: torch.stack(losses).mean(),
+    "weighted": lambda losses: sum(i * each for i, each in enumerate(losses)),  # type: ignore[arg-type, return-value]
+    "some": lambda losses: losses[3] + losses[7],
+    "square": lambda losses: torch.stack(losses).sum() ** 2,
+    "one": lambda losses: losses[-1],
+}
+
+
+class Clipped(torch.autograd.Function):
+    """An identity whose backward is no multiplication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.3, 0.3)
+
+
+def clipped(x: Tensor) -> Tensor:
+    return loss(Clipped.apply(x))  # type: ignore[no-untyped-call]
+
+
+def hooked(x: Tensor) -> Tensor:
+    inner = x.sin() * 1
+    inner.register_hook(lambda grad: grad.clamp(-0.3, 0.3))
+    return loss(inner)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("function", [loss, clipped, hooked])
+def test_gradients_whatever_becomes_of_the_losses(pool: mpgrad.Pool, name: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Bit for bit, but for the sums of a capture's gradients."""
+    *found, of_weight = gradients(pool.map, COMBINATIONS[name], function)
+    *expected, right = gradients(serial, COMBINATIONS[name], function)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(of_weight, right)
+
+
+def test_graphs_are_gone(own_pool: mpgrad.Pool) -> None:
+    """But for those with a hook on a tensor, which is to be called when the caller's backward comes."""
+    for function, name in [(loss, "map"), (clipped, "map"), (hooked, "map"), (loss, "imap")]:
+        losses = list(getattr(own_pool, name)(function, items()))
+        assert (sum(worker.graphs for worker in own_pool.stats().workers) > 0) == (function is hooked)
+        del losses
+
+
+def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(nursery: mpgrad.Pool) -> None:
+    def gradient(loop: Loop) -> Tensor:
+        own = weight.detach().clone().requires_grad_()
+
+        def doubling(x: Tensor) -> Tensor:
+            own.register_hook(lambda grad: grad * 2)
+            return (own * x).sum()
+
+        (found,) = torch.autograd.grad(torch.stack(loop(doubling, items(3))).sum(), own)
+        return found
+
+    with every_loss_gets(1.0), mpgrad.Pool(1) as pool:
+        assert torch.equal(gradient(pool.map), gradient(serial))
+
+
+@pytest.mark.parametrize("combination", ["sum", "weighted"])
+@pytest.mark.parametrize("how_many", [1, 2])
+def test_deaths_after_the_forward(own_pool: mpgrad.Pool, combination: str, how_many: int) -> None:
+    def lossy(function: Callable[[Any], Any], xs: Sequence[Any]) -> list[Any]:
+        losses = own_pool.map(function, xs)
+        for worker in own_pool.stats().workers[:how_many]:
+            os.kill(worker.pid, signal.SIGKILL)
+        return losses
+
+    found, expected = (gradients(loop, COMBINATIONS[combination]) for loop in (lossy, serial))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_replaced_worker_hands_over_its_sums_first(nursery: mpgrad.Pool) -> None:
+    with every_loss_gets(1.0), mpgrad.Pool(2, maxtasksperchild=2) as pool:
+        found, expected = (gradients(loop, COMBINATIONS["sum"]) for loop in (pool.map, serial))
+        torch.testing.assert_close(found, expected)
+        assert pool.stats().reruns == 0
+
+
+def test_retained_and_repeated(pool: mpgrad.Pool) -> None:
+    def run(loop: Loop) -> list[Any]:
+        xs = items()
+        weight.grad = None
+        total = torch.stack(loop(loss, xs)).sum()
+        total.backward(retain_graph=True)
+        held = [x.grad for x in xs]
+        total.backward(retain_graph=True)
+        assert all(x.grad is each for x, each in zip(xs, held, strict=True))  # added up in place
+        total.backward()
+        found, weight.grad = weight.grad, None
+        return [*(x.grad for x in xs), found]
+
+    torch.testing.assert_close(run(pool.map), run(serial))
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_one_backward_per_item(pool: mpgrad.Pool, factor: int) -> None:
+    def run(loop: Callable[..., Any]) -> list[Any]:
+        xs = items()
+        weight.grad = None
+        for each in loop(loss, xs):
+            (each * factor).backward()
+        found, weight.grad = weight.grad, None
+        return [*(x.grad for x in xs), found]
+
+    expected = run(serial)
+    torch.testing.assert_close(run(pool.map), expected)
+    torch.testing.assert_close(run(pool.imap), expected)
+
+
+def test_submitted_calls(pool: mpgrad.Pool) -> None:
+    def run(call: Callable[..., Any], value: Callable[[Any], Any]) -> Any:
+        xs = items(4)
+        first = [call(loss, x) for x in xs]
+        scaled = [call(lambda a, x: (a * x).sum(), a, x) for a, x in zip(first, xs, strict=True)]  # losses passed on
+        total = sum(map(value, [*scaled, first[0]]))
+        return torch.autograd.grad(total, [*xs, weight])
+
+    found = run(pool.submit, lambda future: future.result())
+    torch.testing.assert_close(found, run(lambda fn, *args: fn(*args), lambda value: value))
+
+
+def test_derivatives_of_derivatives(pool: mpgrad.Pool) -> None:
+    assert_same_as_serial(loss, items(4), pool, order=3)
+    assert torch.autograd.gradcheck(lambda *xs: sum(pool.map(loss, xs)), items(3), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(lambda *xs: sum(pool.map(loss, xs)), items(2))
+
+
+def test_errors_in_the_place_of_results(pool: mpgrad.Pool) -> None:
+    def picky(x: Tensor) -> Tensor:
+        if x[-1] > 3:
+            raise ValueError("too large")
+        return loss(x)
+
+    xs = items(6)
+    results = pool.map(picky, xs, on_error="return")
+    good = [each for each in results if isinstance(each, Tensor)]
+    assert len(good) == 3 and len(results) == 6
+    found = torch.autograd.grad(torch.stack(good).sum(), [*xs[:3], weight])
+    torch.testing.assert_close(found, torch.autograd.grad(sum(map(loss, xs[:3])), [*xs[:3], weight]))
+
+
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "not a scalar": lambda x: x * weight,
+    "several": lambda x: (x.sum(), (x * weight).sum()),
+    "one of two": lambda x: {"loss": (x * weight).sum(), "value": x.detach() * 2},
+    "one element": lambda x: (x * weight).sum().reshape(1, 1),
+    "complex": lambda x: torch.complex(x.sum(), weight.prod()),
+    "half": lambda x: (x * weight).sum().half(),
+    "no gradient": lambda x: x.detach().sum(),
+    "only a capture": lambda x: (weight * x.detach()).sum(),
+    "itself": lambda x: x[2],
+    "nothing of it": lambda x: (x * 0).sum() + 1,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("gradient", first_are_quick(1, [1.0, 3.0]))
+def test_results_of_other_kinds(pool: mpgrad.Pool, name: str, gradient: float) -> None:
+    def run(loop: Loop) -> list[Any]:
+        xs = items(5)
+        results = tree_leaves(loop(OTHERS[name], xs))
+        outputs = [each for each in results if each.requires_grad]
+        into = [torch.linspace(gradient, 1, each.numel(), dtype=each.dtype).reshape(each.shape) for each in outputs]
+        found = torch.autograd.grad(outputs, [*xs, weight], into, allow_unused=True) if outputs else ()
+        return [*(each.detach() for each in results), *found]
+
+    for ours, theirs in zip(run(pool.map), run(serial), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_half_precision_and_autocast(own_pool: mpgrad.Pool) -> None:
+    """With a gradient of 1 the gradient below is zero in half precision; scaling the loss is there to prevent that."""
+    small = torch.tensor(2.0**-24, dtype=torch.float16)
+
+    def run(loop: Loop) -> list[Tensor]:
+        xs = [torch.ones(3, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+        losses = loop(lambda x: (x * small * small).sum().float(), xs)
+        return list(torch.autograd.grad(torch.stack(losses).sum() * 2.0**20, xs))
+
+    found, expected = run(own_pool.map), run(serial)
+    assert all(map(torch.equal, found, expected)) and all(each.all() for each in found)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same_as_serial(lambda x: (x @ x.T).float().sum(), [torch.ones(3, 3, requires_grad=True)], own_pool)
+
+
+@pytest.mark.parametrize("combination", ["sum", "weighted"])
+def test_dropout_and_seeds(pool: mpgrad.Pool, combination: str) -> None:
+    """A graph that is made again has the numbers that the value has."""
+
+    def noisy(x: Tensor) -> Tensor:
+        return (torch.nn.functional.dropout(x) * random.random() * weight).sum()
+
+    def run(graphs: float | None) -> list[Any]:
+        torch.manual_seed(3)
+        with every_loss_gets(graphs):
+            return gradients(pool.map, COMBINATIONS[combination], noisy)
+
+    torch.testing.assert_close(run(1.0), run(None))
+
+
+def test_the_caller_may_write_to_what_was_not_saved(own_pool: mpgrad.Pool) -> None:
+    """A gradient that was computed early is that of the values then; the serial loop raises, or has not saved them."""
+    xs = items(3)
+    losses = own_pool.map(lambda x: (x * 3).sum(), xs)
+    with torch.no_grad():
+        for x in xs:
+            x.zero_()
+    torch.stack(losses).sum().backward()
+    assert all(torch.equal(x.grad, torch.full_like(x, 3)) for x in xs if x.grad is not None)
+
+
+def test_large_gradients_lie_in_shared_memory_and_are_given_back(own_pool: mpgrad.Pool) -> None:
+    xs = [torch.rand(1 << 18, requires_grad=True) for _ in range(6)]
+    for _ in range(20):
+        torch.stack(own_pool.map(lambda x: (x * x).sum(), xs)).sum().backward()
+    assert all(torch.allclose(x.grad, 40 * x) for x in xs if x.grad is not None)
+    assert own_pool.stats().shared_bytes < 5 * sum(x.nbytes for x in xs)  # inputs and gradients of the last two maps, perhaps
+
+
+@pytest.mark.parametrize("seed", first_are_quick(4, range(12)))
+def test_random_losses(pool: mpgrad.Pool, seed: int) -> None:
+    """Random weights of random subsets, backward in random pieces."""
+    draw = random.Random(seed)
+    weights = [draw.choice([0, 1, 1, 1, 2, -0.5]) for _ in range(12)]
+    cut = draw.randrange(13)
+    kept = draw.random() < 0.5
+
+    def run(loop: Loop) -> list[Any]:
+        xs, found = items(), []
+        losses = loop(loss, xs)
+        for part in (range(cut), range(cut, 12)):
+            if part:
+                total = sum(weights[i] * losses[i] for i in part)
+                for keep in (True, False) if kept else (False,):
+                    found += torch.autograd.grad(total, [*xs, weight], retain_graph=keep, allow_unused=True)
+        return found
+
+    for ours, theirs in zip(run(pool.map), run(serial), strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+        else:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_sparse_gradients_do_not_share_memory_with_what_is_written_to(own_pool: mpgrad.Pool) -> None:
+    table = torch.ones(4, 3, requires_grad=True)
+    kept: dict[str, torch.Tensor] = {}
+
+    def embedded(row: int) -> torch.Tensor:
+        rows = kept.setdefault("rows", torch.zeros(2, dtype=torch.long)).fill_(row)
+        return torch.nn.functional.embedding(rows, table, sparse=True).sum()
+
+    torch.stack(own_pool.map(embedded, [0, 1, 2, 3] * 4, 1)).sum().backward()
+    assert table.grad is not None
+    assert table.grad.to_dense()[:, 0].tolist() == [8, 8, 8, 8]
