@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import adapter
 from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
 
+from mpgrad.calls.outcomes import Failed
 from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
 
 IDLE_DEATHS = 2  # as in `recovery`
@@ -70,6 +71,7 @@ class Program(NamedTuple):
     calls: int | None
     keeps: bool  # graphs may be dropped, and are made again without retries
     nodes: int
+    remote: bool
     rates: Rates
     steps: Sequence[Step]
 
@@ -100,6 +102,7 @@ def program_of(seed: int) -> Program:
         calls=choose.choice((None, None, None, 1, 2, 5)),
         keeps=keeps,
         nodes=choose.choice((0, 0, 2)),
+        remote=choose.random() < 0.25,
         rates=rates,
         steps=[Step(kind, choose.getrandbits(32)) for kind in kinds],
     )
@@ -160,13 +163,13 @@ class History:
 
     def __init__(self, program: Program, listens: bool = False) -> None:
         self.program = program
-        self.world = World(program.rates, program.retries, listens)
+        self.world = World(program.rates, program.retries, program.remote, listens)
         self.asked: list[Asked] = []
         self.asked_of: dict[int, Asked] = {}  # by task
         self.graphs: list[Graph] = []
         self.sent: list[Sent] = []
         self.environment = adapter.Environment()
-        self.scheduler: Any = None
+        self.scheduler: Any = None  # a `SimulatedScheduler`, once it runs
         self._graph_tasks = 0
         self._events = 0
         self._count = 0  # of operations
@@ -182,6 +185,7 @@ class History:
                 calls=self.program.calls,
                 retries=self.program.retries,
                 graph_bytes=1 if self.program.keeps else None,
+                remote=self.program.remote,
             )
             self.scheduler.drive = self.happens
             self.scheduler.after_work = self.check_states
@@ -213,6 +217,8 @@ class History:
             raise CheckFailed("it goes on for ever")
         scheduler, world = self.scheduler, self.world
         able = world.able()
+        if world.remote and world.random.random() < 0.2 and world.sites_report():
+            scheduler.is_awake = True
         has_turn = scheduler.has_turn or any(worker.link.has_more() for worker in world.workers)
         if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
             scheduler.turn()
@@ -224,6 +230,8 @@ class History:
             world.random.choice(late).is_late = False
         elif scheduler.next_look is not None and not scheduler.life.has_ended:
             world.now = max(world.now, scheduler.next_look) + 1e-6
+        elif world.sites_report(patient=True):
+            scheduler.is_awake = True
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
             if overdue := adapter.workers_with_timeout(scheduler) & {worker.number for worker in hung}:
                 raise CheckFailed("a call takes too long, and nobody ends it", f"workers {sorted(overdue)}")
@@ -547,7 +555,7 @@ class History:
 
     def _check_outcome(self, asked: Asked, index: int, outcome: Any) -> None:
         task = asked.tasks[index]
-        if isinstance(outcome, adapter.Failed):
+        if isinstance(outcome, Failed):
             error = outcome.error()
             if not self._is_explained(task, error):
                 raise CheckFailed("a call fails without a reason", f"call {task.number}: {error!r}")
@@ -577,15 +585,16 @@ class History:
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():
-                return life.has_ended
+                return bool(life.has_ended)
             case ValueError():
-                return self._is_failed_start(error) or ("fails" in task.traits and error.args[1] == task.number)
+                is_own = "fails" in task.traits and error.args == ("failed", task.number)
+                return is_own or self._is_failed_start(error)
             case OSError():
-                return life.broken is not None and self.world.starts_fail
+                return bool(life.broken is not None and self.world.starts_fail)
         return False
 
     def _is_failed_start(self, error: BaseException) -> bool:
-        return self.scheduler.life.broken is not None and self.world.starts_fail and error.args[1] == -1
+        return self.scheduler.life.broken is not None and self.world.starts_fail and error.args == ("failed", -1)
 
     def _check_reply(self, sent: Sent) -> None:
         sent.is_checked = True
@@ -613,14 +622,14 @@ class History:
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():
-                return life.has_ended
+                return bool(life.has_ended)
             case ValueError() if error.args[0] == TWICE:
                 return len(sent.family.freeing) > 0
             case ValueError():
-                is_own = "fails backward" in sent.task.traits and error.args[1] == sent.task.number
+                is_own = "fails backward" in sent.task.traits and error.args == ("failed", sent.task.number)
                 return is_own or self._is_failed_start(error)
             case OSError():
-                return life.broken is not None and self.world.starts_fail
+                return bool(life.broken is not None and self.world.starts_fail)
         return False
 
     # --- the end
@@ -668,8 +677,10 @@ class History:
 
     def _drop_all(self) -> None:
         self.note("everything is dropped")
-        for each in (self.asked, self.asked_of, self.graphs, self.sent):
-            each.clear()  # type: ignore[attr-defined]
+        self.asked.clear()
+        self.asked_of.clear()
+        self.graphs.clear()
+        self.sent.clear()
         self.scheduler.wake()
 
     def _check_nothing_left(self) -> None:
@@ -680,7 +691,12 @@ class History:
             left |= {f"{name} of worker {handle.number}": count for name, count in kept.items() if count}
         for worker in self.world.workers:
             if worker.alive:
-                own = {"graphs": worker.graphs, "functions": worker.functions, "lent": worker.lent, "sums": worker.sums}
+                own: dict[str, Any] = {
+                    "graphs": worker.graphs,
+                    "functions": worker.functions,
+                    "lent": worker.lent,
+                    "sums": worker.sums,
+                }
                 left |= {f"{name} in worker {worker.number}": len(each) for name, each in own.items() if each}
         if self.world.slots:
             left["memory of the caller"] = len(self.world.slots)
