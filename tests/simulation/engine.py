@@ -234,11 +234,8 @@ class World:
         return patient and bool(moments)
 
     def calm(self) -> None:
-        """Nothing goes wrong by itself any more, and what hangs goes on."""
+        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can happen."""
         self.rates = Rates()
-        for worker in self.workers:
-            worker.is_hung = False
-            worker.is_late = False
 
 
 class SimulatedWorker:
@@ -708,7 +705,7 @@ class SimulatedLink:
             if not (worker.is_hung and worker.is_stubborn):
                 worker.die(-FAREWELL)
         else:
-            if worker.alive and self._had_farewell is not None:
+            if self._had_farewell is not None:
                 self._tell_truth()
             worker.die(-signal.SIGKILL)
 

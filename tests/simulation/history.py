@@ -28,6 +28,7 @@ from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError
 
 IDLE_DEATHS = 2  # as in `recovery`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
+MOST_LOOKS = 50  # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
 STEPS = {  # how often each is taken
     "something_happens": 60,
     "map": 14,
@@ -46,7 +47,7 @@ STEPS = {  # how often each is taken
     "call_off_backward": 2,
     "call_off_all": 1,
     "kill": 3,
-    "hang": 2,
+    "hang": 4,
     "lose_node": 1,
     "resize": 2,
     "change_environment": 2,
@@ -172,6 +173,7 @@ class History:
         self.scheduler: Any = None  # a `SimulatedScheduler`, once it runs
         self._graph_tasks = 0
         self._events = 0
+        self._looks = 0  # at the clock, since a worker could do something
         self._count = 0  # of operations
 
     def run(self) -> None:
@@ -219,6 +221,7 @@ class History:
         able = world.able()
         if world.remote and world.random.random() < 0.2 and world.sites_report():
             scheduler.is_awake = True
+        self._looks = 0 if able else self._looks
         has_turn = scheduler.has_turn or any(worker.link.has_more() for worker in world.workers)
         if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
             scheduler.turn()
@@ -228,13 +231,15 @@ class History:
             return False
         elif late := [worker for worker in world.workers if worker.alive and worker.is_late]:
             world.random.choice(late).is_late = False
-        elif scheduler.next_look is not None and not scheduler.life.has_ended:
+        elif scheduler.next_look is not None and not scheduler.life.has_ended and self._looks < MOST_LOOKS:
+            self._looks += 1
             world.now = max(world.now, scheduler.next_look) + 1e-6
         elif world.sites_report(patient=True):
             scheduler.is_awake = True
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
             if overdue := adapter.workers_with_timeout(scheduler) & {worker.number for worker in hung}:
                 raise CheckFailed("a call takes too long, and nobody ends it", f"workers {sorted(overdue)}")
+            self._looks = 0
             world.random.choice(hung).is_hung = False
         else:
             return False
@@ -480,7 +485,8 @@ class History:
             worker.die(-9)
 
     def hang(self) -> None:
-        worker = self.choose([each for each in self.world.workers if each.alive])
+        alive = [each for each in self.world.workers if each.alive and each.is_ready]  # starts have no time-out
+        worker = self.choose([each for each in alive if each.at_call] or alive)
         if worker is not None:
             self.note(f"worker {worker.number} hangs")
             worker.is_hung = True
