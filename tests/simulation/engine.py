@@ -712,8 +712,6 @@ class SimulatedLink:
     def _tell_truth(self) -> None:
         """What it was at, or had next, when it died; before the scheduler says so."""
         chunk, parts = next(iter(self._unanswered.items()), (None, []))
-        if not parts:
-            return
         has_begun = self.numbers[Whereabouts.CHUNK] == chunk
         position = self.numbers[Whereabouts.POSITION] if has_begun else 0
         for each in itertools.chain(*self._unanswered.values()) if self.lost else parts[:position]:
@@ -721,6 +719,8 @@ class SimulatedLink:
                 each.was_caught = True
             else:
                 self.world.caught_backwards.add(each)
+        if not parts:  # a request for a sum
+            return
         part = parts[position]
         if isinstance(part, tuple):
             self.world.backward_deaths[part] += 1
