@@ -86,7 +86,7 @@ class SimulatedScheduler(Scheduler):
     """The third driver, beside `Dispatcher` and `InlineScheduler`: it runs when the history says so."""
 
     def __init__(self, settings: Settings, engine: SimulatedEngine, world: World) -> None:
-        super().__init__(settings, engine)  # type: ignore[arg-type]
+        super().__init__(settings, engine)
         self.world = world
         self.handles: list[Any] = []  # all that there ever were
         self.is_awake = True
@@ -103,6 +103,7 @@ class SimulatedScheduler(Scheduler):
         self.is_awake = True
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
+        self.wake()
         while not satisfied():
             if self.life.has_ended:
                 raise one_more(self.life.ended or AssertionError())
@@ -149,8 +150,9 @@ class SimulatedScheduler(Scheduler):
             self._news_due = float("inf")
             self.deliveries.tell_news(quiet_for=GRACE)
         for link in links:
-            if (worker := self.workers.get(link.number)) is not None:
-                self.receiver.serve(worker)
+            served = self.workers.get(link.number)
+            if served is not None:
+                self.receiver.serve(served)
                 self.is_awake = True
             elif link.exit is not None:
                 self.staff.bury(link.number)

@@ -18,8 +18,8 @@ import signal
 import struct
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -60,6 +60,8 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.pipe import Traffic
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, REQUIRES_GRAD, TensorRef
 
+R = TypeVar("R")
+Steps = Generator[None, None, R]  # of a worker
 SLOT_BYTES = 64
 SLAB_SLOTS = 256
 WHEREABOUTS_BYTES = 8 * Whereabouts.COUNT
@@ -163,10 +165,11 @@ class SimulatedLenders(Lenders):
 class World:
     """The clock, the random numbers, the truth, and all workers that ever were."""
 
-    def __init__(self, rates: Rates, retries: int, listens: bool = False) -> None:
+    def __init__(self, rates: Rates, retries: int, remote: bool = False, listens: bool = False) -> None:
         self.random = random.Random()
         self.rates = rates
         self.retries = retries
+        self.remote = remote  # workers are behind sites, which share no memory with the caller
         self.now = 1000.0
         self.tasks: list[Task] = []
         self.workers: list[SimulatedWorker] = []
@@ -220,12 +223,20 @@ class World:
         else:
             worker.step()
 
+    def sites_report(self, patient: bool = False) -> bool:
+        """Sites tell what they have seen. One that is `patient` waits until there is something: whether there will be."""
+        links = [worker.link for worker in self.workers if isinstance(worker.link, SiteLink) and worker.alive]
+        have_told = [link.report() for link in links]
+        if any(have_told):
+            return True
+        moments = [moment for link in links if (moment := link.next_moment()) is not None]
+        if patient and moments:
+            self.now = max(self.now, min(moments)) + 1e-6
+        return patient and bool(moments)
+
     def calm(self) -> None:
-        """Nothing goes wrong by itself any more, and what hangs goes on."""
+        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can happen."""
         self.rates = Rates()
-        for worker in self.workers:
-            worker.is_hung = False
-            worker.is_late = False
 
 
 class SimulatedWorker:
@@ -243,7 +254,7 @@ class SimulatedWorker:
         self.at_call = False
         self.told_to_stop = False
         self.frames: deque[Frame] = deque()
-        self.link = SimulatedLink(world, self, node)
+        self.link = SiteLink(world, self, node) if world.remote else SimulatedLink(world, self, node)
         # what it has
         self.slab = SimulatedSlab(number << OWNER_BITS)
         world.slabs[self.slab.number] = self.slab
@@ -286,7 +297,7 @@ class SimulatedWorker:
 
     # --- its life
 
-    def _live(self) -> Iterator[None]:
+    def _live(self) -> Steps[None]:
         (start,) = (yield from self._next_frame()).messages
         self.check(isinstance(start, Start), "the first message is no Start", start)
         yield
@@ -312,14 +323,14 @@ class SimulatedWorker:
             if not has_answered and self._returns:
                 self.link.answer(self._take_returns())
 
-    def _next_frame(self) -> Iterator[Any]:
+    def _next_frame(self) -> Steps[Frame]:
         while not self.frames:
             self._waits = True
             yield
         self._waits = False
         return self.frames.popleft()
 
-    def _handle(self, message: Any) -> Iterator[Any]:
+    def _handle(self, message: Any) -> Steps[bool]:
         """Whether it was answered."""
         match message:
             case Forward():
@@ -432,7 +443,7 @@ class SimulatedWorker:
 
     # --- forwards
 
-    def _forward(self, message: Forward) -> Iterator[None]:
+    def _forward(self, message: Forward) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
         self.check(message.function in self.functions, "a worker is to run a function that it does not have", message)
@@ -504,7 +515,7 @@ class SimulatedWorker:
 
     # --- backwards
 
-    def _backward(self, message: Backwards) -> Iterator[None]:
+    def _backward(self, message: Backwards) -> Steps[None]:
         payload = bytearray()
         outcomes: list[Any] = []
         for position, call in enumerate(message.calls):
@@ -611,7 +622,7 @@ class SimulatedLink:
     shares_memory = True
     keeps_time = False
     overrun: tuple[int, int] | None = None
-    whereabouts = None
+    whereabouts: memoryview | None = None
     last_words = ""
     has_place = True
     could_start = False
@@ -690,29 +701,34 @@ class SimulatedLink:
         """As is still to be told."""
         return self.tells_exit and self.exit is not None
 
+    @property
+    def numbers(self) -> memoryview:
+        """The whereabouts that the scheduler knows."""
+        return self.worker.numbers
+
     def kill(self, by: int = signal.SIGKILL) -> None:
         worker = self.worker
         if by == FAREWELL:
-            self._had_farewell = tuple(worker.numbers[:2])
+            self._had_farewell = tuple(self.numbers[:2])
             if not (worker.is_hung and worker.is_stubborn):
                 worker.die(-FAREWELL)
         else:
-            if worker.alive and self._had_farewell is not None:
+            if self._had_farewell is not None:
                 self._tell_truth()
             worker.die(-signal.SIGKILL)
 
     def _tell_truth(self) -> None:
         """What it was at, or had next, when it died; before the scheduler says so."""
         chunk, parts = next(iter(self._unanswered.items()), (None, []))
-        if not parts:
-            return
-        has_begun = self.worker.numbers[Whereabouts.CHUNK] == chunk
-        position = self.worker.numbers[Whereabouts.POSITION] if has_begun else 0
+        has_begun = self.numbers[Whereabouts.CHUNK] == chunk
+        position = self.numbers[Whereabouts.POSITION] if has_begun else 0
         for each in itertools.chain(*self._unanswered.values()) if self.lost else parts[:position]:
             if isinstance(each, Task):
                 each.was_caught = True
             else:
                 self.world.caught_backwards.add(each)
+        if not parts:  # a request for a sum
+            return
         part = parts[position]
         if isinstance(part, tuple):
             self.world.backward_deaths[part] += 1
@@ -769,6 +785,97 @@ class SimulatedLink:
         return 0
 
 
+class SiteLink(SimulatedLink):
+    """To a worker on another machine. What the scheduler knows of its whereabouts, and it of the scheduler's, comes late."""
+
+    shares_memory = False
+    keeps_time = True
+
+    def __init__(self, world: World, worker: SimulatedWorker, node: str) -> None:
+        super().__init__(world, worker, node)
+        self.whereabouts = memoryview(bytearray(WHEREABOUTS_BYTES)).cast("q")
+        self._lent = 0  # how often something was, and has not been given back
+        self._skips: list[tuple[int, int]] = []  # that the site has not written yet
+        self._limits: dict[int, float] = {}
+        self._heard_at = world.now
+        self._followed_until = 0.0
+
+    @property
+    def numbers(self) -> memoryview:
+        assert self.whereabouts is not None
+        return self.whereabouts
+
+    def answer(self, messages: list[Any], payload: bytearray | None = None) -> None:
+        super().answer(messages, payload)
+        self.overrun = None
+        self._heard_at = self.world.now
+
+    def receive(self) -> Frame | None:
+        if not (self._answers or self.worker.alive or self.lost):
+            self._tell_where()
+        return super().receive()
+
+    def report(self) -> bool:
+        """Do what the site was asked for, and tell what it has seen; whether there was anything."""
+        skips, self._skips = self._skips, []
+        for place, chunk in skips:
+            self.worker.numbers[place] = chunk
+            self.skipped[place] = chunk
+        if self.world.now < self._followed_until:
+            self._tell_where()
+        chunk, position, moment = self._next_overrun()
+        is_overrun = moment <= self.world.now and self.overrun != (chunk, position)
+        if is_overrun:
+            self._tell_where()
+            self.overrun = chunk, position
+        return bool(skips) or is_overrun
+
+    def next_moment(self) -> float | None:
+        """When a call will have taken too long of which that was not told."""
+        chunk, position, moment = self._next_overrun()
+        return None if moment == float("inf") or self.overrun == (chunk, position) else moment
+
+    def _next_overrun(self) -> tuple[int, int, float]:
+        """As in `cluster.site_worker`."""
+        at, position = self.worker.numbers[Whereabouts.CHUNK], self.worker.numbers[Whereabouts.POSITION]
+        limits = [chunk for chunk in self._limits if chunk >= at]
+        if not limits:
+            return -1, -1, float("inf")
+        chunk = limits[0]
+        if chunk == at:
+            return chunk, position, self.worker.numbers[Whereabouts.STARTED] / 1e9 + self._limits[chunk]
+        return chunk, -1, self._heard_at + self._limits[chunk]
+
+    def _tell_where(self) -> None:
+        for place in range(Whereabouts.SKIPPED):
+            self.numbers[place] = self.worker.numbers[place]
+
+    def skip(self, place: int, chunk: int) -> None:
+        self._skips.append((place, chunk))
+
+    def follow(self, seconds: float) -> None:
+        self._followed_until = self.world.now + seconds
+
+    def limit(self, chunk: int, seconds: float | None) -> None:
+        self._heard_at = self.world.now
+        if seconds is None:
+            self._limits.pop(chunk, None)
+        else:
+            self._limits[chunk] = seconds
+
+    def carry(self, holder: Any) -> None:
+        self._lent += 1
+
+    def drop(self, holder: Any, times: int) -> None:
+        self._lent -= times
+        if self._lent < 0:
+            raise CheckFailed("a site is told to give up what it does not have", f"worker {self.number}")
+
+    def end(self) -> int | None:
+        self._skips.clear()
+        return super().end()
+
+
 def in_words(message: Any) -> str:
     if isinstance(message, Collected):
         return f"the sum of {message.calls}"
@@ -797,7 +904,7 @@ class SimulatedEngine:
         node = f"node-{number % self._nodes}" if self._nodes else ""
         worker = SimulatedWorker(self.world, number, node)
         self.world.workers.append(worker)
-        return worker.link  # type: ignore[return-value]
+        return worker.link
 
     def wait(self, seconds: float | None) -> Sequence[SimulatedLink]:
         """Links with something to read, in any order; not always all of them."""

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import adapter
 from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
 
+from mpgrad.calls.outcomes import Failed
 from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
 
 IDLE_DEATHS = 2  # as in `recovery`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
+MOST_LOOKS = 50  # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
 STEPS = {  # how often each is taken
     "something_happens": 60,
     "map": 14,
@@ -45,7 +47,7 @@ STEPS = {  # how often each is taken
     "call_off_backward": 2,
     "call_off_all": 1,
     "kill": 3,
-    "hang": 2,
+    "hang": 4,
     "lose_node": 1,
     "resize": 2,
     "change_environment": 2,
@@ -70,6 +72,7 @@ class Program(NamedTuple):
     calls: int | None
     keeps: bool  # graphs may be dropped, and are made again without retries
     nodes: int
+    remote: bool
     rates: Rates
     steps: Sequence[Step]
 
@@ -100,6 +103,7 @@ def program_of(seed: int) -> Program:
         calls=choose.choice((None, None, None, 1, 2, 5)),
         keeps=keeps,
         nodes=choose.choice((0, 0, 2)),
+        remote=choose.random() < 0.25,
         rates=rates,
         steps=[Step(kind, choose.getrandbits(32)) for kind in kinds],
     )
@@ -160,15 +164,16 @@ class History:
 
     def __init__(self, program: Program, listens: bool = False) -> None:
         self.program = program
-        self.world = World(program.rates, program.retries, listens)
+        self.world = World(program.rates, program.retries, program.remote, listens)
         self.asked: list[Asked] = []
         self.asked_of: dict[int, Asked] = {}  # by task
         self.graphs: list[Graph] = []
         self.sent: list[Sent] = []
         self.environment = adapter.Environment()
-        self.scheduler: Any = None
+        self.scheduler: Any = None  # a `SimulatedScheduler`, once it runs
         self._graph_tasks = 0
         self._events = 0
+        self._looks = 0  # at the clock, since a worker could do something
         self._count = 0  # of operations
 
     def run(self) -> None:
@@ -182,6 +187,7 @@ class History:
                 calls=self.program.calls,
                 retries=self.program.retries,
                 graph_bytes=1 if self.program.keeps else None,
+                remote=self.program.remote,
             )
             self.scheduler.drive = self.happens
             self.scheduler.after_work = self.check_states
@@ -213,6 +219,9 @@ class History:
             raise CheckFailed("it goes on for ever")
         scheduler, world = self.scheduler, self.world
         able = world.able()
+        if world.remote and world.random.random() < 0.2 and world.sites_report():
+            scheduler.is_awake = True
+        self._looks = 0 if able else self._looks
         has_turn = scheduler.has_turn or any(each.link.has_more() or each.link.has_exited() for each in world.workers)
         if has_turn and not scheduler.life.has_ended and (not able or world.random.random() < 0.4):
             scheduler.turn()
@@ -222,11 +231,15 @@ class History:
             return False
         elif late := [worker for worker in world.workers if worker.alive and worker.is_late]:
             world.random.choice(late).is_late = False
-        elif scheduler.next_look is not None and not scheduler.life.has_ended:
+        elif scheduler.next_look is not None and not scheduler.life.has_ended and self._looks < MOST_LOOKS:
+            self._looks += 1
             world.now = max(world.now, scheduler.next_look) + 1e-6
+        elif world.sites_report(patient=True):
+            scheduler.is_awake = True
         elif hung := [worker for worker in world.workers if worker.alive and worker.is_hung]:
             if overdue := adapter.workers_with_timeout(scheduler) & {worker.number for worker in hung}:
                 raise CheckFailed("a call takes too long, and nobody ends it", f"workers {sorted(overdue)}")
+            self._looks = 0
             world.random.choice(hung).is_hung = False
         else:
             return False
@@ -473,7 +486,8 @@ class History:
             worker.die(-9)
 
     def hang(self) -> None:
-        worker = self.choose([each for each in self.world.workers if each.alive])
+        alive = [each for each in self.world.workers if each.alive and each.is_ready]  # starts have no time-out
+        worker = self.choose([each for each in alive if each.at_call] or alive)
         if worker is not None:
             self.note(f"worker {worker.number} hangs")
             worker.is_hung = True
@@ -548,7 +562,7 @@ class History:
 
     def _check_outcome(self, asked: Asked, index: int, outcome: Any) -> None:
         task = asked.tasks[index]
-        if isinstance(outcome, adapter.Failed):
+        if isinstance(outcome, Failed):
             error = outcome.error()
             if not self._is_explained(task, error):
                 raise CheckFailed("a call fails without a reason", f"call {task.number}: {error!r}")
@@ -579,15 +593,16 @@ class History:
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():
-                return life.has_ended
+                return bool(life.has_ended)
             case ValueError():
-                return self._is_failed_start(error) or ("fails" in task.traits and error.args[1] == task.number)
+                is_own = "fails" in task.traits and error.args == ("failed", task.number)
+                return is_own or self._is_failed_start(error)
             case OSError():
-                return life.broken is not None and self.world.starts_fail
+                return bool(life.broken is not None and self.world.starts_fail)
         return False
 
     def _is_failed_start(self, error: BaseException) -> bool:
-        return self.scheduler.life.broken is not None and self.world.starts_fail and error.args[1] == -1
+        return self.scheduler.life.broken is not None and self.world.starts_fail and error.args == ("failed", -1)
 
     def _check_reply(self, sent: Sent) -> None:
         sent.is_checked = True
@@ -615,14 +630,14 @@ class History:
             case SharedMemoryError():
                 return self.world.refused_memory
             case PoolClosedError():
-                return life.has_ended
+                return bool(life.has_ended)
             case ValueError() if error.args[0] == TWICE:
                 return len(sent.family.freeing) > 0
             case ValueError():
-                is_own = "fails backward" in sent.task.traits and error.args[1] == sent.task.number
+                is_own = "fails backward" in sent.task.traits and error.args == ("failed", sent.task.number)
                 return is_own or self._is_failed_start(error)
             case OSError():
-                return life.broken is not None and self.world.starts_fail
+                return bool(life.broken is not None and self.world.starts_fail)
         return False
 
     # --- the end
@@ -672,8 +687,10 @@ class History:
         self.note("everything is dropped")
         for sent in self.sent:
             adapter.forget(sent.reply)
-        for each in (self.asked, self.asked_of, self.graphs, self.sent):
-            each.clear()  # type: ignore[attr-defined]
+        self.asked.clear()
+        self.asked_of.clear()
+        self.graphs.clear()
+        self.sent.clear()
         self.scheduler.wake()
 
     def _check_nothing_left(self) -> None:
@@ -684,7 +701,12 @@ class History:
             left |= {f"{name} of worker {handle.number}": count for name, count in kept.items() if count}
         for worker in self.world.workers:
             if worker.alive:
-                own = {"graphs": worker.graphs, "functions": worker.functions, "lent": worker.lent, "sums": worker.sums}
+                own: dict[str, Any] = {
+                    "graphs": worker.graphs,
+                    "functions": worker.functions,
+                    "lent": worker.lent,
+                    "sums": worker.sums,
+                }
                 left |= {f"{name} in worker {worker.number}": len(each) for name, each in own.items() if each}
         if self.world.slots:
             left["memory of the caller"] = len(self.world.slots)
