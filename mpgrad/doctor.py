@@ -142,9 +142,8 @@ def software() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    from mpgrad.cgroups import own_cgroups
-    from mpgrad.cpus import THREAD_VARIABLES, cgroup_quota, own_cpus, usable_cpus
-    from mpgrad.others_clock import OthersClock
+    from mpgrad.cpus import THREAD_VARIABLES, OthersClock, cgroup_quota, own_cpus, usable_cpus
+    from mpgrad.system import own_cgroups
 
     usable, allowed = usable_cpus(), len(own_cpus())
     limits = f"affinity: {allowed}, cgroup quota: {cgroup_quota(own_cgroups('cpu')):g}"
@@ -175,8 +174,7 @@ def processors() -> Iterator[Finding]:
 def memory() -> Iterator[Finding]:
     import psutil
 
-    from mpgrad.cgroups import free_memory
-    from mpgrad.system import PORTABLE
+    from mpgrad.system import PORTABLE, free_memory
 
     free = free_memory()
     yield judged(
@@ -203,8 +201,8 @@ def limits() -> Iterator[Finding]:
 
     import psutil
 
-    from mpgrad.cgroups import own_cgroups, read_words
     from mpgrad.cpus import usable_cpus
+    from mpgrad.system import own_cgroups, read_words
 
     workers = usable_cpus()
     wanted = POOL_DESCRIPTORS + WORKER_DESCRIPTORS * workers

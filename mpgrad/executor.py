@@ -34,7 +34,7 @@ from mpgrad.stats import PoolStats
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
 from mpgrad.submission.source import Source, callable_of, iterator
 from mpgrad.suggestions import suggests
-from mpgrad.tasks.initializer import Initializer
+from mpgrad.tasks.wrappers import Initializer
 from mpgrad.timeline.timeline import Timeline
 from mpgrad.tracebacks import hide_own_frames, without_own_frames
 

@@ -35,7 +35,7 @@ from mpgrad.place import PLACE
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
 from mpgrad.submission.source import Source
-from mpgrad.tasks.delayed import Delayed
+from mpgrad.tasks.wrappers import Delayed
 from mpgrad.torch_state.modes import current_modes, under
 from mpgrad.torch_state.private import saved_tensor_hooks
 

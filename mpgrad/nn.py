@@ -6,7 +6,7 @@ shared memory once, captured by the function that the workers run, and their gra
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run `tasks/replicas.py`.
+For CUDA devices the functions of `torch.nn.parallel` do it. Caller only; workers run `tasks/wrappers.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import parallel
 from mpgrad.pool import Pool, PoolWorker
 from mpgrad.submission.options import CallOptions
 from mpgrad.submission.source import Source
-from mpgrad.tasks.replicas import Replicas
+from mpgrad.tasks.wrappers import Replicas
 from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames
 

@@ -12,9 +12,13 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import functools
+import math
 import os
 import socket
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -24,9 +28,17 @@ __all__ = [
     "PORTABLE",
     "PROC",
     "REFUSED",
+    "Kept",
     "anonymous_memory",
+    "cgroup_folders",
+    "free_memory",
     "free_on_machine",
     "has_calls_of_linux",
+    "limiting",
+    "memory_limit",
+    "memory_used",
+    "own_cgroups",
+    "read_words",
     "receive_descriptors",
     "remove_name",
     "reserve_memory",
@@ -132,7 +144,7 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_on_machine() -> int:
-    """Bytes that programs can still have without swapping, if nothing but the machine limits them (see `cgroups`)."""
+    """Bytes that programs can still have without swapping, if nothing but the machine limits them (see `system`)."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
             return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
@@ -152,3 +164,121 @@ def resident_bytes(pid: int) -> int:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
     return 0
+
+
+class Kept:
+    """The number of a descriptor, and what it stands for."""
+
+    __slots__ = ("_device", "_inode", "_number")
+
+    def __init__(self, number: int) -> None:
+        found = os.fstat(number)
+        self._number, self._device, self._inode = number, found.st_dev, found.st_ino
+
+    @property
+    def is_ours(self) -> bool:
+        try:
+            found = os.fstat(self._number)
+            return found.st_ino == self._inode and found.st_dev == self._device
+        except OSError as error:
+            if error.errno != errno.EBADF:  # a signal's handler may have raised a TimeoutError
+                raise
+            return False
+
+    @property
+    def number(self) -> int:
+        """To be used at once.
+
+        Raises:
+            OSError: it was closed.
+        """
+        if not self.is_ours:
+            raise self.lost
+        return self._number
+
+    @property
+    def lost(self) -> OSError:
+        why = f"descriptor {self._number} of mpgrad's was closed by other code (os.closerange?); close only what you open"
+        return OSError(errno.EBADF, why)
+
+    def close(self) -> None:
+        """Only if it is still what it was."""
+        if self.is_ours:
+            os.close(self._number)
+
+
+MEMBERSHIP = PROC / "self/cgroup"
+SPARED = 0.05  # of a group's limit: for what is taken without asking. At the limit the kernel kills, and says nothing before
+KNOWN_FOR = 0.5  # seconds, at most, for which the groups that limit memory are those that were found, which takes 0.7 ms
+
+
+def own_cgroups(controller: str) -> list[Path]:
+    """Where limits of `controller` for this process may be; nowhere on other systems, and where that cannot be read."""
+    try:
+        return [] if PORTABLE else list(cgroup_folders(CGROUPS, MEMBERSHIP, controller))
+    except (OSError, ValueError):
+        return []
+
+
+def cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """Of this process's cgroup and of all above it."""
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base = root
+        elif controller in controllers.split(","):
+            base = root / controller
+        else:
+            continue
+        folder = base / group.lstrip("/")
+        for each in (folder, *folder.parents):
+            yield each
+            if each == base:
+                break
+
+
+def limiting(folders: Sequence[Path]) -> list[Path]:
+    """Those that set a limit of memory that this machine could exceed."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return [folder for folder in folders if memory_limit(folder) < there]
+
+
+@functools.lru_cache(maxsize=1)
+def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
+    """Of this process's groups. Looked for once in each moment, since groups and their limits may change."""
+    return limiting(own_cgroups("memory"))
+
+
+def free_memory() -> int:
+    """Bytes that this process can still have: of the machine's, and within the limits of all groups that it is in.
+
+    What other processes of the groups take meanwhile, they take from the same.
+    """
+    folders = limiting_now(CGROUPS, MEMBERSHIP, int(time.monotonic() / KNOWN_FOR))
+    rooms = [int((1 - SPARED) * memory_limit(folder)) - memory_used(folder) for folder in folders]
+    return max(0, min(free_on_machine(), *rooms)) if rooms else free_on_machine()
+
+
+def memory_limit(folder: Path) -> float:
+    """In bytes: `memory.max` in version 2, `memory.limit_in_bytes` in version 1."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        words = read_words(folder / name)
+        if words and words[0] != "max":
+            return int(words[0])
+    return math.inf
+
+
+def memory_used(folder: Path) -> int:
+    """In bytes, without the file cache that the kernel gives up when memory is wanted."""
+    words = read_words(folder / "memory.current") or read_words(folder / "memory.usage_in_bytes") or ["0"]
+    stat = read_words(folder / "memory.stat")
+    counts = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
+    cache = [counts.get(f"total_{kind}", counts.get(kind, 0)) for kind in ("active_file", "inactive_file")]
+    return max(0, int(words[0]) - sum(cache))
+
+
+def read_words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:  # this cgroup does not set it, or a container does not show it
+        return []

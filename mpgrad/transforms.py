@@ -40,7 +40,7 @@ from mpgrad.torch_state.private import (
     without_refusal,
 )
 from mpgrad.tracebacks import without_own_frames
-from mpgrad.wire.tensor_cores import overlaps
+from mpgrad.wire.tensor_refs import overlaps
 
 __all__ = ["may_be_followed", "run_followed"]
 

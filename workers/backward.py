@@ -25,15 +25,13 @@ from mpgrad.wire.messages import BackwardCall, Backwards, Collect, Collected, Fa
 from mpgrad.wire.tensor_packing import Payload
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, TensorRef, flags_in
 from mpgrad.workers.call_run import CallRun, CallRunner
-from mpgrad.workers.failures import failure
-from mpgrad.workers.functions import FunctionTable
+from mpgrad.workers.functions import FunctionTable, failure
 from mpgrad.workers.graph_edges import Entrance, dress, edge_of, edges_at
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
-from mpgrad.workers.task_warnings import TaskWarnings
-from mpgrad.workers.whereabouts import Tracker
+from mpgrad.workers.streams import TaskWarnings
+from mpgrad.workers.whereabouts import Stage, Tracker
 
 __all__ = ["BackwardHandler"]
 

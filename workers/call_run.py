@@ -30,15 +30,13 @@ from mpgrad.wire.tensor_refs import (
     with_more_behind,
 )
 from mpgrad.workers.eager import EagerBackwards
-from mpgrad.workers.failures import described, given_in_words
-from mpgrad.workers.functions import Function
+from mpgrad.workers.functions import Function, described, given_in_words
 from mpgrad.workers.graph_edges import CHECKPOINTS, Edge, Entrance, dress, edge_of, edges_at, leaves_behind
 from mpgrad.workers.graphs import GraphEdges
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
 from mpgrad.workers.strays import Copies, copied_in
-from mpgrad.workers.whereabouts import Tracker
+from mpgrad.workers.whereabouts import Stage, Tracker
 
 __all__ = ["CallRun", "CallRunner"]
 

@@ -14,9 +14,9 @@ import torch
 
 from mpgrad.wire.messages import Eager, ForwardCall
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, flags_in
-from mpgrad.workers.capture_sums import CaptureSums
+from mpgrad.workers.functions import CaptureSums
 from mpgrad.workers.graph_edges import HOOKS, Edge, edge_of, gradients_at, still_there
-from mpgrad.workers.stage import Stage
+from mpgrad.workers.whereabouts import Stage
 
 __all__ = ["EagerBackwards"]
 

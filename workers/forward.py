@@ -19,14 +19,12 @@ from mpgrad.wire.tensor_packing import Payload, Placed, Together
 from mpgrad.wire.tensor_refs import TensorRef
 from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.eager import EagerBackwards
-from mpgrad.workers.failures import failure
-from mpgrad.workers.functions import Function, FunctionTable
+from mpgrad.workers.functions import Function, FunctionTable, failure
 from mpgrad.workers.graphs import GraphEdges, GraphTable
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import Station
-from mpgrad.workers.task_warnings import TaskWarnings
-from mpgrad.workers.whereabouts import Tracker
+from mpgrad.workers.streams import TaskWarnings
+from mpgrad.workers.whereabouts import Stage, Tracker
 
 __all__ = ["ForwardHandler"]
 

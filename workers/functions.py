@@ -9,20 +9,31 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpgrad.errors import traceback_of
+from mpgrad.pickling.exceptions import carried
 from mpgrad.pickling.modules import PLACED, Namespaces
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import UnderGlobalHooks
+from mpgrad.torch_state.private import plus
+from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
-from mpgrad.workers.capture_sums import FunctionSums
-from mpgrad.workers.failures import failure
 from mpgrad.workers.graph_edges import CaptureSearch, Edge
 from mpgrad.workers.loans import Loans
 from mpgrad.workers.station import Station
 from mpgrad.workers.strays import Strays, copied_in
 
-__all__ = ["Code", "Function", "FunctionTable"]
+__all__ = [
+    "CaptureSums",
+    "Code",
+    "Function",
+    "FunctionSums",
+    "FunctionTable",
+    "described",
+    "failure",
+    "given_in_words",
+]
 
 GARBAGE_BYTES = 64 << 20
 
@@ -149,3 +160,94 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=needs_grad)
     return tensor.requires_grad_(needs_grad)
+
+
+MOST_BACKWARDS = 256  # of one function at a time
+
+
+class CaptureSums:
+    """Capture gradients of one function in one backward, and of how many calls they are the sum."""
+
+    def __init__(self, count: int) -> None:
+        self.calls = 0
+        self.sums: list[torch.Tensor | None] = [None] * count
+        self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """One gradient for each capture, None where there is none. Writes to sums of its own only."""
+        for k, grad in enumerate(grads):
+            held = self.sums[k]
+            if grad is None:
+                continue
+            if held is None:
+                self.sums[k] = grad
+            elif self._owned[k]:
+                held.add_(grad)
+            else:
+                total = self.sums[k] = plus(held, grad)
+                self._owned[k] = total.layout is torch.strided
+
+
+class FunctionSums:
+    """All sums of one function: of each backward, and (None) of the eager ones."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int | None, tuple[Level, ...]], CaptureSums] = {}
+
+    def of(self, graph_task: int | None, levels: tuple[Level, ...], count: int) -> CaptureSums:
+        """That of `count` captures; whoever adds a call to it counts the call."""
+        key = graph_task, levels
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = CaptureSums(count)
+            if len(self._sums) > MOST_BACKWARDS:  # a backward that failed leaves its sum behind
+                del self._sums[next(iter(self._sums))]
+        return sums
+
+    def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
+        """What was added up, which is not here any more then."""
+        return self._sums.pop((graph_task, levels), None)
+
+
+def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:
+    return Failure(carried(error), traceback_of(error), phase, offset, given)
+
+
+MOST_IN_WORDS = 6  # values of each container
+
+
+def in_words(value: Any, depth: int = 2) -> str:
+    """Tensors by dtype and shape, the rest by type; runs no code of the user's."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return f"array {value.dtype} {list(value.shape)}"
+    if kind not in (tuple, list, dict):
+        return kind.__name__
+    opening, closing = "()" if kind is tuple else "[]" if kind is list else "{}"
+    if depth == 0:
+        return f"{opening}...{closing}"
+    pairs = [("", each) for each in value] if kind is not dict else [(f"{named(key)}: ", each) for key, each in value.items()]
+    return opening + all_in_words(pairs, depth - 1) + closing
+
+
+def all_in_words(pairs: Sequence[tuple[str, Any]], depth: int) -> str:
+    words = [name + in_words(value, depth) for name, value in pairs[:MOST_IN_WORDS]]
+    left = len(pairs) - len(words)
+    return ", ".join([*words, f"and {left} more"] if left else words)
+
+
+def named(key: object) -> str:
+    return repr(key) if type(key) in (str, int) else type(key).__name__
+
+
+def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    return all_in_words([*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2)
+
+
+def described(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # it is the user's code, and what the result is wanted for is an error's text
+        return object.__repr__(value)

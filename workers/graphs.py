@@ -30,10 +30,9 @@ import torch
 
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.messages import Release
-from mpgrad.workers.allocated import give_back, memory_in_use
 from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import Edge, gradients_at, still_there
-from mpgrad.workers.memory_watch import MemoryWatch
+from mpgrad.workers.memory_watch import MemoryWatch, give_back, memory_in_use
 from mpgrad.workers.station import NO_DEVICES, DeviceMap
 
 __all__ = ["GraphEdges", "GraphTable"]

@@ -5,15 +5,22 @@ Graphs that are kept are what a worker can do without: the calls are run again w
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from mpgrad.cgroups import limiting, memory_limit, memory_used, own_cgroups
+from mpgrad.system import PORTABLE, limiting, memory_limit, memory_used, own_cgroups, resident_bytes
 
-__all__ = ["MemoryWatch"]
+__all__ = [
+    "MemoryWatch",
+    "give_back",
+    "memory_in_use",
+]
 
 NEAR = 0.85  # of a limit, which caller and workers share; the file cache has been left out. A call takes more while it runs
 AHEAD = 2  # times what was taken between two looks, which may be taken until the next one: a call's graph, in each worker
@@ -48,3 +55,47 @@ class MemoryWatch:
         soon = used + AHEAD * self._rise
         self._next = now + (SELDOM if soon < FAR else OFTEN)
         return used > NEAR or soon > 1
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+class Mstats(ctypes.Structure):
+    """What the `mstats` of macOS returns."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("bytes_total", "chunks_used", "bytes_used", "chunks_free", "bytes_free")]
+
+
+LIBC = ctypes.CDLL(None)
+MALLINFO: Any = None if PORTABLE else getattr(LIBC, "mallinfo2", None)  # glibc from 2.33 on
+if MALLINFO is not None:
+    MALLINFO.restype = Mallinfo
+MALLOC_TRIM: Any = None if PORTABLE else getattr(LIBC, "malloc_trim", None)  # glibc's
+MSTATS: Any = getattr(LIBC, "mstats", None) if PORTABLE else None  # macOS
+if MSTATS is not None:
+    MSTATS.restype = Mstats
+
+
+def give_back() -> None:
+    """To the system, what was freed and the allocator keeps; where it can be told to."""
+    if MALLOC_TRIM is not None:
+        MALLOC_TRIM(0)
+
+
+def memory_in_use() -> int:
+    """Bytes that the allocator has given out: their rise over a call is what stays.
+
+    Where it does not say, those that the process has resident, which memory that is used again does not add to.
+    """
+    if MALLINFO is not None:
+        state = MALLINFO()
+        return int(state.uordblks + state.hblkhd)
+    if MSTATS is not None:
+        return int(MSTATS().bytes_used)
+    return resident_bytes(os.getpid())

@@ -11,23 +11,32 @@ Assumes: one thread sends over the link; what others print waits for it.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import logging
 import os
+import signal
 import sys
 import threading
+import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from mpgrad.errors import traceback_of
+from mpgrad.errors import contextmanager, traceback_of
+from mpgrad.pickling import classes
 from mpgrad.pickling.classes import dumps
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
-from mpgrad.wire.frames import drained
+from mpgrad.system import Kept
 from mpgrad.wire.link import Link
-from mpgrad.wire.messages import Logged, LogLevels, Message, Printed
+from mpgrad.wire.messages import FAREWELL, LastWords, Logged, LogLevels, Message, Printed, Warned
+from mpgrad.wire.pipe import drained
 
-__all__ = ["Outlet"]
+__all__ = [
+    "Outlet",
+    "TaskWarnings",
+    "promise_last_words",
+]
 
 
 class Outlet:
@@ -177,3 +186,73 @@ def can_be_carried(value: object) -> bool:
     except Exception:
         return False
     return True
+
+
+class TaskWarnings:
+    """Those since the last answer, each once, in order."""
+
+    def __init__(self) -> None:
+        self._given: dict[Warned, None] = {}
+
+    def watch(self) -> None:
+        """From here on, in a process that belongs to us."""
+        warnings.showwarning = self._show
+
+    def take(self) -> list[Warned]:
+        """For the answer."""
+        if not self._given:
+            return []
+        given, self._given = self._given, {}
+        return list(given)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """While something runs again: its warnings were given the first time."""
+        given = dict(self._given)
+        try:
+            yield
+        finally:
+            self._given = given
+
+    def _show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        instance = message if isinstance(message, Warning) else category(message)
+        try:
+            pickled = classes.dumps(instance)
+        except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
+            pickled = classes.dumps(UserWarning(str(message)))
+        self._given[Warned(pickled, filename, lineno)] = None
+
+
+def promise_last_words(link: Link) -> None:
+    """Have this process leave its stack to the parent, or to its site, which passes it on."""
+    try:
+        theirs, ours = os.pipe()
+    except OSError:  # no descriptor is free, and calls matter more
+        return
+    try:
+        os.set_blocking(ours, False)  # what does not fit in is left out: nobody reads before we are dead
+        link.send([LastWords()], (), [theirs])
+    finally:
+        os.close(theirs)
+    faulthandler.enable(ours)
+    faulthandler.register(FAREWELL, ours, chain=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {FAREWELL})  # whoever started us may have blocked it
+
+    end = [Kept(ours)]
+
+    def leave() -> None:
+        """A process that a task forks has nothing to say; nor has one that such a process forks, of which the end is not."""
+        if end:
+            faulthandler.disable()
+            faulthandler.unregister(FAREWELL)
+            end.pop().close()
+
+    os.register_at_fork(after_in_child=leave)

@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpgrad.environment import FOLLOWER
-from mpgrad.memory.addresses import OFFSET_MASK
-from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
-from mpgrad.wire.frames import Frame, drained
+from mpgrad.memory.arena import OFFSET_MASK
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     Backwards,
@@ -26,6 +24,7 @@ from mpgrad.wire.messages import (
     Follow,
     Forget,
     Forward,
+    Lacking,
     Message,
     NewSlab,
     Ready,
@@ -35,7 +34,10 @@ from mpgrad.wire.messages import (
     SlabsGone,
     SlabsMissing,
     Try,
+    Whereabouts,
+    WhereaboutsHere,
 )
+from mpgrad.wire.pipe import Frame, drained
 from mpgrad.wire.tensor_packing import Payload
 from mpgrad.workers.backward import BackwardHandler
 from mpgrad.workers.call_run import CallRunner
@@ -43,11 +45,9 @@ from mpgrad.workers.forward import ForwardHandler
 from mpgrad.workers.functions import FunctionTable
 from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.loans import Loans
-from mpgrad.workers.recorder import Recorder
-from mpgrad.workers.stage import Stage
 from mpgrad.workers.station import NO_STATION, Station
-from mpgrad.workers.task_warnings import TaskWarnings
-from mpgrad.workers.whereabouts import Tracker
+from mpgrad.workers.streams import TaskWarnings
+from mpgrad.workers.whereabouts import Recorder, Stage, Tracker
 
 __all__ = ["Worker"]
 

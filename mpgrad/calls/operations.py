@@ -29,8 +29,7 @@ from mpgrad.pickling import structure
 from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
-from mpgrad.wire.bundles import owners, split
-from mpgrad.wire.messages import Warned
+from mpgrad.wire.messages import Warned, owners, split
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 
 __all__ = ["Operation", "let_go"]

@@ -24,14 +24,13 @@ from mpgrad.pickling.streams import Root
 from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
-from mpgrad.wire.bundles import owners
-from mpgrad.wire.messages import Eager, Parts, Structure
-from mpgrad.wire.tensor_cores import RIDE_BYTES
+from mpgrad.wire.messages import Eager, Parts, Structure, owners
 from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
 from mpgrad.wire.tensor_refs import (
     HOOKED,
     LEAF,
     REQUIRES_GRAD,
+    RIDE_BYTES,
     SHARED,
     check_carriable,
     flags_of,

@@ -31,8 +31,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from mpgrad.cpus import thread_variables
-from mpgrad.engines.not_ours import Life, SharedTracker, check_fork_server
-from mpgrad.engines.programs import program, python
+from mpgrad.engines.programs import Life, SharedTracker, check_fork_server, program, python
 from mpgrad.errors import contextmanager
 from mpgrad.inherited import Inherited, inherited
 from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name

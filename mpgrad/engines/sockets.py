@@ -11,12 +11,10 @@ import socket
 import time
 from collections.abc import Sequence
 
-from mpgrad.descriptors import Kept
 from mpgrad.engines.launch import Exit, Launcher
-from mpgrad.system import resident_bytes
-from mpgrad.wire.frames import Channel
+from mpgrad.system import Kept, resident_bytes
 from mpgrad.wire.messages import Message
-from mpgrad.wire.pipe import Traffic
+from mpgrad.wire.pipe import Channel, Traffic
 
 __all__ = ["SocketEngine"]
 

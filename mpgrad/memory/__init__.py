@@ -1,6 +1,6 @@
 """Memory that processes share: slots in slabs, lent and given back. Both sides.
 
-Imports `torch_state`, `errors`, `cgroups`, `system`. A slot is its owner's: written before it is lent, used again when all
+Imports `torch_state`, `errors`, `system`, `system`. A slot is its owner's: written before it is lent, used again when all
 gave it back.
 
     addresses     which slab, where in it, and whose

@@ -9,9 +9,11 @@ which the caller's cannot take back. Here the caller's stay as they are, and slo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import functools
 import io
+import operator
 import pickle
 import queue
 import subprocess
@@ -20,7 +22,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,12 +32,12 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _class_setstate as set_class
 from cloudpickle.cloudpickle import _dynamic_class_reduce as dynamic_class_reduce
 from cloudpickle.cloudpickle import _lookup_class_or_track as track
+from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.c_types import reduce_c_type
 from mpgrad.pickling.modules import AS_IMPORTED, PLACED, attribute_here, own_import, pickle_finds
-from mpgrad.pickling.uses import is_own
+from mpgrad.pickling.uses import is_own, name_of
 
 __all__ = [
     "SETS_CLASS",
@@ -46,6 +48,7 @@ __all__ = [
     "follow_the_caller",
     "loads",
     "made_like_own",
+    "reduce_c_type",
 ]
 
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # of our classes, for tasks in this process
@@ -234,3 +237,47 @@ MAKERS = make_class, make_slotted, make_enum, made_like_own
 def follow_the_caller() -> None:
     """This process is a worker's."""
     ClassUnpickler.set_class = staticmethod(follow)
+
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+NATIVE, SWAPPED = ("__ctype_le__", "__ctype_be__")[:: 1 if sys.byteorder == "little" else -1]
+USES_ERRNO = 8  # as in `ctypes`
+OF_PYTHON = "PYFUNCTYPE.<locals>.CFunctionType"
+
+
+def reduce_c_type(value: type) -> Reduced | None:
+    """None for other types, and for those of libraries.
+
+    Raises:
+        TypeError: nobody can make it again: a script derived it, or it is the type of an open library's functions.
+    """
+    kind: Any = type(value)
+    if not any(each.__module__ == "_ctypes" for each in kind.__mro__):
+        return None
+    if name_of(value) is not None:
+        return attribute_here, (value.__module__, value.__qualname__)
+    for make, arguments in origins(value):
+        with contextlib.suppress(TypeError):
+            if make(*arguments) is value or value.__qualname__ == OF_PYTHON:  # ctypes makes each of the others once
+                return make, arguments
+    if importable_as(value) is not None:
+        return None
+    raise TypeError(f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from one")
+
+
+def origins(value: Any) -> Iterator[Reduced]:
+    """By what it may have been made."""
+    if (other := getattr(value, NATIVE, value)) is not value:
+        yield getattr, (other, SWAPPED)
+    of, length = getattr(value, "_type_", None), getattr(value, "_length_", None)
+    if length is not None:
+        yield operator.mul, (of, length)
+    elif isinstance(of, type):
+        yield ctypes.POINTER, (of,)
+    if value.__qualname__ == OF_PYTHON:
+        yield ctypes.PYFUNCTYPE, (value._restype_, *value._argtypes_)
+    elif hasattr(value, "_flags_") and hasattr(value, "_argtypes_"):
+        make = functools.partial(ctypes.CFUNCTYPE, use_errno=bool(value._flags_ & USES_ERRNO))
+        yield make, (value._restype_, *value._argtypes_)
+    if hasattr(value, "_ndim_"):
+        yield sys.modules["numpy"].ctypeslib.ndpointer, (value._dtype_, value._ndim_, value._shape_, value._flags_)

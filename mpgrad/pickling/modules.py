@@ -28,8 +28,7 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.errors import contextmanager
-from mpgrad.pickling.lookups import CarriedGlobals
-from mpgrad.pickling.uses import is_own, uses_in
+from mpgrad.pickling.uses import CarriedGlobals, is_own, uses_in
 from mpgrad.place import PLACE
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.pickling import caches
-from mpgrad.pickling.c_types import reduce_c_type
-from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own
+from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, Placement
 from mpgrad.pickling.modules import ABOUT_ITSELF, PLACED, LeftOf, Live, Namespaces, make_function, own_imports
 from mpgrad.pickling.reducers import INHERITED, weakly

@@ -29,7 +29,6 @@ from torch.nn import Module
 
 from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
-from mpgrad.pickling.lookups import CarriedGlobals, Lookups, SysOf, fill_main, looks_up, main_of, mentioned_in, stands_alone
 from mpgrad.pickling.modules import (
     LIVE,
     NAMES_HERE,
@@ -45,13 +44,27 @@ from mpgrad.pickling.modules import (
     reduce_carried,
     set_function,
 )
-from mpgrad.pickling.networks import reduce_module
-from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_subclass, referent
+from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
-from mpgrad.pickling.uses import Wanted, is_of_libraries, is_own, is_users, module_of, name_of, uses_of
+from mpgrad.pickling.uses import (
+    CarriedGlobals,
+    Lookups,
+    SysOf,
+    Wanted,
+    fill_main,
+    is_of_libraries,
+    is_own,
+    is_users,
+    looks_up,
+    main_of,
+    mentioned_in,
+    module_of,
+    name_of,
+    stands_alone,
+    uses_of,
+)
 from mpgrad.torch_state.generators import learn
-from mpgrad.wire.tensor_cores import RIDE_BYTES
-from mpgrad.wire.tensor_refs import check_carriable, have_attributes
+from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
 
 __all__ = [
     "RUNS_CODE",

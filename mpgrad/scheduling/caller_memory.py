@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpgrad.memory.addresses import owner_of
-from mpgrad.memory.arena import Arena, Lenders
+from mpgrad.memory.arena import Arena, Lenders, owner_of
 from mpgrad.scheduling.crossing import Crossing
 from mpgrad.scheduling.settings import Settings
 from mpgrad.wire.tensor_packing import Packer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from mpgrad.memory.addresses import slab_of
-from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.memory.arena import Borrowed, Slot, slab_of
 from mpgrad.wire.link import Link
 
 __all__ = ["Loans"]

@@ -14,16 +14,15 @@ from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.descriptors import Kept
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter
 from mpgrad.scheduling.graph_ledger import GraphLedger, SumLedger
 from mpgrad.scheduling.loans import Loans
 from mpgrad.scheduling.under_way import UnderWay
+from mpgrad.system import Kept
 from mpgrad.tracebacks import shown_stack
-from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
-from mpgrad.wire.pipe import UnreadableFrame, last_words_in
+from mpgrad.wire.pipe import UnreadableFrame, drained, last_words_in
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Doom", "WorkerHandle"]

@@ -22,7 +22,7 @@ from mpgrad.pickling.streams import Streams
 from mpgrad.tasks.jacobian_arguments import Arguments, check_real, filled
 from mpgrad.torch_state.modes import DIFFERENTIATING, draw_seed, seed_item
 from mpgrad.torch_state.private import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
-from mpgrad.wire.tensor_cores import overlaps
+from mpgrad.wire.tensor_refs import overlaps
 
 FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
 PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us

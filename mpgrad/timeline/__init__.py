@@ -4,5 +4,5 @@
     trace         the recording as Chrome's trace events, which Perfetto opens
     picture       one track a worker, one a thread of the caller
     timeline      what `Pool.timeline` gives
-Caller only. Workers note what they do in `workers/recorder.py`.
+Caller only. Workers note what they do in `workers/whereabouts.py`.
 """

@@ -20,7 +20,6 @@ import torch
 from mpgrad.memory.accelerator import Lane, device_code
 from mpgrad.memory.arena import Arena, Borrowed, Slot
 from mpgrad.torch_state.private import flattened, have_plain_memory, without_autocast
-from mpgrad.wire.tensor_cores import RIDE_BYTES, brought_here, copy_into, dense_core, fill, laid_out
 from mpgrad.wire.tensor_refs import (
     ALIGNMENT,
     DEVICE,
@@ -29,6 +28,7 @@ from mpgrad.wire.tensor_refs import (
     PARAMETER,
     PLACE,
     REQUIRES_GRAD,
+    RIDE_BYTES,
     SHARED,
     SPREAD,
     Bucket,
@@ -36,7 +36,12 @@ from mpgrad.wire.tensor_refs import (
     Form,
     Row,
     TensorRef,
+    brought_here,
+    copy_into,
+    dense_core,
+    fill,
     flags_of,
+    laid_out,
     unit_of,
     view,
 )

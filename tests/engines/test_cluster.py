@@ -29,16 +29,14 @@ from conftest import alive, first_are_quick, gone, linux_only, passes_with
 
 import mpgrad
 from mpgrad.cluster import site
-from mpgrad.cluster.carrier import Node, Reply, SiteOptions
+from mpgrad.cluster.carrier import Arriving, Node, Reply, SiteOptions, packed, unpacked
 from mpgrad.cluster.engine import ClusterEngine, placed
 from mpgrad.cluster.local import LocalCarrier
-from mpgrad.cluster.records import packed, unpacked
-from mpgrad.cluster.sequence import Sequence
-from mpgrad.cluster.site_worker import SiteWorker
+from mpgrad.cluster.site import SiteWorker
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
-from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.messages import Whereabouts
 from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent
@@ -674,7 +672,7 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
 @pytest.mark.quick
 def test_pieces_are_put_in_order_once() -> None:
     numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
-    arriving, found = Sequence(), []
+    arriving, found = Arriving(), []
     for number in numbers:
         found += arriving.arrange(number, bytes([number]))
     assert b"".join(found) == bytes(range(5))
@@ -698,7 +696,7 @@ def test_memory_is_packed_from_where_it_lies() -> None:
 
 @pytest.mark.quick
 def test_what_is_missing() -> None:
-    arriving = Sequence()
+    arriving = Arriving()
     assert list(arriving.arrange(0, b"0")) == [b"0"] and arriving.missing_for == 0
     assert list(arriving.arrange(2, b"2")) == [] and arriving.missing_for > 0
     arriving.expect(1)

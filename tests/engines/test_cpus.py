@@ -10,7 +10,7 @@ import pytest
 from conftest import linux_only
 
 from mpgrad import cpus
-from mpgrad.cgroups import cgroup_folders
+from mpgrad.system import cgroup_folders
 
 pytestmark = pytest.mark.quick
 

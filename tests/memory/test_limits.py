@@ -12,7 +12,7 @@ import pytest
 from conftest import linux_only
 
 import mpgrad
-from mpgrad import cgroups
+from mpgrad import system
 from mpgrad.cluster import site
 from mpgrad.memory.arena import Arena
 
@@ -41,27 +41,27 @@ def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         (folder / files[1]).write_text(str(used + GIB))
         (folder / "memory.stat").write_text(f"{files[2]} {GIB}\n")
 
-    monkeypatch.setattr(cgroups, "CGROUPS", root)
-    monkeypatch.setattr(cgroups, "MEMBERSHIP", membership)
-    monkeypatch.setattr(cgroups, "free_on_machine", lambda: 10 * GIB)
-    monkeypatch.setattr(cgroups, "KNOWN_FOR", 1e-9)  # not known at all
+    monkeypatch.setattr(system, "CGROUPS", root)
+    monkeypatch.setattr(system, "MEMBERSHIP", membership)
+    monkeypatch.setattr(system, "free_on_machine", lambda: 10 * GIB)
+    monkeypatch.setattr(system, "KNOWN_FOR", 1e-9)  # not known at all
     return set_limit
 
 
 @pytest.mark.quick
 def test_the_smallest_room_counts(limit: Limit) -> None:
-    assert cgroups.free_memory() == 10 * GIB
+    assert system.free_memory() == 10 * GIB
     limit("batch/job/step", None, 0)
-    assert cgroups.free_memory() == 10 * GIB
+    assert system.free_memory() == 10 * GIB
     limit("batch/job/step", GIB, GIB // 2)
-    assert 0.4 * GIB < cgroups.free_memory() < 0.5 * GIB
+    assert 0.4 * GIB < system.free_memory() < 0.5 * GIB
     limit("batch/job", GIB, int(0.75 * GIB))  # of the group, its other steps included
-    assert 0.15 * GIB < cgroups.free_memory() < 0.25 * GIB
+    assert 0.15 * GIB < system.free_memory() < 0.25 * GIB
     limit("batch", 2 * GIB, int(1.9 * GIB))
-    assert cgroups.free_memory() == 0  # a little is left to what is taken without asking
+    assert system.free_memory() == 0  # a little is left to what is taken without asking
     limit("batch", 4 * GIB, 0)
     limit("batch/job", 3 * GIB, 4 * GIB)
-    assert cgroups.free_memory() == 0
+    assert system.free_memory() == 0
 
 
 @pytest.mark.quick
@@ -92,7 +92,7 @@ with mpgrad.Pool(2) as pool:
 
 def limited_group(nbytes: int) -> Path | None:
     """A group of this machine's, or None where we may not make one."""
-    for base, file in ((cgroups.CGROUPS / "memory", "memory.limit_in_bytes"), (cgroups.CGROUPS, "memory.max")):
+    for base, file in ((system.CGROUPS / "memory", "memory.limit_in_bytes"), (system.CGROUPS, "memory.max")):
         folder = base / f"mpgrad-test-{os.getpid()}"
         if (base / "cgroup.procs").exists():
             try:

@@ -16,7 +16,7 @@ import torch
 
 import mpgrad
 from mpgrad import Advice, advice
-from mpgrad.others_clock import OthersClock
+from mpgrad.cpus import OthersClock
 
 FOUND = Advice(
     items=100,

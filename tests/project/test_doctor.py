@@ -17,7 +17,7 @@ import pytest
 from conftest import gone
 
 import mpgrad
-from mpgrad import cgroups, cpus, doctor, others_clock, system
+from mpgrad import cpus, doctor, system
 from mpgrad.__main__ import main
 from mpgrad.doctor import GIB, Finding, found_by, page, tried
 from mpgrad.system import PORTABLE
@@ -287,8 +287,8 @@ class Times(NamedTuple):
 def test_what_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a guest, time is counted as the user's, too; what the host takes from us counts as busy."""
     monkeypatch.setattr("psutil.cpu_times", lambda percpu: [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)])
-    monkeypatch.setattr(others_clock, "own_cpus", lambda: [0])
-    assert others_clock.busy_seconds() == pytest.approx(5.2)
+    monkeypatch.setattr(cpus, "own_cpus", lambda: [0])
+    assert cpus.busy_seconds() == pytest.approx(5.2)
 
 
 @pytest.mark.parametrize(("taken", "allowed", "is_much"), [(0.4, 2, False), (0.6, 2, True), (6.0, 8, False)])
@@ -297,7 +297,7 @@ def test_others_may_take_what_a_quota_leaves(
 ) -> None:
     monkeypatch.setattr(cpus, "usable_cpus", lambda: 2)
     monkeypatch.setattr(cpus, "own_cpus", lambda: list(range(allowed)))
-    monkeypatch.setattr("mpgrad.others_clock.OthersClock.cpus", lambda clock: taken)
+    monkeypatch.setattr("mpgrad.cpus.OthersClock.cpus", lambda clock: taken)
     monkeypatch.setattr(doctor, "LOOK_SECONDS", 0.0)
     assert bool(findings(doctor.processors)["other load"].problem) == is_much
 
@@ -313,10 +313,10 @@ def test_variables_that_set_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "free_memory", lambda: 512 << 20)
+    monkeypatch.setattr(system, "free_memory", lambda: 512 << 20)
     finding = findings(doctor.memory)["memory"]
     assert finding.value.startswith("512.0 MiB free of ") and "docker run --memory" in finding.remedy
-    monkeypatch.setattr(cgroups, "free_memory", lambda: 2 * GIB)
+    monkeypatch.setattr(system, "free_memory", lambda: 2 * GIB)
     assert not findings(doctor.memory)["memory"].problem
 
 
@@ -334,7 +334,7 @@ class Usage(NamedTuple):
 
 
 def test_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "own_cgroups", lambda controller: [tmp_path])
+    monkeypatch.setattr(system, "own_cgroups", lambda controller: [tmp_path])
     monkeypatch.setattr(cpus, "usable_cpus", lambda: 2)
     for most, is_amiss in (("max", None), ("1000", False), ("100", True)):
         (tmp_path / "pids.max").write_text(most)
@@ -354,8 +354,8 @@ def test_memory_of_cgroups(version: int, tmp_path: Path) -> None:
     (tmp_path / limit).write_text(str(4 * GIB))
     (tmp_path / used).write_text(str(3 * GIB))
     (tmp_path / "memory.stat").write_text(f"anon 5\n{cache} {GIB}\n")
-    assert (cgroups.memory_limit(tmp_path), cgroups.memory_used(tmp_path)) == (4 * GIB, 2 * GIB)
-    assert cgroups.memory_limit(tmp_path / "none") == float("inf")
+    assert (system.memory_limit(tmp_path), system.memory_used(tmp_path)) == (4 * GIB, 2 * GIB)
+    assert system.memory_limit(tmp_path / "none") == float("inf")
 
 
 def test_cgroups_above_count(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_cgroups_above_count(tmp_path: Path) -> None:
     membership.write_text("4:cpu,memory:/a/b\n3:pids:/c\n0::/d\n")
     version_1, version_2 = tmp_path / "memory", tmp_path
     expected = [version_1 / "a" / "b", version_1 / "a", version_1, version_2 / "d", version_2]
-    assert list(cgroups.cgroup_folders(tmp_path, membership, "memory")) == expected
+    assert list(system.cgroup_folders(tmp_path, membership, "memory")) == expected
 
 
 def test_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import mpgrad
 from mpgrad.errors import PoolClosedError
 from mpgrad.timeline.recording import NotedCall, NotedChunk, Recording, Worker
-from mpgrad.timeline.trace import events_of
+from mpgrad.timeline.timeline import events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12
@@ -300,7 +300,7 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
-    from mpgrad.workers.stage import Stage
+    from mpgrad.workers.whereabouts import Stage
 
     with mpgrad.Pool(1, engine="inline") as pool:
         worker = pool._scheduler.engine._worker  # type: ignore[attr-defined]
@@ -416,7 +416,7 @@ def test_lambdas_have_their_name(nursery: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_a_picture_without_matplotlib(nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "mpgrad.timeline.timeline", raising=False)
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:
         pool.map(abs, [1])
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):

@@ -10,8 +10,7 @@ import torch
 
 import mpgrad
 from mpgrad.torch_state.private import tree_leaves
-from mpgrad.wire.tensor_cores import GAPPED, RIDE_BYTES, dense_core
-from mpgrad.wire.tensor_refs import SPREAD
+from mpgrad.wire.tensor_refs import GAPPED, RIDE_BYTES, SPREAD, dense_core
 
 pytestmark = pytest.mark.quick
 

@@ -1,12 +1,9 @@
 """The private names of PyTorch that mpgrad leans on, all in one place, by subject.
 
-    autograd    nodes, graphs, and the backward that runs through them
-    modes       what a thread is in: autocast, hooks for saved tensors, tracing; hooks for all modules and optimizers
-    settings    PyTorch's own settings, and how each is read and set
-    memory      the memory of tensors, and storages that processes share
-    transforms  torch.func's tensors, levels of vmap, forward mode
+    autograd    nodes, graphs, and the backward that runs through them; torch.func's tensors, levels of vmap, forward mode
+    modes       what a thread is in, such as autocast and tracing; PyTorch's own settings, how each is read and set
+    memory      the memory of tensors, storages that processes share; modules and scripts made again
     compiler    what torch.compile makes, and code that it leaves alone
-    objects     modules and scripts made again, structures of tensors
 
 Everything else in the package uses the public API, and of tensors and nodes the attributes `_version`, `_is_view`,
 `_is_zerotensor`, `_backward_hooks`, `_post_accumulate_grad_hooks`, `_indices` and `_values`. `behaviours` asks for each name
@@ -18,6 +15,3 @@ from mpgrad.torch_state.private.autograd import *  # noqa: F403
 from mpgrad.torch_state.private.compiler import *  # noqa: F403
 from mpgrad.torch_state.private.memory import *  # noqa: F403
 from mpgrad.torch_state.private.modes import *  # noqa: F403
-from mpgrad.torch_state.private.objects import *  # noqa: F403
-from mpgrad.torch_state.private.settings import *  # noqa: F403
-from mpgrad.torch_state.private.transforms import *  # noqa: F403

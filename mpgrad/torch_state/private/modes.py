@@ -5,11 +5,15 @@ that PyTorch calls for all modules or all optimizers: code of the user's in a di
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
+from torch.backends import opt_einsum
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from mpgrad.errors import contextmanager
@@ -17,7 +21,9 @@ from mpgrad.errors import contextmanager
 __all__ = [
     "MAKE_FX",
     "GlobalHook",
+    "Setting",
     "default_device",
+    "every_setting",
     "foreign_modes",
     "global_hooks",
     "grad_mode",
@@ -280,3 +286,308 @@ def remove_global_hooks() -> None:
     """For a process that was forked by one that has some."""
     for name, (owner, _) in REGISTRIES.items():
         getattr(owner, name).clear()
+
+
+CHECKPOINT: Any = torch.utils.checkpoint
+FUTURE: Any = torch.__future__
+EINSUM: Any = opt_einsum
+TINY, ONE = 5e-324, 1.0  # two, or the compiler would multiply
+
+
+class Setting(NamedTuple):
+    """`of_thread`: each thread has its own; else the process has one."""
+
+    name: str  # of what sets it, in public
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    default: Any
+    of_thread: bool = False
+
+
+def attribute(name: str, holder: Any, field: str, default: Any) -> Setting:
+    return Setting(name, lambda: getattr(holder, field), lambda value: setattr(holder, field, value), default)
+
+
+def kind_of_library(kinds: str, kind: str) -> Any:
+    return getattr(getattr(torch._C, kinds, None), kind, None)
+
+
+# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and set, default
+IN_C: tuple[tuple[str, str, str, Any], ...] = (
+    ("torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled", "_set_sdp_use_flash", True),
+    (
+        "torch.backends.cuda.enable_mem_efficient_sdp",
+        "_get_mem_efficient_sdp_enabled",
+        "_set_sdp_use_mem_efficient",
+        True,
+    ),
+    ("torch.backends.cuda.enable_math_sdp", "_get_math_sdp_enabled", "_set_sdp_use_math", True),
+    ("torch.backends.cuda.enable_cudnn_sdp", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn", True),
+    (
+        "torch.nn.attention.sdpa_kernel",
+        "_get_overrideable_sdp_enabled",
+        "_set_sdp_use_overrideable",
+        True,
+    ),
+    (
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_set_math_sdp_allow_fp16_bf16_reduction",
+        False,
+    ),
+    (
+        "torch.nn.attention.sdpa_kernel(set_priority)",
+        "_get_sdp_priority_order",
+        "_set_sdp_priority_order",
+        [1, 2, 0, 3, 4],
+    ),
+    (
+        "torch.backends.cuda.preferred_linalg_library",
+        "_get_linalg_preferred_backend",
+        "_set_linalg_preferred_backend",
+        kind_of_library("_LinalgBackend", "Default"),
+    ),
+    (
+        "torch.backends.cuda.preferred_blas_library",
+        "_get_blas_preferred_backend",
+        "_set_blas_preferred_backend",
+        kind_of_library("_BlasBackend", "Cublas"),
+    ),
+    (
+        "torch.backends.cuda.preferred_rocm_fa_library",
+        "_get_rocm_fa_preferred_backend",
+        "_set_rocm_fa_preferred_backend",
+        kind_of_library("_ROCmFABackend", "Default"),
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_set_cublas_allow_fp16_reduced_precision_reduction",
+        True,
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_set_cublas_allow_bf16_reduced_precision_reduction",
+        True,
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_fp16_accumulation",
+        "_get_cublas_allow_fp16_accumulation",
+        "_set_cublas_allow_fp16_accumulation",
+        False,
+    ),
+    ("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", True),
+    ("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark", False),
+    (
+        "torch.backends.cudnn.deterministic",
+        "_get_cudnn_deterministic",
+        "_set_cudnn_deterministic",
+        False,
+    ),
+    (
+        "torch.backends.cudnn.depthwise_kernel",
+        "_get_cudnn_depthwise_kernel",
+        "_set_cudnn_depthwise_kernel",
+        "auto",
+    ),
+    (
+        "torch.backends.cudnn.benchmark_limit",
+        "_cuda_get_cudnn_benchmark_limit",
+        "_cuda_set_cudnn_benchmark_limit",
+        10,
+    ),
+    ("torch.backends.miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate", False),
+    ("torch.backends.mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled", True),
+    (
+        "torch.backends.mkldnn.deterministic",
+        "_get_mkldnn_deterministic",
+        "_set_mkldnn_deterministic",
+        False,
+    ),
+    (
+        "torch.backends.cpu.allow_fp16_reduced_precision_reduction",
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+        False,
+    ),
+    ("torch.backends.nnpack.set_flags", "_get_nnpack_enabled", "_set_nnpack_enabled", True),
+    (
+        "torch.backends.quantized.engine",
+        "_get_qengine",
+        "_set_qengine",
+        max(torch._C._supported_qengines()),
+    ),
+    (
+        "torch.sparse.check_sparse_tensor_invariants",
+        "_check_sparse_tensor_invariants",
+        "_set_check_sparse_tensor_invariants",
+        False,
+    ),
+    (
+        "torch.utils.deterministic.fill_uninitialized_memory",
+        "_get_deterministic_fill_uninitialized_memory",
+        "_set_deterministic_fill_uninitialized_memory",
+        True,
+    ),
+    (
+        "torch.jit.optimized_execution",
+        "_get_graph_executor_optimize",
+        "_set_graph_executor_optimize",
+        True,
+    ),
+    (
+        "torch.utils.backcompat.broadcast_warning.enabled",
+        "_get_backcompat_broadcast_warn",
+        "_set_backcompat_broadcast_warn",
+        False,
+    ),
+    (
+        "torch.utils.backcompat.keepdim_warning.enabled",
+        "_get_backcompat_keepdim_warn",
+        "_set_backcompat_keepdim_warn",
+        False,
+    ),
+)
+# each thread has its own
+IN_C_OF_THREAD: tuple[tuple[str, str, str, Any], ...] = (
+    (
+        "torch.autograd.set_multithreading_enabled",
+        "_is_multithreading_enabled",
+        "_set_multithreading_enabled",
+        True,
+    ),
+    (
+        "torch.autograd.enforce_grad_layout_policy",
+        "_is_grad_layout_enforcement_enabled",
+        "_set_grad_layout_enforcement_enabled",
+        True,
+    ),
+)
+
+
+def in_c(name: str, get: str, use: str, default: Any, of_thread: bool = False) -> Iterator[Setting]:
+    if hasattr(torch._C, get) and hasattr(torch._C, use):
+        yield Setting(name, getattr(torch._C, get), getattr(torch._C, use), default, of_thread)
+
+
+def of_this_version(setting: Setting) -> Setting:
+    """With the default, and the way to set it, that this PyTorch has: older ones have less of some."""
+    now = setting.get()
+    if isinstance(now, tuple) and setting.default is True:  # of two truth values, where an older PyTorch has the first only
+        return setting._replace(set=lambda both: setting.set(*both), default=(True, True))
+    return setting._replace(default=setting.default[: len(now)]) if isinstance(now, list) else setting
+
+
+def old(setting: Setting) -> Setting:
+    """One that newer settings overlap: while they contradict it, PyTorch refuses to read it, and it does not count."""
+    get, default = setting.get, setting.default
+
+    def read() -> Any:
+        try:
+            return get()
+        except RuntimeError:
+            return default
+
+    return setting._replace(get=read)
+
+
+def precisions() -> Iterator[Setting]:
+    """The older settings come first: to set one sets some of the newer ones. What others inherit from comes before these."""
+    yield old(
+        Setting("torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, set_matmul_precision, "highest")
+    )
+    yield from map(old, in_c("torch.backends.cudnn.allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32", True))
+    if hasattr(torch._C, "_get_fp32_precision_getter"):
+        for backend, operation, name in (
+            ("generic", "all", ""),
+            ("mkldnn", "all", ".mkldnn"),
+            ("cuda", "all", ".cudnn"),
+            ("mkldnn", "matmul", ".mkldnn.matmul"),
+            ("mkldnn", "conv", ".mkldnn.conv"),
+            ("mkldnn", "rnn", ".mkldnn.rnn"),
+            ("cuda", "matmul", ".cuda.matmul"),
+            ("cuda", "conv", ".cudnn.conv"),
+            ("cuda", "rnn", ".cudnn.rnn"),
+        ):
+            default = "tf32" if name in (".cudnn.conv", ".cudnn.rnn") else "none"
+            yield precision(f"torch.backends{name}.fp32_precision", backend, operation, default)
+    else:
+        yield from in_c("torch.backends.cuda.matmul.allow_tf32", "_get_cublas_allow_tf32", "_set_cublas_allow_tf32", False)
+
+
+def precision(name: str, backend: str, operation: str, default: str) -> Setting:
+    get, use = (getattr(torch._C, each) for each in ("_get_fp32_precision_getter", "_set_fp32_precision_setter"))
+    of = backend, operation
+    return Setting(name, functools.partial(get, *of), functools.partial(use, *of), default)
+
+
+def set_matmul_precision(value: str) -> None:
+    torch.set_float32_matmul_precision(value)
+
+
+def einsum(field: str, default: Any) -> Setting:
+    """An assignment of the user's hides what `torch.backends.opt_einsum.flags` sets."""
+    assigned, flags = vars(EINSUM), vars(EINSUM.m)
+
+    def use(value: Any) -> None:
+        (assigned if field in assigned else flags)[field] = value
+
+    return Setting(f"torch.backends.opt_einsum.{field}", lambda: assigned.get(field, flags[field]), use, default)
+
+
+def disable_saved_tensors_hooks(message: str | None) -> None:
+    if message is None:
+        torch._C._autograd._saved_tensors_hooks_enable()
+    else:
+        torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+def use_deterministic_algorithms(level: int) -> None:
+    torch.use_deterministic_algorithms(level > 0, warn_only=level == 1)
+
+
+def anomaly_detection() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def set_anomaly_detection(both: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*both)
+
+
+def others() -> Iterator[Setting]:
+    """Those that are read or set in a way of their own."""
+    yield Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    level: Any = torch.get_deterministic_debug_mode
+    yield Setting("torch.use_deterministic_algorithms", level, use_deterministic_algorithms, 0)
+    name = "torch.autograd.set_detect_anomaly"
+    yield Setting(name, anomaly_detection, set_anomaly_detection, (False, True))
+    yield Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True)
+    mha = torch.backends.mha
+    yield Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True)
+    yield einsum("enabled", EINSUM.is_available())
+    yield einsum("strategy", "auto" if EINSUM.is_available() else None)
+    message: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+    name = "torch.autograd.graph.disable_saved_tensors_hooks"
+    yield Setting(name, message, disable_saved_tensors_hooks, None, of_thread=True)
+    yield attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None)
+    yield attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None)
+    get, use = functools.partial(torch.get_autocast_dtype, "cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
+    yield Setting("torch.set_autocast_dtype", get, use, torch.bfloat16, of_thread=True)
+    cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    yield Setting("torch.set_autocast_cache_enabled", *cache, True, of_thread=True)
+    yield Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False)
+    options = vars(torch._tensor_str.PRINT_OPTS)
+    defaults = {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None}
+    yield Setting("torch.set_printoptions", options.copy, options.update, defaults)
+    name = "torch.distributions.Distribution.set_default_validate_args"
+    yield attribute(name, Distribution, "_validate_args", __debug__)
+    for what in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
+        yield attribute(f"torch.__future__.set_{what}", FUTURE, f"_{what}", False)
+
+
+def every_setting() -> tuple[Setting, ...]:
+    """All of them, in the order in which they are to be set."""
+    of_process = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
+    of_thread = [setting for row in IN_C_OF_THREAD for setting in in_c(*row, of_thread=True)]
+    return (*precisions(), *of_process, *of_thread, *others())

@@ -1,13 +1,54 @@
-"""The modules of `mpgrad.nn.parallel_apply`, as the function that workers run. Both sides."""
+"""Functions of mpgrad that stand around one of the caller, or in its place, on its way to a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
 
-__all__ = ["Replicas"]
+from mpgrad.place import PLACE
+
+__all__ = [
+    "Delayed",
+    "Initializer",
+    "Replicas",
+]
+
+
+class Delayed:
+    """Functions, called by their number.
+
+    They are apart from the arguments: for all calls of the same functions this is the same function to the pool, which pickles
+    it once, and what the functions reach are captures.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], nesting_level: int) -> None:
+        self.functions = tuple(functions)
+        self.nesting_level = nesting_level  # of a `joblib.Parallel` in one of the functions
+
+    def __call__(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
+        from joblib import parallel_config  # only workers of a pool that joblib uses have it
+        from joblib.parallel import SequentialBackend, register_parallel_backend
+
+        if PLACE.in_worker:  # for functions that name it: the pool has the CPUs already. In the caller it is ours
+            register_parallel_backend("mpgrad", SequentialBackend)
+        with parallel_config(backend=SequentialBackend(nesting_level=self.nesting_level), n_jobs=None):
+            return self.functions[number](*args, **kwargs)
+
+
+class Initializer:
+    """An initializer whose failure is a `BrokenProcessPool`, as the callers of an executor expect."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *initargs: Any) -> None:
+        try:
+            self._function(*initargs)
+        except BaseException as error:
+            raise BrokenProcessPool(f"the initializer failed in a worker ({type(error).__name__}: {error})") from error
 
 
 class Replicas:
