@@ -14,8 +14,7 @@ if _typing.TYPE_CHECKING:
 
     from mpgrad import nn, testing
     from mpgrad.advice import Advice, advise
-    from mpgrad.calls.result_iterator import ResultIterator
-    from mpgrad.calls.results import AsyncResult, DifferentiableFuture
+    from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.cluster.options import Ray
     from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
     from mpgrad.derivatives.per_item import per_item_grad
@@ -54,7 +53,7 @@ _HOMES = {
     "Ray": "mpgrad.cluster.options",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
-    "ResultIterator": "mpgrad.calls.result_iterator",
+    "ResultIterator": "mpgrad.calls.results",
     "SharedMemoryError": "mpgrad.errors",
     "Timeline": "mpgrad.timeline.timeline",
     "UnsupportedTorchError": "mpgrad.errors",

@@ -21,7 +21,7 @@ from mpgrad.calls.seconds import seconds_given
 from mpgrad.cpus import OthersClock, usable_cpus
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
-from mpgrad.submission.source import callable_of, iterator
+from mpgrad.submission.starting import callable_of, iterator
 from mpgrad.testing import differentiable, tensors_of
 from mpgrad.torch_state.modes import kept_random_state
 

@@ -34,7 +34,7 @@ from mpgrad.pickling.item_streams import ItemStreams
 from mpgrad.place import PLACE
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
-from mpgrad.submission.source import Source
+from mpgrad.submission.starting import Source
 from mpgrad.tasks.wrappers import Delayed
 from mpgrad.torch_state.modes import current_modes, under
 from mpgrad.torch_state.private import saved_tensor_hooks

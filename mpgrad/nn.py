@@ -21,7 +21,7 @@ from torch.nn import parallel
 
 from mpgrad.pool import Pool, PoolWorker
 from mpgrad.submission.options import CallOptions
-from mpgrad.submission.source import Source
+from mpgrad.submission.starting import Source
 from mpgrad.tasks.wrappers import Replicas
 from mpgrad.torch_state.private import apply, replica_of, tree_leaves
 from mpgrad.tracebacks import warn, without_own_frames

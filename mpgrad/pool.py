@@ -23,19 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 
 from torch.autograd import Function
 
-from mpgrad.calls.device_choice import Device
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.result_iterator import ResultIterator
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture
+from mpgrad.calls.packing import Device
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
 from mpgrad.cluster.options import Ray
 from mpgrad.engines.kinds import EngineName, Wanted
 from mpgrad.errors import contextmanager
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, Standing, reported
+from mpgrad.scheduling.dispatcher import start_scheduler
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.scheduling.start import start_scheduler
 from mpgrad.stats import PoolStats
-from mpgrad.submission.folding import folded_into, mapped_and_folded
 from mpgrad.submission.options import (
     CallOptions,
     EachOptions,
@@ -45,8 +43,8 @@ from mpgrad.submission.options import (
     pickled_initializer,
     positive,
 )
-from mpgrad.submission.source import Source, iterator
-from mpgrad.submission.submitter import Submitter
+from mpgrad.submission.starting import Source, iterator
+from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
 from mpgrad.suggestions import suggests
 from mpgrad.timeline.timeline import Timeline
 from mpgrad.torch_state import behaviours

@@ -15,6 +15,7 @@ import errno
 import functools
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -30,10 +31,12 @@ __all__ = [
     "REFUSED",
     "Kept",
     "anonymous_memory",
+    "bytes_of",
     "cgroup_folders",
     "free_memory",
     "free_on_machine",
     "has_calls_of_linux",
+    "kills_for_memory",
     "limiting",
     "memory_limit",
     "memory_used",
@@ -282,3 +285,39 @@ def read_words(file: Path) -> list[str]:
         return file.read_text().split()
     except OSError:  # this cgroup does not set it, or a container does not show it
         return []
+
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000 ** (1 + k) for k, letter in enumerate("KMGT")}
+UNITS |= {f"{letter}iB": 1024 ** (1 + k) for k, letter in enumerate("KMGT")}
+
+
+def bytes_of(name: str, amount: int | str) -> int:
+    """A number of bytes, or a text like "2 GiB" or "500 MB".
+
+    Raises:
+        ValueError: not positive, or a unit that does not exist; names `name`.
+        TypeError: neither a number nor a text.
+    """
+    if isinstance(amount, bool) or not isinstance(amount, int | str):
+        raise TypeError(f'{name} must be a number of bytes, or a text like "2 GiB" ({name}: {amount!r})')
+    if isinstance(amount, str):
+        matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", amount)
+        if matched is None or matched[2] not in UNITS:
+            raise ValueError(f'{name} must be like "2 GiB" or "500 MB" ({name}: {amount!r})')
+        amount = int(float(matched[1]) * UNITS[matched[2]])
+    if amount < 1:
+        raise ValueError(f"{name} must be at least 1 byte ({name}: {amount})")
+    return amount
+
+
+def kills_for_memory() -> int:
+    """How many processes the kernel has killed because memory ran out, anywhere on the machine; 0 where it does not say."""
+    if PORTABLE:
+        return 0
+    with contextlib.suppress(OSError):
+        for line in (PROC / "vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0

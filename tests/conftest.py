@@ -27,7 +27,7 @@ import pytest
 import tqdm
 
 import mpgrad
-from mpgrad.calls.prediction import Predicted
+from mpgrad.calls.homes import Predicted
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.system import PORTABLE
 

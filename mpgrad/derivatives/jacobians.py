@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
-from mpgrad.submission.source import callable_of
+from mpgrad.submission.starting import callable_of
 from mpgrad.tasks.jacobian_arguments import Argnums, Arguments
 from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Vjp, check_alike
 from mpgrad.tasks.points import Task

@@ -5,14 +5,26 @@ Any thread packs, and drops what it had; `tidy` and `close` are the scheduling t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+import pickle
+import secrets
+from collections.abc import Callable, Sequence
 
-from mpgrad.memory.arena import Arena, Lenders, owner_of
-from mpgrad.scheduling.crossing import Crossing
+import torch
+
+from mpgrad.callbacks import report
+from mpgrad.memory.accelerator import INSTALLED, Lane, Post, Region, name_of
+from mpgrad.memory.arena import Arena, Lenders, Slot, owner_of
 from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
 from mpgrad.wire.tensor_packing import Packer
 
-__all__ = ["CallerMemory"]
+__all__ = [
+    "CallerMemory",
+    "Crossing",
+]
 
 
 class CallerMemory:
@@ -47,3 +59,110 @@ class CallerMemory:
         self.lenders.close()
         if self.crossing is not None:
             self.crossing.close()
+
+
+MARK_BYTES = 64
+
+
+class Crossing:
+    """The caller's lanes to each device of its pool, two of them: what comes never waits in line behind what leaves."""
+
+    def __init__(self, codes: Sequence[int], in_process: bool) -> None:
+        self._accelerator = INSTALLED.accelerator
+        self.kind = self._accelerator.type
+        self._codes = frozenset(codes)
+        self._in_process = in_process
+        self._departures: dict[int, Lane] = {}
+        self._arrivals: dict[int, Lane] = {}
+        for code in sorted(self._codes - {0}):
+            for kind, lanes in enumerate((self._departures, self._arrivals)):
+                lanes[code] = Lane(self._accelerator, code - 1, 0, 2 * code + kind, streamed=True, in_process=in_process)
+        self._is_direct = False
+        self._is_refused = False
+
+    @property
+    def _arenas(self) -> list[Arena]:
+        return [lane.arena for lane in (*self._departures.values(), *self._arrivals.values())]
+
+    def way_to(self, code: int) -> Lane | None:
+        """A tensor of a device that no worker has goes to one that some worker has, and back to its own on the way back."""
+        if not self._is_direct:
+            return None
+        return self._departures.get(code) or next(iter(self._departures.values()))
+
+    def post(self, code: int) -> bytes:
+        """What a new worker has to know."""
+        lanes = {code: [self._departures[code], self._arrivals[code]] for code in self._departures}
+        events = {code: [lane.event_handle() for lane in both] for code, both in lanes.items()}
+        return pickle.dumps(Post(self._accelerator, code, self._codes, events, self._in_process))
+
+    # --- the trial
+
+    def offer(self, code: int) -> tuple[Slot, Try] | None:
+        """A slot for a new worker to read; None where there cannot be one."""
+        lane = self._arrivals[code]  # where nothing has to be waited for
+        mark = secrets.token_bytes(MARK_BYTES)
+        try:
+            slot = lane.write_bytes(torch.frombuffer(bytearray(mark), dtype=torch.uint8), at_once=True)
+            lane.finish()
+            _ = slot.slab.handle  # fails here, where it cannot be had, and not on its way
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._refuse(code, str(error))
+            return None
+        return slot, Try(slot.address, MARK_BYTES, mark)
+
+    def tried(self, worker: WorkerHandle, message: Tried, lenders: Lenders, others: Sequence[WorkerHandle]) -> list[Message]:
+        """What `worker` says of our slot; if it could read that, try its own. Returns what there is to tell it."""
+        refusal, back = message.refusal, message.back
+        if back is not None:
+            try:
+                found = lenders.borrow(back.address, back.nbytes).copied()
+                refusal = "" if bytes(found.tolist()) == back.mark else "other bytes came back than the worker wrote"
+            except (OSError, RuntimeError, MemoryError) as error:
+                refusal = str(error)
+        if refusal:
+            self._refuse(worker.device, refusal)
+            return []
+        worker.direct = True
+        self._is_direct = not self._is_refused and all(each.direct for each in others)
+        return [Direct()]
+
+    def _refuse(self, code: int, reason: str) -> None:
+        """From here on tensors are staged; the first time the log says why."""
+        self._is_direct = False
+        if not self._is_refused:
+            self._is_refused = True
+            report(
+                logging.WARNING,
+                "tensors go to and from workers on %s through the CPU's memory: processes cannot share that device's (%s)",
+                name_of(code),
+                reason,
+            )
+
+    # --- memory of workers
+
+    def attach(self, worker: WorkerHandle, message: NewSlab, lenders: Lenders) -> None:
+        """A slab that `worker` has made.
+
+        Raises:
+            SharedMemoryError: it cannot be opened: the worker may have died, and what will be said to lie there is lost.
+        """
+        assert message.handle is not None
+        lane = self._arrivals[message.code]
+        lenders.attach_elsewhere(message.number, functools.partial(lane.open, message.number, message.nbytes, message.handle))
+        if worker.direct:  # else it is only being tried
+            lenders.slab(message.number)
+
+    def tidy(self) -> None:
+        for arena in self._arenas:
+            arena.tidy()
+            arena.made.clear()  # each worker is told of a slab when it is first lent something there
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+
+
+def kept(region: Region) -> Slot:
+    """What a worker gave, before it can die: in memory of our own."""
+    return region.slab.lane.keep(region)

@@ -9,13 +9,16 @@ What else a worker had that was ended goes to others (see `staffing`). Assumes: 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import time
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.admissions import Admissions
-from mpgrad.scheduling.deadlines import Deadlines, overdue_at
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.queue import Line
@@ -25,7 +28,11 @@ from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import Doom, WorkerHandle
 from mpgrad.wire.messages import FAREWELL
 
-__all__ = ["CallingOff"]
+__all__ = [
+    "CallingOff",
+    "Deadlines",
+    "overdue_at",
+]
 
 FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to leave its stack and end
 
@@ -159,3 +166,44 @@ class CallingOff:
             self._receiver.serve(worker)
             self._driver.tell_waiters()
         self._driver.wake()  # what came may be followed by more work: look again before going to sleep
+
+
+SOME = 100  # entries that may be of operations that are gone
+
+
+class Deadlines:
+    """Operations by the moment, on the clock of time.monotonic, at which they have to have ended."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
+        self._most = SOME  # before those that are gone are left out
+        self._numbers = itertools.count()  # heaps compare what stands behind equal moments
+
+    def put(self, moment: float, operation: Operation) -> None:
+        heapq.heappush(self._heap, (moment, next(self._numbers), weakref.ref(operation)))
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if entry[2]() is not None]
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + SOME
+
+    def due(self, now: float) -> Iterator[Operation]:
+        while self._heap and self._heap[0][0] <= now:
+            operation = heapq.heappop(self._heap)[2]()
+            if operation is not None:
+                yield operation
+
+    @property
+    def next(self) -> float:
+        return self._heap[0][0] if self._heap else math.inf
+
+
+def overdue_at(worker: WorkerHandle) -> float:
+    """When the call that it is at will have taken too long; where it has, when the worker must have ended."""
+    if worker.doomed is not None and worker.gone is None:
+        return worker.doomed.moment
+    chunk = worker.under_way.first
+    if worker.gone is not None or chunk is None or chunk.timeout is None:
+        return math.inf
+    if worker.link.keeps_time:
+        return -math.inf if worker.under_way.is_at_call(worker.link.overrun) else math.inf
+    return worker.under_way.begun()[1] + chunk.timeout

@@ -16,8 +16,7 @@ from mpgrad.calls.homes import SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.pickling.state import Recent, State
-from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, SumLedger
-from mpgrad.scheduling.loans import Loans
+from mpgrad.scheduling.graph_ledger import GraphLedger, GraphState, Loans, SumLedger
 from mpgrad.scheduling.sizes import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.wire.messages import (
     BackwardCall,

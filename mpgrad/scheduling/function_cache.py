@@ -9,8 +9,8 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from mpgrad.calls.homes import Predicted, Predictor
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.calls.prediction import Predicted, Predictor
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Results
 

@@ -15,9 +15,8 @@ import torch
 
 from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
 from mpgrad.autograd.running import call_off_if_interrupted
-from mpgrad.calls.homes import SumRequest
+from mpgrad.calls.homes import Predictor, SumRequest
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.calls.prediction import Predictor
 from mpgrad.environment import Since
 from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.function_cache import Codes

@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError
 
-from mpgrad.calls.device_choice import next_for
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import PackedCall
+from mpgrad.calls.packing import PackedCall, next_for
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.sizes import MOST_PAYLOAD, Grain, chunk_size
 from mpgrad.scheduling.under_way import SEEN

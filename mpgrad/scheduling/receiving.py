@@ -19,9 +19,8 @@ from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
 from mpgrad.memory.arena import OFFSET_MASK, Borrowed, Lenders, Slot, owner_of, slab_of
 from mpgrad.scheduling.admissions import Admissions
-from mpgrad.scheduling.caller_memory import CallerMemory
+from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.crossing import kept
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle

@@ -22,11 +22,11 @@ from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError
-from mpgrad.memory.limits import kills_for_memory
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]
 

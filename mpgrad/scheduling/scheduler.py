@@ -27,9 +27,8 @@ from collections.abc import Callable
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
-from mpgrad.calls.homes import error_maker
+from mpgrad.calls.homes import Predicted, error_maker
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.prediction import Predicted
 from mpgrad.engines.protocol import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.forks import WITHHELD

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad.calls.device_choice import Device, device_code_named, device_count
+from mpgrad.calls.packing import Device, device_code_named, device_count
 from mpgrad.engines.kinds import ENGINES, traits_of
 from mpgrad.environment import Since
 from mpgrad.memory.accelerator import INSTALLED

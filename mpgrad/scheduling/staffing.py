@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpgrad.callbacks import report
-from mpgrad.calls.device_choice import missing_device
 from mpgrad.calls.output import log_levels
+from mpgrad.calls.packing import missing_device
 from mpgrad.engines.protocol import Engine
 from mpgrad.environment import current_environment
 from mpgrad.errors import PoolClosedError, WorkerDiedError

@@ -16,8 +16,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter
-from mpgrad.scheduling.graph_ledger import GraphLedger, SumLedger
-from mpgrad.scheduling.loans import Loans
+from mpgrad.scheduling.graph_ledger import GraphLedger, Loans, SumLedger
 from mpgrad.scheduling.under_way import UnderWay
 from mpgrad.system import Kept
 from mpgrad.tracebacks import shown_stack

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypedDict, get_args
 
-from mpgrad.calls.device_choice import Device
+from mpgrad.calls.packing import Device
 from mpgrad.calls.seconds import seconds_or_none
 from mpgrad.cluster.options import Ray
 from mpgrad.cpus import usable_cpus
 from mpgrad.engines.kinds import EngineName, traits_of
 from mpgrad.engines.protocol import Traits
 from mpgrad.environment import Since
-from mpgrad.memory.limits import bytes_of
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried
 from mpgrad.progress import Progress
 from mpgrad.scheduling.settings import Settings, worker_devices
+from mpgrad.system import bytes_of
 
 __all__ = [
     "CallOptions",

@@ -14,11 +14,9 @@ from typing import Any, cast
 
 import torch
 
-from mpgrad.calls.operations import Operation
+from mpgrad.calls.operations import Operation, Submitted
 from mpgrad.calls.packing import Arguments, Shared
-from mpgrad.calls.result_iterator import ResultIterator
-from mpgrad.calls.results import AsyncResult, DifferentiableFuture, Uncollected
-from mpgrad.calls.submitted import Submitted
+from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
 from mpgrad.collector import LONGEST_HOLD, collector_held
 from mpgrad.errors import ONE_CALL
 from mpgrad.progress import Progress, Reporter, Standing, reported
@@ -26,12 +24,16 @@ from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.cheap_calls import CheapCalls
 from mpgrad.submission.feeding import Feeder
 from mpgrad.submission.options import CallOptions, PoolOptions
-from mpgrad.submission.source import Source, callable_of, first_of
-from mpgrad.submission.starting import Starter, check_untraced
+from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
+from mpgrad.tasks.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
 
-__all__ = ["Submitter"]
+__all__ = [
+    "Submitter",
+    "folded_into",
+    "mapped_and_folded",
+]
 
 WINDOW_PER_WORKER = 16  # items that are taken ahead of what was asked for, where nobody says how many
 
@@ -196,3 +198,55 @@ def standing_of(operation: Operation, total: int | None) -> Callable[[], Standin
 def reporting(progress: Progress, operation: Operation, total: int | None) -> Callable[[], object]:
     """Show how far it comes, until it has ended; returns what shows the last of it at once."""
     return Reporter(progress, standing_of(operation, total)).end if progress is not False else lambda: None
+
+
+def folded_into(
+    submitter: Submitter,
+    fn: Callable[[Any, Any], Any] | str,
+    items: Sequence[Any],
+    targets: Sequence[Any],
+    associative: bool,
+    progress: Progress,
+) -> list[Any]:
+    """Each target, with all items folded into it; see `Pool.reduce`."""
+    reduction = reduction_named(fn)
+    if isinstance(reduction, FunctionReduction) and not associative:
+        fold: Callable[..., Any] = Fold(reduction)
+        calls: list[Arguments] = [((target, items), {}) for target in targets]
+    else:
+        fold = Finish(reduction)
+        accumulators = accumulated(submitter, Block(reduction), items, progress)
+        calls = [(([target], accumulators), {}) for target in targets]
+    return run_targets(submitter, fold, calls, progress)
+
+
+def mapped_and_folded(
+    submitter: Submitter,
+    map_fn: Callable[[Any], Any],
+    items: Sequence[Any],
+    reduce_fn: Callable[[Any, Any], Any] | str,
+    init: Any,
+    progress: Progress,
+) -> Any:
+    """The mapped items, folded into `init` where there is one; see `Pool.map_reduce`."""
+    reduction = reduction_named(reduce_fn)
+    if not items and init is None:
+        raise TypeError("map_reduce of no items needs a first value (init: None)")
+    accumulators = accumulated(submitter, Block(reduction, callable_of(map_fn)), items, progress)
+    first = [] if init is None else [init]
+    return run_targets(submitter, Finish(reduction), [((first, accumulators), {})])[0]
+
+
+def accumulated(submitter: Submitter, block: Block, items: Sequence[Any], progress: Progress) -> list[Any]:
+    """[1]"""
+    calls: list[Arguments] = [((each,), {}) for each in blocks_of(items)]
+    source = Source(calls, len(calls), at_rest=True, noun="block", items=calls)
+    return submitter.run(block, source, CallOptions(chunksize=1, progress=progress))
+
+
+def run_targets(
+    submitter: Submitter, fold: Callable[..., Any], calls: list[Arguments], progress: Progress = False
+) -> list[Any]:
+    """[2] The calls have tensors in common, which are placed once."""
+    source = Source(calls, len(calls), at_rest=False, noun="target", items=calls)
+    return submitter.run(fold, source, CallOptions(chunksize=1, progress=progress), shared={})

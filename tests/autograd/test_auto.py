@@ -14,7 +14,7 @@ import torch
 from conftest import first_are_quick, passes_with
 
 import mpgrad
-from mpgrad.calls.prediction import CONFIRMED, LEAST
+from mpgrad.calls.homes import CONFIRMED, LEAST
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.workers import memory_watch
 

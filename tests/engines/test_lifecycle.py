@@ -363,7 +363,7 @@ AT_THE_END = """
 import os, sys, time
 import mpgrad
 from mpgrad.calls.packing import SharedFunction
-from mpgrad.calls.result_iterator import ResultIterator
+from mpgrad.calls.results import ResultIterator
 
 def watched(finalize, name, write=os.write, trace=sys.settrace):
     def look(frame, event, arg):

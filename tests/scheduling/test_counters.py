@@ -17,8 +17,8 @@ from conftest import every_loss_gets
 
 import mpgrad
 from mpgrad import PoolStats
+from mpgrad.calls.homes import LEAST
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.prediction import LEAST
 
 pytestmark = pytest.mark.quick
 
