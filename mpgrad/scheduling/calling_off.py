@@ -118,10 +118,16 @@ class CallingOff:
 
     def keep_time(self, now: float) -> float:
         """Do what is due; returns when something next is, on the clock of time.monotonic."""
-        for operation in self.deadlines.due(now):
-            self.stop(operation)
-        moments = [self.deadlines.next]
+        moments = []
+        if self.deadlines:
+            for operation in self.deadlines.due(now):
+                self.stop(operation)
+            moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
+            chunk = next(iter(worker.under_way.chunks.values()), None)
+            has_time = chunk is None or (chunk.timeout is None and worker.under_way.end_at == math.inf)
+            if has_time and worker.doomed is None:
+                continue
             if worker.doomed is None and overdue_at(worker) <= now:
                 self._drain(worker)  # we may have been late, and it not
                 if worker.gone is None and overdue_at(worker) <= now:
@@ -136,7 +142,7 @@ class CallingOff:
             if worker.under_way.end_at <= now:
                 self._end_given_up(worker)
             moments += overdue_at(worker), worker.under_way.end_at
-        return min(moments)
+        return min(moments, default=math.inf)
 
     def _end_given_up(self, worker: WorkerHandle) -> None:
         """It has had time enough to come to an end with what nobody wants any more."""
@@ -178,6 +184,9 @@ class Deadlines:
         self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
         self._most = SOME  # before those that are gone are left out
         self._numbers = itertools.count()  # heaps compare what stands behind equal moments
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
 
     def put(self, moment: float, operation: Operation) -> None:
         heapq.heappush(self._heap, (moment, next(self._numbers), weakref.ref(operation)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ from mpgrad.wire.pipe import drained
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]
+
+HAS_NEWS = operator.attrgetter("has_news")
 
 
 class Deliveries:
@@ -42,11 +45,12 @@ class Deliveries:
         A second one has to wait for the first, perhaps for long, while another worker starts or ends what it does. So it is
         given where it is known to be short.
         """
+        line = self._line
         for depth in range(CHUNKS_UNDER_WAY):
             for worker in self.workers.values():
-                if worker.ready and len(worker.under_way.chunks) <= depth:
+                if (line.operations or worker.backlog) and worker.ready and len(worker.under_way.chunks) <= depth:
                     self.give(worker)
-        for worker in self._line.take_back(self.workers.values()) * CHUNKS_UNDER_WAY:
+        for worker in line.take_back(self.workers.values()) * CHUNKS_UNDER_WAY:
             self.give(worker)
         return [each for each in self.workers.values() if each.retiring and each.ready and not each.backlog]
 
@@ -100,7 +104,7 @@ class Deliveries:
     def has_news(self) -> bool:
         """Whether there is something to tell the workers, apart from work."""
         self.collect_returns()
-        return any(worker.has_news for worker in self.workers.values())
+        return any(map(HAS_NEWS, self.workers.values()))
 
     def tell_news(self, quiet_for: float) -> None:
         """Tell workers, that have been sent nothing for so many seconds, what has waited for a message to ride with."""

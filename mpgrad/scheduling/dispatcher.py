@@ -122,8 +122,9 @@ class Dispatcher(Scheduler):
                 raise one_more(self.life.ended or InternalError("the dispatcher ended before the pool"))
             return satisfied()
         finally:
-            with contextlib.suppress(ValueError):  # it was satisfied, and removed by whoever saw that
-                self._waiters.remove(waiter)
+            if waiter in self._waiters:  # else it was satisfied, and removed by whoever saw that
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(waiter)
 
     def join(self) -> None:
         self.life.check_process()
@@ -192,9 +193,11 @@ class Dispatcher(Scheduler):
     def tell_waiters(self) -> None:
         for waiter in list(self._waiters):
             if self._is_over or waiter.satisfied():
-                with contextlib.suppress(ValueError):  # it gave up at this moment
+                try:
                     self._waiters.remove(waiter)
-                    waiter.lock.release()
+                except ValueError:  # it gave up at this moment
+                    continue
+                waiter.lock.release()
 
 
 class InlineScheduler(Scheduler):

@@ -51,6 +51,9 @@ class Lifecycle:
         self._pid = os.getpid()
         self._forks = FORKS.count
         self._reached = [Phase.OPEN]  # several threads may append in the same moment
+        # asked at every turn of the scheduling thread
+        self.is_ending = False  # it has at least come to `LEAVING`
+        self.is_stopping = False
         self.broken: BaseException | None = None  # why it cannot go on
         self.ended: BaseException | None = None  # what is answered from now on: nothing runs any more
         self.ends_gently = False  # workers are told to stop, rather than killed
@@ -61,6 +64,10 @@ class Lifecycle:
 
     def enter(self, phase: Phase) -> None:
         self._reached.append(phase)
+        if phase >= Phase.LEAVING:
+            self.is_ending = True
+        if phase is Phase.STOPPING:
+            self.is_stopping = True
 
     def break_off(self, error: BaseException) -> None:
         """All that is under way, and all that comes later, gets `error`."""
@@ -72,10 +79,6 @@ class Lifecycle:
         closed = f"the pool is closed, and its workers and their graphs are gone; ask for results, and call backward, {INSIDE}"
         self.ended = self.broken or PoolClosedError(closed)
         return self.ended
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.phase is Phase.STOPPING
 
     @property
     def has_ended(self) -> bool:

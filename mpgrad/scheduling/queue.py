@@ -51,22 +51,22 @@ class Line:
         self._calls_per_worker = calls_per_worker
         self._by_device = by_device
         self._grain = grain
-        self._operations: deque[Operation] = deque()
+        self.operations: deque[Operation] = deque()
 
     @property
     def has_calls(self) -> bool:
-        return any(operation.queue for operation in self._operations)
+        return bool(self.operations) and any(operation.queue for operation in self.operations)
 
     def join(self, operation: Operation, first: bool = False) -> None:
-        if operation not in self._operations:
+        if operation not in self.operations:
             self._codes.number(operation.options.function)
-            (self._operations.appendleft if first else self._operations.append)(operation)
+            (self.operations.appendleft if first else self.operations.append)(operation)
 
     def tidy(self) -> None:
         """Let go of operations whose calls nobody wants: if no worker looked here again, their results would be kept."""
-        for operation in list(self._operations):
+        for operation in list(self.operations):
             if not any(call.index < operation.limit for call in operation.queue):
-                self._operations.remove(operation)
+                self.operations.remove(operation)
 
     def put_back(self, operation: Operation, calls: Sequence[PackedCall]) -> None:
         wanted = [call for call in calls if call.index < operation.limit]
@@ -78,15 +78,15 @@ class Line:
         """A chunk for the worker, of calls with their numbers; None where there is nothing that it should be given now."""
         room = self._room(worker)
         place = 0
-        while place < len(self._operations) and room > 0:
-            operation = self._operations[place]
+        while place < len(self.operations) and room > 0:
+            operation = self.operations[place]
             if operation.unsorted:
                 self._sort(operation)
             if worker.under_way and operation.queue and self._had_better_wait(operation, worker):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)))
             if not operation.queue:  # at once: perhaps no worker looks again, and the results would be kept
-                del self._operations[place]
+                del self.operations[place]
             if calls:
                 return operation, calls
             if operation.queue:  # what is there is for workers on other devices
@@ -100,15 +100,19 @@ class Line:
         that are at a call for longer than such calls take, as nobody knows when that ends. See `look_at`.
         """
         self.look_at = math.inf
-        dry = [each for each in workers if each.ready and not (each.under_way or each.retiring)]
-        if not dry or self.has_calls:
+        dry, others = list[WorkerHandle](), list[WorkerHandle]()
+        for worker in workers:
+            chunks = worker.under_way.chunks
+            if worker.ready and not (chunks or worker.retiring):
+                dry.append(worker)
+            elif chunks and worker.under_way.has_for_others:
+                others.append(worker)
+        if not (dry and others) or self.has_calls:
             return []
-        loads = {worker: self._unbegun_seconds(worker) for worker in workers}
+        loads = {worker: self._unbegun_seconds(worker) for worker in others}
         richest = max(loads, key=loads.__getitem__)
         now = time.monotonic()
-        for worker in workers:
-            if not worker.under_way.has_for_others:
-                continue
+        for worker in others:
             moment = self._late_at(worker)
             if moment <= now or (worker is richest and loads[richest] >= self._grain.shortest):
                 for operation, calls in worker.under_way.take_back():

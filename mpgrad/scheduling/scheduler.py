@@ -351,6 +351,11 @@ class Scheduler(ABC):
             self.inbox.popleft()()
         self.memory.tidy()
         self.feed()
+        if self.life.is_ending and not self.life.is_stopping:
+            self._look_at_end()
+
+    def _look_at_end(self) -> None:
+        """Whether the workers can end, or the pool."""
         phase = self.life.phase
         if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle():
             if phase is Phase.LEAVING:

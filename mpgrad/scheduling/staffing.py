@@ -246,6 +246,8 @@ class Staff:
 
     def keep_time(self, now: float) -> float:
         """Do what is due; returns when something next is, on the clock of time.monotonic."""
+        if not self._leaves and self.again_at == math.inf:
+            return math.inf
         for number, leave in list(self._leaves.items()):
             if leave.until <= now:
                 self.bury(number)

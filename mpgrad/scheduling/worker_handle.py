@@ -143,7 +143,8 @@ class WorkerHandle:
     @property
     def has_news(self) -> bool:
         of_memory = self.returns or self.missing_slabs
-        return bool(of_memory or self._has_releases or self.forgotten_functions or self.forgotten_codes)
+        of_graphs = self.releases or self.spent or self._emptied
+        return bool(of_memory or of_graphs or self.forgotten_functions or self.forgotten_codes)
 
     @property
     def _has_releases(self) -> bool:
