@@ -19,8 +19,6 @@ import mpgrad
 PATIENCE = 30.0  # seconds
 SHORT = 5.0  # seconds, of which a held lock or a slow callback may take a part
 
-pytestmark = pytest.mark.quick
-
 
 def prints(k: int) -> int:
     print("line", k)
