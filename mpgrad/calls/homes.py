@@ -196,8 +196,7 @@ class OperationHome:
 
     def wait(self, settled: Settled) -> Arrived:
         """What came of a backward, or of a request for a sum; raises what it raised."""
-        if not settled.arrived:
-            self.sender.wait_for(settled)
+        self.sender.wait_for(settled)  # also if it has come: what tasks printed until then comes before it
         for each in taken(settled.warned):
             warned_again(*each)
         if settled.has_failed:
