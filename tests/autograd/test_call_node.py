@@ -12,6 +12,7 @@ import torch
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.gates import Captures, gate
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph
+from mpgrad.errors import CallNames
 
 pytestmark = pytest.mark.quick
 
@@ -20,6 +21,7 @@ class FakeHome:
     """Answers a backward with the gradient times 10, and records the order of events."""
 
     deterministic = False
+    names = CallNames("", "item")
     timeout = None
     reach: Any = None
 
