@@ -18,7 +18,8 @@ import torch
 
 from mpgrad.calls.packing import pickled_function
 from mpgrad.calls.seconds import seconds_given
-from mpgrad.cpus import OthersClock, usable_cpus
+from mpgrad.cpus import usable_cpus
+from mpgrad.others_clock import OthersClock
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of, iterator

@@ -142,7 +142,8 @@ def software() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    from mpgrad.cpus import THREAD_VARIABLES, OthersClock, cgroup_quota, own_cpus, usable_cpus
+    from mpgrad.cpus import THREAD_VARIABLES, cgroup_quota, own_cpus, usable_cpus
+    from mpgrad.others_clock import OthersClock
     from mpgrad.system import own_cgroups
 
     usable, allowed = usable_cpus(), len(own_cpus())

@@ -15,11 +15,12 @@ from typing import Any, overload
 import torch
 
 from mpgrad.memory.arena import Arena, Lenders, Slot
+from mpgrad.wire.asides import Lacking
+from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     BackwardCall,
     ForwardCall,
-    Lacking,
     NewSlab,
     Rederive,
     Rerun,
@@ -29,7 +30,6 @@ from mpgrad.wire.messages import (
     Tried,
     Try,
 )
-from mpgrad.wire.pipe import drained
 from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, SHARED, Bucket, TensorRef, lent, rows_of, view
 from mpgrad.workers.station import Station

@@ -27,14 +27,14 @@ from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 from mpgrad.torch_state.modes import begin_as_new
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
-from mpgrad.wire.pipe import Channel
+from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
 from mpgrad.workers.functions import failure
 from mpgrad.workers.graph_edges import CHECKPOINTS, HOOKS
 from mpgrad.workers.graphs import GraphTable
 from mpgrad.workers.memory_watch import MemoryWatch
-from mpgrad.workers.nursery import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
 from mpgrad.workers.station import NO_STATION, station
 from mpgrad.workers.strays import noting_those_of_initializer
 from mpgrad.workers.streams import Outlet, promise_last_words

@@ -24,8 +24,8 @@ from mpgrad.errors import contextmanager
 from mpgrad.memory.accelerator import INSTALLED, LOCAL, DeviceSlab, Handle, Lane, Post, device_code
 from mpgrad.memory.arena import Lenders
 from mpgrad.torch_state.modes import seed_item
+from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Direct, NewSlab, Tried, Try
-from mpgrad.wire.pipe import drained
 from mpgrad.wire.tensor_packing import Devices
 from mpgrad.wire.tensor_refs import DEVICE, REQUIRES_GRAD, TensorRef, redirected
 

@@ -28,9 +28,10 @@ from mpgrad.pickling import classes
 from mpgrad.pickling.classes import dumps
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
 from mpgrad.system import Kept
+from mpgrad.wire.asides import LastWords
+from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
-from mpgrad.wire.messages import FAREWELL, LastWords, Logged, LogLevels, Message, Printed, Warned
-from mpgrad.wire.pipe import drained
+from mpgrad.wire.messages import FAREWELL, Logged, LogLevels, Message, Printed, Warned
 
 __all__ = [
     "Outlet",

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mpgrad.memory.arena import Arena
-from mpgrad.wire.messages import Message, Recorded, Span, Whereabouts, in_order
+from mpgrad.wire.asides import Whereabouts, in_order
+from mpgrad.wire.messages import Message, Recorded, Span
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = [

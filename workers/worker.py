@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpgrad.environment import FOLLOWER
-from mpgrad.memory.arena import OFFSET_MASK
+from mpgrad.memory.addresses import OFFSET_MASK
+from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
+from mpgrad.wire.frames import Frame, drained
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import (
     Backwards,
@@ -24,7 +26,6 @@ from mpgrad.wire.messages import (
     Follow,
     Forget,
     Forward,
-    Lacking,
     Message,
     NewSlab,
     Ready,
@@ -34,10 +35,7 @@ from mpgrad.wire.messages import (
     SlabsGone,
     SlabsMissing,
     Try,
-    Whereabouts,
-    WhereaboutsHere,
 )
-from mpgrad.wire.pipe import Frame, drained
 from mpgrad.wire.tensor_packing import Payload
 from mpgrad.workers.backward import BackwardHandler
 from mpgrad.workers.call_run import CallRunner

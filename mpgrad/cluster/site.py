@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 
 from mpgrad.cluster.carrier import Arriving, Record, packed, unpacked
 from mpgrad.engines.launch import Launcher, process_launcher
-from mpgrad.memory.arena import OFFSET_MASK, slab_of
+from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
-from mpgrad.wire.messages import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
+from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
 __all__ = [

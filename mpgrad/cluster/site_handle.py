@@ -22,11 +22,14 @@ from typing import Any
 from mpgrad.cluster.carrier import Arriving, Carrier, Node, Record, SiteOptions, packed, unpacked
 from mpgrad.cluster.site import Hello
 from mpgrad.engines.launch import Exit
-from mpgrad.memory.arena import Borrowed, Slot, slab_of
+from mpgrad.memory.addresses import slab_of
+from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
-from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed, Whereabouts
+from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.frames import Frame, unframed
+from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
 from mpgrad.wire.mirror import Mirror, address_of
-from mpgrad.wire.pipe import Frame, Traffic, framed, parts_of, unframed
+from mpgrad.wire.pipe import Traffic, framed, parts_of
 
 __all__ = ["SiteHandle", "SiteLink"]
 

@@ -18,8 +18,9 @@ from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.system import resident_bytes
 from mpgrad.torch_state.modes import default_settings, kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
+from mpgrad.wire.frames import Frame, in_frames
 from mpgrad.wire.messages import Message, Start, Stop
-from mpgrad.wire.pipe import Frame, Traffic, in_frames
+from mpgrad.wire.pipe import Traffic
 
 __all__ = ["InlineEngine"]
 

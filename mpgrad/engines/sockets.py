@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from mpgrad.engines.launch import Exit, Launcher
 from mpgrad.system import Kept, resident_bytes
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
-from mpgrad.wire.pipe import Channel, Traffic
+from mpgrad.wire.pipe import Traffic
 
 __all__ = ["SocketEngine"]
 

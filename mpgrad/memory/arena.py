@@ -31,18 +31,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpgrad.errors import PoolClosedError, SharedMemoryError
+from mpgrad.memory.addresses import KIND_BITS, OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
 from mpgrad.memory.forks import PRIVATE, SHARED, WITHHELD, View, forget, let_go, share_again, watch
 from mpgrad.system import PORTABLE, Kept, free_memory, reserve_memory
 from mpgrad.torch_state.private import descriptor_of, shared_storage, storage_from_descriptor
 
-__all__ = [
-    "KIND_BITS",
-    "OFFSET_BITS",
-    "OFFSET_MASK",
-    "OWNER_BITS",
-    "owner_of",
-    "slab_of",
-]
+__all__ = []
 
 if TYPE_CHECKING:
     from mpgrad.memory.accelerator import DeviceSlab
@@ -503,18 +497,3 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
         f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free_memory():,} bytes of memory free); "
         "drop results that are no longer needed, or cut the item into smaller ones"
     )
-
-
-OFFSET_BITS = 44  # an address is slab << OFFSET_BITS | offset
-OFFSET_MASK = (1 << OFFSET_BITS) - 1
-OWNER_BITS = 32  # a slab's number is owner << OWNER_BITS | kind << KIND_BITS | count
-KIND_BITS = 24
-
-
-def slab_of(address: int) -> int:
-    return address >> OFFSET_BITS
-
-
-def owner_of(slab: int) -> int:
-    """Whose arena has made the slab with this number: 0 for the caller, else a worker's number."""
-    return slab >> OWNER_BITS

@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 
 from mpgrad.callbacks import report
-from mpgrad.memory.arena import owner_of, slab_of
+from mpgrad.memory.addresses import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.notes import Notes
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Backwards, Message, Record, Rerun
-from mpgrad.wire.pipe import drained
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Deliveries"]

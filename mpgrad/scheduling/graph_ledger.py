@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph, forget_oldest
-from mpgrad.memory.arena import Borrowed, Slot, slab_of
+from mpgrad.memory.addresses import slab_of
+from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.link import Link
 

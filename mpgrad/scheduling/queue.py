@@ -21,7 +21,7 @@ from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.sizes import MOST_PAYLOAD, Grain, chunk_size
 from mpgrad.scheduling.under_way import SEEN
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.pipe import drained
+from mpgrad.wire.frames import drained
 
 __all__ = ["Line"]
 

@@ -17,7 +17,8 @@ from mpgrad.calls.outcomes import Delivered, Failed, Outcome
 from mpgrad.calls.output import given_again
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError
-from mpgrad.memory.arena import OFFSET_MASK, Borrowed, Lenders, Slot, owner_of, slab_of
+from mpgrad.memory.addresses import OFFSET_MASK, owner_of, slab_of
+from mpgrad.memory.arena import Borrowed, Lenders, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
 from mpgrad.scheduling.chunk_writer import Chunk
@@ -29,11 +30,12 @@ from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import Kept
+from mpgrad.wire.asides import LastWords, Whereabouts
+from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     Collected,
     Failure,
     Gradients,
-    LastWords,
     Logged,
     Missing,
     NewSlab,
@@ -47,9 +49,8 @@ from mpgrad.wire.messages import (
     SlabsMissing,
     StartFailed,
     Tried,
-    Whereabouts,
 )
-from mpgrad.wire.pipe import Frame, UnreadableFrame
+from mpgrad.wire.pipe import UnreadableFrame
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Bucket, TensorRef, lent
 
 __all__ = ["Answers", "Receiver", "failed_again"]

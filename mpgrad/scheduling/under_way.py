@@ -19,7 +19,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.protocol import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.wire.messages import Whereabouts, in_order
+from mpgrad.wire.asides import Whereabouts, in_order
 
 __all__ = ["MERCY", "SEEN", "UnderWay"]
 

@@ -20,8 +20,9 @@ from mpgrad.scheduling.graph_ledger import GraphLedger, Loans, SumLedger
 from mpgrad.scheduling.under_way import UnderWay
 from mpgrad.system import Kept
 from mpgrad.tracebacks import shown_stack
+from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
-from mpgrad.wire.pipe import UnreadableFrame, drained, last_words_in
+from mpgrad.wire.pipe import UnreadableFrame, last_words_in
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = ["Doom", "WorkerHandle"]

@@ -18,13 +18,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from numpy.random import SeedSequence
 from torch.quasirandom import SobolEngine
 
 from mpgrad.torch_state.modes import split_mix
 
 __all__ = [
-    "ItemSeeds",
     "Kind",
     "bits_of",
     "is_generator",
@@ -195,7 +193,7 @@ def own_seeds(seeds: Any) -> Any:
 
 def seeds_again(entropy: Any, key: tuple[int, ...], size: int) -> Any:
     """Of a class that needs numpy."""
-    kind = importlib.import_module("mpgrad.torch_state.generators").ItemSeeds
+    kind = importlib.import_module("mpgrad.torch_state.seed_sequences").ItemSeeds
     return kind(entropy, spawn_key=key, pool_size=size)
 
 
@@ -279,13 +277,3 @@ def learn() -> None:
             KINDS.update(MISSING[name](sys.modules[name]))
             CLASSES.update(KINDS, [numpy_random().Generator])
             MISSING.pop(name, None)
-
-
-class ItemSeeds(SeedSequence):
-    """What a SeedSequence gives never changes, and is the caller's; which children it has still to give is its only state."""
-
-    children: SeedSequence | None = None
-
-    def spawn(self, n_children: int) -> list[SeedSequence]:
-        """See `numpy.random.SeedSequence.spawn`."""
-        return super().spawn(n_children) if self.children is None else self.children.spawn(n_children)

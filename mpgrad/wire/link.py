@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import Message
-from mpgrad.wire.pipe import Frame
 
 __all__ = ["Link"]
 

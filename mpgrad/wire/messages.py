@@ -12,9 +12,7 @@ NamedTuples rather than dataclasses: they are as frozen, and pickle in a third o
 from __future__ import annotations
 
 import itertools
-import platform
 import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.tensor_refs import TensorRef
 
 __all__ = [
@@ -42,8 +41,6 @@ __all__ = [
     "Forward",
     "ForwardCall",
     "Gradients",
-    "Lacking",
-    "LastWords",
     "LogLevels",
     "Logged",
     "Logger",
@@ -72,9 +69,6 @@ __all__ = [
     "Tried",
     "Try",
     "Warned",
-    "Whereabouts",
-    "WhereaboutsHere",
-    "in_order",
     "owners",
     "split",
 ]
@@ -460,50 +454,6 @@ class Collected(NamedTuple):
     chunk: int
     grads: Sequence[TensorRef | None] | Failure
     calls: int
-
-
-KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")  # of stores, and of loads, as other processes see them
-
-
-def in_order() -> None:
-    """What was read or written before is so, for other processes too, before what comes after.
-
-    Python has no barrier. But what stands before a release comes no later than it, what stands behind an acquisition no
-    earlier than that, and no acquisition before an earlier release.
-    """
-    if not KEEPS_ORDER:
-        for _ in range(2):
-            with threading.Lock():
-                pass
-
-
-class Lacking(NamedTuple):
-    """Site to worker: what the caller has lent and the site could not mirror. Each takes the place of the one before."""
-
-    pieces: list[tuple[int, int, str]]  # address, bytes, why
-
-
-class LastWords(NamedTuple):
-    """The end of a pipe, whose descriptor travels with the frame: should the worker die, its Python stack may be in it."""
-
-
-class Whereabouts:
-    """What the int64 at a worker's `Ready.whereabouts` are. Written by the worker, but for those that say otherwise."""
-
-    COUNT = 6
-    BETWEEN = -1  # in the place of the chunk: the position is that of another one now
-    CHUNK = 0
-    POSITION = 1  # of the call in the chunk
-    STARTED = 2  # when that call began, on the clock of time.monotonic_ns
-    OFFSET = 3  # of the item in the call, where that is a bundle; -1 where it is at none of them
-    SKIPPED = 4  # by the parent, here and in the next: a chunk that nobody waits for any more
-
-
-class WhereaboutsHere(NamedTuple):
-    """Worker to site: its `Whereabouts` lie there in the memory whose descriptor travels with the frame."""
-
-    offset: int
-    nbytes: int
 
 
 def owners(parts: Parts) -> list[int]:

@@ -15,7 +15,8 @@ import ctypes
 import os
 from collections.abc import Sequence
 
-from mpgrad.memory.arena import OFFSET_BITS, OFFSET_MASK, Borrowed, Slab, Slot, slab_of
+from mpgrad.memory.addresses import OFFSET_BITS, OFFSET_MASK, slab_of
+from mpgrad.memory.arena import Borrowed, Slab, Slot
 from mpgrad.wire.messages import Carried, Message, NewSlab, SlabsGone
 
 __all__ = ["Mirror", "address_of"]

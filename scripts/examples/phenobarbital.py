@@ -40,7 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import mpgrad
-from mpgrad.cpus import OthersClock
+from mpgrad.others_clock import OthersClock
 
 DESCRIPTION = "A population fit of phenobarbital in 59 newborns, mapped over a pool; beside NONMEM's."
 EPILOG = "exit status: 0 if the result is NONMEM's, 1 if not, 2 for a mistake in the arguments or in the data"

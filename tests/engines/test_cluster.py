@@ -36,7 +36,7 @@ from mpgrad.cluster.site import SiteWorker
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
-from mpgrad.wire.messages import Whereabouts
+from mpgrad.wire.asides import Whereabouts
 from mpgrad.wire.pipe import framed
 
 HERE = Path(__file__).parent

@@ -19,8 +19,8 @@ import pytest
 from conftest import linux_only
 
 from mpgrad import system
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import NewSlab
-from mpgrad.wire.pipe import Channel
 
 ROOT = Path(__file__).parents[2]
 

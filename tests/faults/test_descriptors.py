@@ -28,7 +28,8 @@ import torch
 from conftest import linux_only
 
 import mpgrad
-from mpgrad.wire.messages import LastWords, NewSlab, Results, Returned, StartFailed, Stop
+from mpgrad.wire.asides import LastWords
+from mpgrad.wire.messages import NewSlab, Results, Returned, StartFailed, Stop
 from mpgrad.wire.pipe import HEADER, MARK, UnreadableFrame, framed
 
 TESTS = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}

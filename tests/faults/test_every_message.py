@@ -20,7 +20,7 @@ from conftest import every_loss_gets
 import mpgrad
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.receiving import Receiver
-from mpgrad.wire.pipe import Channel, Frame
+from mpgrad.wire.frames import Channel, Frame
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from torch import Tensor
 import mpgrad
 from mpgrad.errors import SharedMemoryError
 from mpgrad.memory.arena import Arena, Lenders
-from mpgrad.wire.pipe import Channel
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.tensor_packing import Packer, Payload
 
 pytestmark = pytest.mark.slow
@@ -568,7 +568,7 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.under_way import UnderWay
-    from mpgrad.wire.messages import Whereabouts
+    from mpgrad.wire.asides import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
@@ -593,7 +593,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery
     from mpgrad.scheduling.worker_handle import WorkerHandle
-    from mpgrad.wire.messages import Whereabouts
+    from mpgrad.wire.asides import Whereabouts
 
     operation: Any = types.SimpleNamespace(limit=9)
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch
 
 import mpgrad
 from mpgrad import Advice, advice
-from mpgrad.cpus import OthersClock
+from mpgrad.others_clock import OthersClock
 
 FOUND = Advice(
     items=100,

@@ -17,7 +17,7 @@ import pytest
 from conftest import gone
 
 import mpgrad
-from mpgrad import cpus, doctor, system
+from mpgrad import cpus, doctor, others_clock, system
 from mpgrad.__main__ import main
 from mpgrad.doctor import GIB, Finding, found_by, page, tried
 from mpgrad.system import PORTABLE
@@ -287,8 +287,8 @@ class Times(NamedTuple):
 def test_what_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a guest, time is counted as the user's, too; what the host takes from us counts as busy."""
     monkeypatch.setattr("psutil.cpu_times", lambda percpu: [Times(5.1, 5, 0.1, 0.1), Times(9, 0, 0, 0)])
-    monkeypatch.setattr(cpus, "own_cpus", lambda: [0])
-    assert cpus.busy_seconds() == pytest.approx(5.2)
+    monkeypatch.setattr(others_clock, "own_cpus", lambda: [0])
+    assert others_clock.busy_seconds() == pytest.approx(5.2)
 
 
 @pytest.mark.parametrize(("taken", "allowed", "is_much"), [(0.4, 2, False), (0.6, 2, True), (6.0, 8, False)])
@@ -297,7 +297,7 @@ def test_others_may_take_what_a_quota_leaves(
 ) -> None:
     monkeypatch.setattr(cpus, "usable_cpus", lambda: 2)
     monkeypatch.setattr(cpus, "own_cpus", lambda: list(range(allowed)))
-    monkeypatch.setattr("mpgrad.cpus.OthersClock.cpus", lambda clock: taken)
+    monkeypatch.setattr("mpgrad.others_clock.OthersClock.cpus", lambda clock: taken)
     monkeypatch.setattr(doctor, "LOOK_SECONDS", 0.0)
     assert bool(findings(doctor.processors)["other load"].problem) == is_much
 

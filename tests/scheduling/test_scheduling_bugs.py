@@ -26,7 +26,7 @@ import torch
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
 from mpgrad.scheduling.under_way import UnderWay
-from mpgrad.wire.messages import Whereabouts, in_order
+from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.workers.whereabouts import Tracker
 
 
@@ -407,5 +407,5 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     did.clear()
     assert under_way.unbegun() == []
     assert did == [0, "in order", 1, "in order", 0]
-    monkeypatch.setattr("mpgrad.wire.messages.KEEPS_ORDER", False)
+    monkeypatch.setattr("mpgrad.wire.asides.KEEPS_ORDER", False)
     in_order()

@@ -25,7 +25,10 @@ import torch
 
 from mpgrad.engines.launch import Exit
 from mpgrad.errors import SharedMemoryError
-from mpgrad.memory.arena import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, Lenders, slab_of
+from mpgrad.memory.addresses import OFFSET_BITS, OFFSET_MASK, OWNER_BITS, slab_of
+from mpgrad.memory.arena import Lenders
+from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.frames import Frame
 from mpgrad.wire.messages import (
     FAREWELL,
     BackwardCall,
@@ -53,9 +56,8 @@ from mpgrad.wire.messages import (
     Start,
     StartFailed,
     Stop,
-    Whereabouts,
 )
-from mpgrad.wire.pipe import Frame, Traffic
+from mpgrad.wire.pipe import Traffic
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, REQUIRES_GRAD, TensorRef
 
 R = TypeVar("R")

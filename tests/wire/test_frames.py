@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import NewSlab, Returned
-from mpgrad.wire.pipe import Channel
 
 pytestmark = pytest.mark.quick
 
@@ -46,7 +46,7 @@ def test_a_worker_that_is_stopped_and_continued_sends_the_rest() -> None:
     """A send that a signal interrupts has sent a part; what was left stayed with the worker, and the parent waited for ever."""
     ours, theirs = socket.socketpair()
     code = (
-        "import socket, sys; from mpgrad.wire.pipe import Channel; from mpgrad.wire.messages import Returned;"
+        "import socket, sys; from mpgrad.wire.frames import Channel; from mpgrad.wire.messages import Returned;"
         "end = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=True);"
         "print('here', flush=True);"
         "end.send([Returned([])], [b'x' * 1_000_000]); sys.stdin.read()"

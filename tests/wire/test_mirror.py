@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from mpgrad.memory.arena import OFFSET_MASK, Arena
+from mpgrad.memory.addresses import OFFSET_MASK
+from mpgrad.memory.arena import Arena
 from mpgrad.wire.messages import NewSlab, SlabsGone
 from mpgrad.wire.mirror import Mirror
 
