@@ -5,8 +5,6 @@ Whoever sends a backward notes on it what is needed on the way. Assumes: a `Home
 each time that a backward is sent, or by who gives it up, in any thread. Nothing here makes autograd nodes.
 """
 
-# long because: a graph and its backwards are one story
-
 from __future__ import annotations
 
 import itertools

@@ -6,8 +6,6 @@ each worker is a program of its own. `ContextLauncher` takes any start method of
 same loop in threads.
 """
 
-# long because: five ways to start a worker, side by side
-
 from __future__ import annotations
 
 import array

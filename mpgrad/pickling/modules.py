@@ -6,8 +6,6 @@ only the functions that came along see, as their globals or when they `import` t
 were when it began. What did not travel is the worker's own import's.
 """
 
-# long because: the modules' way in the process where they arrive is one story
-
 from __future__ import annotations
 
 import builtins

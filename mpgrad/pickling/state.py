@@ -11,8 +11,6 @@ write to is compared by what it holds, or by the bytes that it gives; a large pi
 Guarantees: all calls of an operation have what was in the caller's modules when it began, wherever and whenever they run.
 """
 
-# long because: one pickle, with all that decides when it is made again
-
 from __future__ import annotations
 
 import collections

@@ -60,6 +60,7 @@ class Staff:
     that is gone is forgotten.
     """
 
+    # long because: all that a worker's coming and going concerns
     def __init__(
         self,
         driver: Driver,

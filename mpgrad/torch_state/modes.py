@@ -8,8 +8,6 @@ operation draws one seed from the caller's generator, and each item derives its 
 worker runs an item, in what order, or how often.
 """
 
-# long because: what a thread is in, and how a worker comes to be in the same, is one story
-
 from __future__ import annotations
 
 import contextlib

@@ -149,7 +149,7 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path) -> None:
 
 # --- sizes
 
-MODULE_LINES, CLASS_LINES, CLASS_METHODS, PARAMETERS = 450, 350, 25, 8
+MODULE_LINES, CLASS_LINES, CLASS_METHODS, PARAMETERS = 900, 350, 25, 8
 EXCUSE = "# long because: "  # and a reason: at the head of the module, class or function
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -211,21 +211,21 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
     methods = "".join(f"    def m{number}(self): ...\n" for number in range(26))
     rows = "    x = 1\n"
     wrong = {
-        "module": "x = 1\n" * 451,
+        "module": "x = 1\n" * 901,
         "lines": "class Long:\n" + rows * 350,
         "methods": "class Full:\n" + methods,
         "parameters": f"class A:\n    def f(self, {nine}):\n        def g({nine}): ...\n",
         "starred": f"async def f({nine[4:]}, *, k, **more): ...\n",
     }
     right = {
-        "module": "x = 1\n" * 450,
+        "module": "x = 1\n" * 900,
         "lines": "class Long:\n" + rows * 349,
         "methods": "class Full:\n" + methods[methods.index("\n") + 1 :],
         "parameters": f"class A:\n    def f(self, {nine[4:]}): ...\n",
         "starred": f"@decorated\n{EXCUSE}it is asked for\nasync def f({nine}, **more): ...\n",
     }
     excused = {
-        "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * 451,
+        "module": f'"""A table."""\n\n{EXCUSE}it is a table\n' + "x = 1\n" * 901,
         "lines": f'class Long:\n    """A table."""\n\n    {EXCUSE}it is one\n' + rows * 350,
         "methods": f"{EXCUSE}the public interface\nclass Full:\n" + methods,
         "parameters": f"class A:\n    def f(self, {nine}):\n        {EXCUSE}public\n        return 1\n",

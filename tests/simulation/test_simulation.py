@@ -37,6 +37,7 @@ def events_of(seed: int) -> list[str]:
     return history.world.events
 
 
+@pytest.mark.quick
 def test_a_seed_gives_the_same_history_twice() -> None:
     assert [events_of(seed) for seed in range(50)] == [events_of(seed) for seed in range(50)]
 
