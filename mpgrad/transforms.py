@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,10 +47,8 @@ __all__ = ["may_be_followed", "run_followed"]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
-class Run(Protocol):
-    """Runs an operation, unfollowed, under these modes, and without random numbers of its own."""
-
-    def __call__(self, function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]: ...
+# runs a function for each of the calls, unfollowed, under `modes`, and without random numbers of its own
+Run = Callable[..., list[Any]]
 
 
 def may_be_followed() -> bool:

@@ -37,7 +37,6 @@ from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, flags_in
 __all__ = [
     "Claim",
     "Operation",
-    "Source",
     "Submitted",
     "gates_to",
     "let_go",
@@ -301,29 +300,12 @@ def let_go(outcome: Outcome) -> None:
         call.gated = call.ungated = call.claims = ()
 
 
-class Source(Protocol):
-    """The submitted call whose result is claimed."""
-
-    home: Home
-
-    @property
-    def outcome(self) -> Outcome | None: ...
-
-    def connect(self) -> None:
-        """Give the call its node, and settle the claims to its result."""
-        ...
-
-    def unconnected(self) -> Sequence[Source]:
-        """Those that gave it something, and have no node yet."""
-        ...
-
-
 class Claim:
     """To the result of a submitted call, which stands among the arguments of another one."""
 
     __slots__ = ("__weakref__", "_gates", "_outcome", "is_settled", "source")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Submitted) -> None:
         self.source = source
         self.is_settled = False  # the gates are there
         self._gates: list[torch.Tensor] = []
@@ -442,7 +424,7 @@ class Submitted(Operation):
                 self._tensors = tensors
             self._settle_claims(outcome, self._tensors)
 
-    def unconnected(self) -> list[Source]:
+    def unconnected(self) -> list[Submitted]:
         """Those that gave its call something, and have no node yet."""
         outcome = self.outcomes.get(0)
         if self._tensors is not None or not isinstance(outcome, Delivered):

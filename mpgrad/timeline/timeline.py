@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 from mpgrad.timeline.recording import Recording
 from mpgrad.timeline.trace import Event, events_of
@@ -15,14 +15,6 @@ from mpgrad.timeline.trace import Event, events_of
 __all__ = [
     "Timeline",
 ]
-
-
-class Recordable(Protocol):
-    """A scheduler."""
-
-    def begin_recording(self, recording: Recording) -> None: ...
-
-    def end_recording(self) -> None: ...
 
 
 class Timeline:
@@ -38,7 +30,7 @@ class Timeline:
         >>> timeline.draw("run.png")       # doctest: +SKIP
     """
 
-    def __init__(self, scheduler: Recordable, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, scheduler: Any, path: str | os.PathLike[str] | None) -> None:
         self._scheduler = scheduler
         self._path = None if path is None else Path(path)
         self._file: TextIO | None = None
