@@ -178,7 +178,11 @@ def resident_bytes(pid: int) -> int:
 
 
 class Kept:
-    """The number of a descriptor, and what it stands for."""
+    """The number of a descriptor, and what it stands for.
+
+    The user's code may close all that are open (as daemons do), and open files of its own, which
+    get the same numbers: a write to a number that was kept would be a write into one of these.
+    """
 
     __slots__ = ("_device", "_inode", "_number")
 
