@@ -68,7 +68,6 @@ class Further(Protocol):
         ...
 
 
-# long because: all that is known of a backward is here, and nowhere else
 class Backward(Settled):
     """What it has to compute, how far it has come, and what came of it.
 
@@ -111,6 +110,7 @@ class Backward(Settled):
         "worker",
     )
 
+    # long because: all that is known of a backward is here, and nowhere else
     def __init__(
         self,
         graph: RemoteGraph,

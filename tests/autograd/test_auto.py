@@ -110,7 +110,7 @@ def filter_none(grads: list[Tensor | None]) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def test_a_gradient_with_a_rounding_of_its_own_is_not_multiplied(single: mpgrad.Pool) -> None:
+def test_a_gradient_with_a_rounding_of_its_own_comes_bit_for_bit(single: mpgrad.Pool) -> None:
 
     def function(x: Tensor) -> Tensor:
         return (x.exp() / 3).sum().sin()
@@ -220,7 +220,7 @@ def test_results_without_a_backward_end_it(single: mpgrad.Pool, sent: list[objec
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["before", "after"])
 def test_a_death(pool: mpgrad.Pool, is_over: bool) -> None:
-    """Before or after the backward that was run ahead has come."""
+    """Before or after the eager backward has come."""
     learn(pool)
     xs, ys = items(), items()
     total, expected = mean(pool.map(loss, xs)), mean(list(map(loss, ys)))

@@ -273,7 +273,7 @@ def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
     for _ in range(300):
         with pytest.raises(ValueError, match="by hook"):
             sum(y.sum() for y in results).backward(retain_graph=True)
-    assert len(home._contributions) <= 257
+    assert len(home._sums) <= 257
     handle.remove()
     c.grad = None
     sum(y.sum() for y in results).backward()

@@ -745,7 +745,7 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
         ({"timeout": 0}, ValueError, r"timeout must be more than 0 seconds \(timeout: 0\)"),
         ({"timeout": "1"}, TypeError, r"timeout must be a number of seconds, or None \(timeout: '1'\)"),
         ({"timeout": 1, "engine": "thread"}, ValueError, r"a timeout needs workers that can be killed.*\(engine: 'thread'\)"),
-        ({"graphs": "drop"}, ValueError, r"graphs must be one of auto, keep, ahead, recompute \(graphs: 'drop'\)"),
+        ({"graphs": "drop"}, ValueError, r"graphs must be one of auto, keep, recompute \(graphs: 'drop'\)"),
         ({"graph_memory": "2 GB of it"}, ValueError, r'graph_memory must be like "2 GiB"'),
         ({"graph_memory": "2 gb"}, ValueError, r'graph_memory must be like "2 GiB"'),
         ({"graph_memory": 0}, ValueError, r"graph_memory must be at least 1 byte \(graph_memory: 0\)"),
