@@ -183,22 +183,22 @@ def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool, monk
     xs = items(8)
     results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
     scheduler: Any = fresh_pool._scheduler
-    request = scheduler.gradients.request_captures
-    replies = []
-    send = scheduler.gradients.send_gradients
+    request = scheduler.gradients.request_sum
+    backwards = []
+    send = scheduler.gradients.send
 
-    def noted(*arguments: Any, **options: Any) -> Any:
-        replies.append(send(*arguments, **options))
-        return replies[-1]
+    def noted(backward: Any) -> None:
+        backwards.append(backward)
+        send(backward)
 
     def after_a_massacre(*arguments: Any) -> Any:
-        if len(replies) == 8 and not fresh_pool.stats().deaths:  # once: the sum of the other worker is asked for as well
-            assert scheduler.wait_until(lambda: all(reply.arrived for reply in replies), timeout=10)
+        if len(backwards) == 8 and not fresh_pool.stats().deaths:  # once: the sum of the other worker is asked for as well
+            assert scheduler.wait_until(lambda: all(each.arrived for each in backwards), timeout=10)
             kill_all(fresh_pool)
         return request(*arguments)
 
-    monkeypatch.setattr(scheduler.gradients, "send_gradients", noted)
-    monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_massacre)
+    monkeypatch.setattr(scheduler.gradients, "send", noted)
+    monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_massacre)
     sum(y.sum() for y in results).backward()
     assert fresh_pool.stats().deaths == 2
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
@@ -223,7 +223,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
         rehomed = []
 
         def after_a_death(parts: Any, worker: Any) -> Any:
-            graph = sys._getframe(1).f_locals["graph"]
+            graph = sys._getframe(1).f_locals["backward"].graph
             if not rehomed and isinstance(graph.recipe, PackedCall):
                 os.kill(worker.pid, signal.SIGKILL)
                 rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
@@ -246,7 +246,7 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
     with mpgrad.Pool(2, timeout=1) as pool:
         results = pool.map(lambda x: x * weight, items(8), 1)
         scheduler: Any = pool._scheduler
-        request = scheduler.gradients.request_captures
+        request = scheduler.gradients.request_sum
         victims = workers_of(pool)
 
         def after_a_stop(*arguments: Any) -> Any:
@@ -254,7 +254,7 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
                 os.kill(victims.pop(), signal.SIGSTOP)
             return request(*arguments)
 
-        monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_stop)
+        monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_stop)
         sum(y.sum() for y in results).backward()
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14)
 
