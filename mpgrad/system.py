@@ -1,10 +1,15 @@
-"""What systems differ in, asked in one place: elsewhere nobody, but for the doctor, which describes systems, asks for a
-system's name, or whether it has some function.
+"""What systems differ in, asked in one place: elsewhere nobody, but for the doctor, which describes
+systems, asks for a system's name, or whether it has some function. Both sides; needs no torch.
 
-Linux has anonymous memory files, private mappings of them, processes that die with their parent, and so a nursery to fork
-workers from. Whatever else has Unix sockets, macOS first of all, takes the portable branches. So does Linux where it is older
-than 5.3, where a sandbox refuses a call that it needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too,
-which is how those branches are tested.
+Linux has anonymous memory files, private mappings of them, processes that die with their parent,
+and so a nursery to fork workers from. Whatever else has Unix sockets, macOS first of all, takes the
+portable branches. So does Linux where it is older than 5.3, where a sandbox refuses a call that it
+needs, and where `MPGRAD_PORTABLE=1` is in the environment, in workers too, which is how those
+branches are tested.
+
+Also what a process has of the system: descriptors that are kept as numbers (`Kept`); memory within
+the limits of Linux's control groups, versions 1 and 2, which containers and batch systems set; how
+often the kernel has killed for want of memory; and amounts of memory as people write them.
 """
 
 from __future__ import annotations
@@ -169,6 +174,9 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
+# --- descriptors
+
+
 class Kept:
     """The number of a descriptor, and what it stands for."""
 
@@ -208,6 +216,9 @@ class Kept:
         """Only if it is still what it was."""
         if self.is_ours:
             os.close(self._number)
+
+
+# --- memory, and the control groups that limit it
 
 
 MEMBERSHIP = PROC / "self/cgroup"
@@ -285,6 +296,9 @@ def read_words(file: Path) -> list[str]:
         return file.read_text().split()
     except OSError:  # this cgroup does not set it, or a container does not show it
         return []
+
+
+# --- amounts of memory, and deaths for want of it
 
 
 UNITS = {"": 1, "B": 1}

@@ -1,4 +1,11 @@
-"""The functions that a worker has been given: made of bytes and captures, until the caller forgets them."""
+"""The functions that a worker has been given: made of bytes and captures, until the caller forgets
+them; and what comes of them.
+
+    Define ──► FunctionTable: Code (a pickle, which operations share), Function (of one operation)
+    backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
+    a call that raises ──► failure: the exception, its traceback, and what the function was given
+A sum of gradients is one tensor for many calls of this worker.
+"""
 
 from __future__ import annotations
 
@@ -162,6 +169,9 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     return tensor.requires_grad_(needs_grad)
 
 
+# --- sums of captures' gradients
+
+
 MOST_BACKWARDS = 256  # of one function at a time
 
 
@@ -207,6 +217,9 @@ class FunctionSums:
     def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
         """What was added up, which is not here any more then."""
         return self._sums.pop((graph_task, levels), None)
+
+
+# --- failures
 
 
 def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:

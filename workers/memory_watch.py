@@ -1,6 +1,9 @@
-"""Whether memory is about to end where its limit kills: that of the control groups that this worker is in.
+"""Whether memory is about to end where its limit kills: that of the control groups that this worker
+is in. And how much memory this process uses, as its allocator counts it: what a call's graph takes
+is the rise over the call.
 
-Graphs that are kept are what a worker can do without: the calls are run again when their backwards come.
+Graphs that are kept are what a worker can do without: the calls are run again when their backwards
+come.
 """
 
 from __future__ import annotations
@@ -55,6 +58,9 @@ class MemoryWatch:
         soon = used + AHEAD * self._rise
         self._next = now + (SELDOM if soon < FAR else OFTEN)
         return used > NEAR or soon > 1
+
+
+# --- as the allocator counts
 
 
 class Mallinfo(ctypes.Structure):

@@ -1,11 +1,24 @@
-"""What tasks print and log, on its way to the parent's streams and loggers.
+"""What a worker tells beside results: what tasks print, log and warn of, and its last words when it
+dies.
 
-A worker process inherits the descriptors of its parent, so that C code prints where the parent does. But `sys.stdout` of a
-notebook, of a test runner or under `redirect_stdout` is no descriptor, and log handlers are not inherited at all.
+A worker process inherits the descriptors of its parent, so that C code prints where the parent
+does. But `sys.stdout` of a notebook, of a test runner or under `redirect_stdout` is no descriptor,
+and log handlers are not inherited at all. Warnings go to the caller too, whose filters say what
+becomes of them, as they do for a serial loop.
 
-Guarantees: what a task printed or logged has arrived before its result; also what it printed before it crashed. Any thread,
-    signal's handler or finalizer may print or log at any moment: nothing is lost, and nothing comes twice. A handler that
-    raises while something is being sent ends that: what waited at that moment may be lost, whole frames of it, never a half.
+    print, logging ──► Stream, LogHandler ──► Outlet ──► Printed, Logged
+    warnings ──► TaskWarnings ──► the answer
+    faulthandler ──► a pipe, whose other end the parent has
+faulthandler writes the Python stack from a signal's handler, in C: also where the worker is stuck
+in C and holds the interpreter lock, or its memory is broken. Fatal signals (SIGSEGV, SIGFPE,
+SIGABRT, SIGBUS, SIGILL) end the worker as they would have. `FAREWELL` is how the parent ends one
+whose call takes too long: the stack is written, and then the signal does what it does by default,
+which is to end the process. So the death says that the stack is complete.
+
+Guarantees: what a task printed or logged has arrived before its result; also what it printed before
+    it crashed. Any thread, signal's handler or finalizer may print or log at any moment: nothing is
+    lost, and nothing comes twice. A handler that raises while something is being sent ends that:
+    what waited at that moment may be lost, whole frames of it, never a half.
 Assumes: one thread sends over the link; what others print waits for it.
 """
 
@@ -189,6 +202,9 @@ def can_be_carried(value: object) -> bool:
     return True
 
 
+# --- warnings
+
+
 class TaskWarnings:
     """Those since the last answer, each once, in order."""
 
@@ -230,6 +246,9 @@ class TaskWarnings:
         except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
             pickled = classes.dumps(UserWarning(str(message)))
         self._given[Warned(pickled, filename, lineno)] = None
+
+
+# --- last words
 
 
 def promise_last_words(link: Link) -> None:

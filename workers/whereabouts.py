@@ -1,7 +1,15 @@
-"""Which call a worker is at: a few numbers in shared memory (`Whereabouts`), which the caller reads at any time.
+"""Where a worker is: which call it is at, in a few numbers in shared memory (`Whereabouts`) that
+the caller reads at any time; how far a call has come, for its failure, and what it took (`Stage`);
+and, while the caller records a timeline, what it does and when.
 
-Guarantees: whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a pair that goes
-    together. The worker notes each call of a forward before it looks whether it is skipped.
+Without a timeline nothing of it is in anybody's way: handlers make plain stages. A `Recorder` has
+them make stages that note moments.
+
+    Record ──► chunks: `timed` ── function, engine: `TimedStage` ──► Recorded, in the frame of the answer
+Guarantees: whoever reads the chunk, the position and the chunk again, and finds the same chunk
+    twice, has a pair that goes together. The worker notes each call of a forward before it looks
+    whether it is skipped.
+Assumes: one thread, in which a chunk may come within another's call (inline).
 """
 
 from __future__ import annotations
@@ -53,8 +61,11 @@ class Tracker:
         self._numbers[Whereabouts.OFFSET] = offset
 
 
+# --- how far a call has come
+
+
 class Stage:
-    """Of one call forward, or of the backwards of a chunk. A timeline has a kind that also notes when (see `recorder`)."""
+    """Of one call forward, or of the backwards of a chunk. A timeline has a kind that also notes when (`TimedStage`)."""
 
     def __init__(self) -> None:
         self.phase = "forward"
@@ -63,6 +74,9 @@ class Stage:
         self.given = ""  # to the function, where it raised
         self.own_seconds = 0.0  # in the function
         self.backward_seconds = 0.0  # in PyTorch's engine
+
+
+# --- timelines
 
 
 Answer = tuple[Message, Payload]

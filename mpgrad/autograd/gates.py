@@ -1,7 +1,8 @@
 """Where tensors enter an operation: nodes whose backward waits for workers' gradients.
 
-an input ──► Gate, or one LeafGate for all of a bundle
-all captures ──► CaptureGate, which runs last: then their sums are complete
+    an input ──► Gate, or one LeafGate for all of a bundle
+    all captures ──► CaptureGate, one for all, which runs last: then their sums are complete
+Caller only.
 """
 
 from __future__ import annotations
@@ -141,6 +142,9 @@ def gate_behind(source: RemoteGraph | None, tensor: torch.Tensor) -> torch.Tenso
         source.gates_behind = source.gates_behind or []
         source.gates_behind.append(weakref.ref(node))
     return gated
+
+
+# --- captures
 
 
 class CaptureGate(torch.autograd.Function):

@@ -406,7 +406,7 @@ class Backward(Settled):
         self.levels: tuple[Level, ...] = ()  # gradients are batches with these dimensions in front
         self.further: Further | None = None
         self.modes: Any = None
-        self.environment: bytes | None = None  # as in `Conditions`
+        self.environment: bytes | None = None  # as in `OperationOptions`
         self.worker: object = None  # in whose sum the captures' gradients are, unless they are apart
         self.was_eager = False  # that sum is the one of eager backwards
         self.again = False  # it was sent before, and may have freed its graph; that is no mistake of the caller's

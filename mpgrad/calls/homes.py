@@ -1,9 +1,16 @@
-"""The backwards of one operation: answered by what came with the results, or sent; and the sums of captures' gradients.
+"""The backwards of one operation: answered by what came with the results, or sent; the sums of
+captures' gradients; and, for `graphs="auto"`, what gradient a function's losses will get. Caller
+only; any of the caller's threads.
 
     Backward ──► predicted rightly, and its gradients came with the result: settled at once ──┐
-             └─► sent to the worker that keeps the graph ──► settled when they have come ─────┴──► gates
+             └─► sent to the worker that keeps the graph ──► settled when they come ──────────┴──► gates
     captures ──► of each worker that adds them up its sum, of the others each backward's own part
-Caller only; any of the caller's threads.
+A `Predictor` learns from the gradients that came:
+
+    the same gradient as in the map before: one more in a row ──► LEAST of them: it is predicted
+    predicted rightly for CONFIRMED maps in a row ──► graphs need not be kept for another backward
+    predicted wrongly ──► a credit is lost, and it takes PRICE maps to earn another
+So at most one in `PRICE` maps is predicted wrongly, and one more, whatever the caller does.
 """
 
 from __future__ import annotations
@@ -334,6 +341,9 @@ def loss_gradients(backward: Backward) -> set[float]:
         return set()
     found = set(map(float, parts))
     return found if all(each and math.isfinite(each) for each in found) else set()
+
+
+# --- which gradient losses will get
 
 
 LEAST = 2  # maps in a row, with the same gradient, before the next one's is predicted

@@ -1,10 +1,15 @@
-"""An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with gradients.
+"""An operation: one `map`, `submit` or `reduce` on its way, from packed calls to results with
+gradients. Caller only.
 
     caller's thread: pack ──► queue ──► scheduling thread: send, receive, `deliver` ──► caller's thread: `value`
-Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its memory with it. Whoever is
-    interrupted while results are made can ask again: an outcome, and the gates of its call, stay until its result is put down.
-Assumes: `deliver` and `fail` come from the scheduling thread, or from who made an operation that is never sent; whoever waits
-    reads `outcomes` after that.
+`submit` is an operation of one call (`Submitted`), whose result other calls may be given before it
+is there: a `Claim` is the place of that result among their arguments, and has gates to it.
+
+Guarantees: outcomes arrive once; dropping an operation, at any time, drops its graphs and its
+    memory with it. Whoever is interrupted while results are made can ask again: an outcome, and the
+    gates of its call, stay until its result is put down.
+Assumes: `deliver` and `fail` come from the scheduling thread, or from who made an operation that is
+    never sent; whoever waits reads `outcomes` after that.
 """
 
 from __future__ import annotations
@@ -298,6 +303,9 @@ def let_go(outcome: Outcome) -> None:
         call = outcome.call
         call.leaves = call.leaf_items = ()
         call.gated = call.ungated = call.claims = ()
+
+
+# --- results that other calls have still to give
 
 
 class Claim:

@@ -1,7 +1,13 @@
-"""A call made ready to send: its arguments as bytes and references, its function and what it runs under.
+"""A call made ready to send: its arguments as bytes and references, its function and what it runs
+under (`OperationOptions`), and on which of a pool's workers it may run. Caller only.
 
-Pickle would copy tensors and lose their history. Here they are placed where a worker can read them, and let in through gates;
-a result that another call is still to give leaves a number, and is put in by the scheduler when it comes.
+Pickle would copy tensors and lose their history. Here they are placed where a worker can read them,
+and let in through gates; a result that another call is still to give leaves a number, and is put in
+by the scheduler when it comes.
+
+A serial loop runs where its tensors lie. So does a call, unless `device=` says otherwise; where it
+ran never shows, because all that lies on the worker's device goes back to the device that the call
+came from.
 """
 
 from __future__ import annotations
@@ -370,6 +376,9 @@ def arguments_structure(
         return shape, streams.drawn(tensors), claims
     except Exception as error:
         item_not_carried(error, index, args, kwargs)
+
+
+# --- on which device a call runs
 
 
 Device = str | torch.device

@@ -1,8 +1,11 @@
-"""Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a differentiable Future.
+"""Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a
+differentiable Future. Caller only.
 
-All of them make tensors and autograd nodes in the thread that asks, never in the dispatcher's. That one sets the state of a
-future, so that who waits for it need not wait for a third thread. The locks that this takes are those of `concurrent.futures`,
-which holds them for an instant, and runs no code of users meanwhile. Callbacks run elsewhere: see `later`.
+All of them make tensors and autograd nodes in the thread that asks, never in the scheduler's. That
+one sets the state of a future, so that who waits for it need not wait for a third thread. The locks
+that this takes are those of `concurrent.futures`, which holds them for an instant, and runs no code
+of users meanwhile. Callbacks run elsewhere: see `mpgrad.callbacks.later`. What `imap` returns gives
+results one by one, and takes items from their source only as far as they are needed.
 """
 
 from __future__ import annotations
@@ -408,6 +411,9 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
                 self.set_exception(ExceptionOfTask())  # and so is the exception
         except BaseException:  # a callback of the caller, of which concurrent.futures itself takes only an Exception
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
+
+
+# --- what `imap` returns
 
 
 class LateError(multiprocessing.TimeoutError):

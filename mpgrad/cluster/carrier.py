@@ -1,7 +1,15 @@
-"""What carries bytes between the caller and the sites of a cluster, starts sites, and says which nodes there are.
+"""What carries bytes between the caller and the sites of a cluster, starts sites, and says which
+nodes there are. Both sides; needs no torch.
 
                        ClusterEngine ── nodes, start_site, exchange, kill_site ──► Carrier ═══ Site, on a node
-A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread, late, or twice.
+A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
+late, or twice. So both ends number what they send, and `Arriving` puts the pieces into their order,
+each once.
+
+What is sent is records, as bytes. Memory stands behind the pickle, as it is: it is copied once when
+it is packed, from where it lies, and not when it is unpacked.
+
+    number of buffers | size of each, and of the pickle | pickle | buffers
 """
 
 from __future__ import annotations
@@ -76,6 +84,9 @@ class Carrier(Protocol):
         ...
 
 
+# --- records as bytes
+
+
 Record = tuple[Any, ...]
 COUNT = struct.Struct("<Q")
 
@@ -99,6 +110,9 @@ def unpacked(content: bytes) -> Sequence[Record]:
         start += size
     records: Sequence[Record] = pickle.loads(pieces[0], buffers=pieces[1:])
     return records
+
+
+# --- numbered pieces in their order
 
 
 class Arriving:

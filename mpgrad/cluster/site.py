@@ -17,6 +17,8 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
+A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the site has to say of it.
+
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
 """
 
@@ -425,6 +427,9 @@ def end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
     """A site that has failed in the middle of something is better lost: the caller notices that, and has all done elsewhere."""
     loop.default_exception_handler(context)
     os._exit(1)
+
+
+# --- a worker, as its site sees it
 
 
 Pieces = list[tuple[int, int, str]]  # see `Lacking`

@@ -1,7 +1,8 @@
-"""Fresh interpreters for the workers' side, and whether there is one to start.
+"""What is not ours to start or end: fresh interpreters for the workers' side, if there is one to
+start; and multiprocessing's own processes, its fork server and its resource tracker. Caller's side.
 
-A frozen program, or one that embeds Python, is what `sys.executable` names. Started in the place of Python it would do what it
-always does, such as to start workers.
+A frozen program, or one that embeds Python, is what `sys.executable` names. Started in the place of
+Python it would do what it always does, such as to start workers.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ class Life:
     def close(self) -> None:
         self._socket.close()
         self.theirs.close()
+
+
+# --- multiprocessing's own processes
 
 
 def check_fork_server() -> None:

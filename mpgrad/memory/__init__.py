@@ -1,11 +1,10 @@
 """Memory that processes share: slots in slabs, lent and given back. Both sides.
 
-Imports `torch_state`, `errors`, `system`, `system`. A slot is its owner's: written before it is lent, used again when all
-gave it back.
+Imports `torch_state`, `errors`, `system`. A slot is its owner's: written before it is lent, used
+again when all gave it back.
 
-    addresses     which slab, where in it, and whose
+    addresses     which slab, where in it, and whose; needs no torch
     arena         slabs, slots, what is borrowed
     forks         what a forked child sees of what is borrowed
     accelerator   the same on devices, and who waits for whom there
-    limits        how much memory this process may take
 """

@@ -1,9 +1,16 @@
-"""Classes that travel by value: those of a script, or made in a function, which no worker can import.
+"""Classes that travel by value: those of a script, or made in a function, which no worker can
+import; and types of ctypes.
 
-cloudpickle carries such a class, and knows it again when it comes back: there is one of it in each process. But then it writes
-to it what came, which is right in a worker, whose classes are to be as the caller's are now, and not in the caller, whose
-classes are the user's own. And it makes a class with `__slots__` again without them, so that its instances have a `__dict__`
-which the caller's cannot take back. Here the caller's stay as they are, and slots are slots on both sides.
+cloudpickle carries such a class, and knows it again when it comes back: there is one of it in each
+process. But then it writes to it what came, which is right in a worker, whose classes are to be as
+the caller's are now, and not in the caller, whose classes are the user's own. And it makes a class
+with `__slots__` again without them, so that its instances have a `__dict__` which the caller's
+cannot take back. Here the caller's stay as they are, and slots are slots on both sides.
+
+Types of ctypes have metaclasses without names in `ctypes`, so cloudpickle can carry none of them.
+Pointers, arrays and prototypes are made again from what they were made of. Structures of the user's
+modules are those that the worker imports, as open libraries and files are. A script's are refused,
+as is the type that a library has for its functions.
 """
 
 from __future__ import annotations
@@ -237,6 +244,9 @@ MAKERS = make_class, make_slotted, make_enum, made_like_own
 def follow_the_caller() -> None:
     """This process is a worker's."""
     ClassUnpickler.set_class = staticmethod(follow)
+
+
+# --- types of ctypes
 
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]

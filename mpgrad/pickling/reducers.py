@@ -1,12 +1,15 @@
-"""How single kinds of objects travel that pickle and cloudpickle refuse, or carry as something else.
+"""How single kinds of objects travel that pickle and cloudpickle refuse, or carry as something
+else. Both sides.
 
-A forked process has a copy of whatever its parent had, so a script may keep anything in its globals and objects. What has a
-meaning in another process is made again there: caches, dispatch tables, weak references, scripted and parametrized modules.
-A lock, which guards something within a process, is another one there, which nobody holds. A file or a socket has
-no second self: `mpgrad.pickling.uncarried` says where it is and what to do.
+A forked process has a copy of whatever its parent had, so a script may keep anything in its globals
+and objects. What has a meaning in another process is made again there: caches, dispatch tables,
+weak references, scripted and parametrized modules, and modules of PyTorch's, which travel without
+their dictionaries for hooks where these are empty. A lock, which guards something within a process,
+is another one there, which nobody holds. A file or a socket has no second self:
+`mpgrad.pickling.uncarried` says where it is and what to do.
 
-Guarantees: what a weak reference leads to is alive in the worker for as long as the reference is, as it is in the caller,
-    where others hold it.
+Guarantees: what a weak reference leads to is alive in the worker for as long as the reference is,
+    as it is in the caller, where others hold it.
 """
 
 from __future__ import annotations
@@ -349,6 +352,9 @@ def operator_again(path: str) -> object:
         raise AttributeError(f"this process has no operator {path} ({error}); {REGISTER}") from None
 
 
+# --- modules, and TorchScript
+
+
 REGISTER = "register operators in a module that workers import, or in each worker, with Pool(initializer=...)"
 
 
@@ -470,6 +476,9 @@ def reduce_script_function(value: Any) -> tuple[Any, ...]:
     arguments = value.schema.arguments
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
     return ScriptedFunction, (value.save_to_buffer(), [each.name for each in arguments], defaults)
+
+
+# --- all of them
 
 
 # None from torch 2.15 on, where it is no method but a builtin one, which pickle carries by its class and name

@@ -1,7 +1,17 @@
-"""Which modules are the user's own, and what a function uses of them: read from its code. Asked by whoever pickles one.
+"""What a function uses by name: of modules that are the user's own, read from its code; and, where
+it finds names at run time (by `eval`, `globals()["w"]`, `import __main__`), of its script. Asked by
+whoever pickles one; the last part runs in the worker.
 
-Assumes: code looks into a module by names that stand in the code (`module.name`, `from module import name`); one that is used
-    in any other way, such as given to a function, travels with all that is in it.
+Which names are found at run time, nobody can read from the code. So such a function gets those that
+its strings mention, and then all names of its module, as far as they can be carried and are not
+large. Its globals know of the others: to look one up raises an error that says why, where a plain
+dictionary would say that there is none, and `globals().get("w", 0)` would go on with 0. To go
+through the values of all names raises it too.
+
+Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
+    import name`); one that is used in any other way, such as given to a function, travels with all
+    that is in it. A module of the user's own has all its names (`mpgrad.pickling.state`); lookups
+    at run time are seen to for scripts, and for code that was made by `exec`.
 """
 
 from __future__ import annotations
@@ -221,6 +231,9 @@ def libraries(modules: Loaded) -> frozenset[bytes]:
     """Of those `loaded`."""
     roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
     return frozenset(root.encode() for root in roots if not is_own(root))
+
+
+# --- names that are found at run time
 
 
 UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together

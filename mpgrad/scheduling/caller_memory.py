@@ -1,5 +1,12 @@
-"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the ways to devices.
+"""The memory that the caller shares with its workers: its own slots, what it has borrowed, and the
+ways to devices: by slots there, or through the CPU's memory. Caller's side.
 
+Slots on a device need CUDA's inter-process memory, which not every machine has (none on a part of a
+GPU, or between some containers). So nobody asks what the machine is: each worker, as it starts,
+reads a slot of ours and gives one of its own to be read, and until all have, tensors are staged:
+they go through the CPU's memory, and whoever gets them puts them on their device.
+
+    offer: our slot, Try ──► the worker reads it ──► Tried, with a slot of its own ──► tried: Direct
 Any thread packs, and drops what it had; `tidy` and `close` are the scheduling thread's.
 """
 
@@ -60,6 +67,9 @@ class CallerMemory:
         self.lenders.close()
         if self.crossing is not None:
             self.crossing.close()
+
+
+# --- the ways to devices
 
 
 MARK_BYTES = 64

@@ -108,7 +108,7 @@ class CallingOff:
             worker.under_way.give_up_operation(None)
 
     def call_off_backward(self, graph_task: int) -> None:
-        """Whoever would do its parts, or do them again, sees that they have a reply."""
+        """Whoever would do its parts, or do them again, sees that they are settled."""
         interrupted = CancelledError("the backward was interrupted")
         for worker in [*self._workers.values(), *self._staff.gone]:
             worker.give_up_backward(graph_task, interrupted)
@@ -172,6 +172,9 @@ class CallingOff:
             self._receiver.serve(worker)
             self._driver.tell_waiters()
         self._driver.wake()  # what came may be followed by more work: look again before going to sleep
+
+
+# --- the clock
 
 
 SOME = 100  # entries that may be of operations that are gone

@@ -1,8 +1,10 @@
-"""Chunks as messages for one worker: what it knows is left out, what it lacks goes before. Caller's side.
+"""What a worker is sent: chunks, of calls, backwards or a request for a sum, as messages; what the
+worker knows is left out, what it lacks goes before. Caller's side.
 
-    calls ──► [Define,] Forward            backwards ──► [Define,] Backwards([Rerun, [Rederive ...,]] BackwardCall ...)
-Assumes: called by the scheduling thread; any may look into `functions`. What has been written is sent, in this order, or the
-    worker is gone.
+    calls ──► [Define,] Forward
+    backwards ──► [Define,] Backwards([Rerun, [Rederive ...,]] BackwardCall ...)
+Assumes: called by the scheduling thread; any may look into `functions`. What has been written is
+    sent, in this order, or the worker is gone.
 """
 
 from __future__ import annotations

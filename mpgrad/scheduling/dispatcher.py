@@ -1,8 +1,14 @@
-"""The dispatcher: one thread that owns all links, feeds the workers, receives, and notices when one dies. Caller's side.
+"""In whose thread a scheduler runs: `Dispatcher` gives it one of its own, `InlineScheduler` the
+caller's. Caller's side.
 
-multiprocessing.Pool uses three threads, blocking pipes and a lock around each; a killed worker leaves it waiting for ever.
-Here every decision is taken in one thread. KeyboardInterrupt is raised in the main thread, which therefore never interrupts
-half a message. What users could make wait, their callbacks, handlers and streams, runs in another thread (`CallbackThread`).
+multiprocessing.Pool uses three threads, blocking pipes and a lock around each; a killed worker
+leaves it waiting for ever. A dispatcher's one thread owns all links, feeds the workers, receives,
+and notices when one dies: every decision is taken there. KeyboardInterrupt is raised in the main
+thread, which therefore never interrupts half a message. What users could make wait, their
+callbacks, handlers and streams, runs in another thread (`CallbackThread`).
+
+With engines whose calls run in the caller there is no other thread. Guarantees there: whoever waits
+has done, when it is its turn, all that can be done.
 """
 
 from __future__ import annotations
@@ -200,6 +206,9 @@ class Dispatcher(Scheduler):
                 waiter.lock.release()
 
 
+# --- the caller's own thread
+
+
 class InlineScheduler(Scheduler):
     """A scheduler that runs in whichever thread asks for something."""
 
@@ -255,6 +264,9 @@ class InlineScheduler(Scheduler):
 
     def tell_waiters(self) -> None:
         """Whoever waits is this thread, and looks for itself."""
+
+
+# --- which of the two
 
 
 def start_scheduler(name: str, settings: Settings, wanted: Wanted) -> Scheduler:

@@ -1,11 +1,13 @@
-"""Which graphs a worker keeps, and of what sums of captures' gradients it has a part, as the caller knows it.
+"""What a worker has, as the caller knows it: graphs, parts of the sums of captures' gradients, and
+what it has been lent: memory that has to live, and to be seen there, until the worker has given it
+back. Caller's side.
 
     forward, or a differentiable backward ──► HERE ──► a backward not to keep it ──► FREED ──┐
                                                │                                             ├──► released: forgotten
                  dropped there for want of room ▼        the last backward, of which          │
                                             MISSING      nothing is left ──► SPENT ───────────┘
     the next backward of one that is MISSING, SPENT, or FREED by mistake has it made again: HERE
-Assumes: called by the scheduling thread; any may ask how many there are, and whether one is.
+Assumes: called by the scheduling thread; any may ask how many graphs there are, and whether one is.
 """
 
 from __future__ import annotations
@@ -155,6 +157,9 @@ class SumLedger:
 
     def forget_function(self, function: int) -> None:
         self._sums.pop(function, None)
+
+
+# --- what the worker has been lent
 
 
 class Loans:

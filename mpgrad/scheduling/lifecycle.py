@@ -1,6 +1,9 @@
 """How far a pool has come with its life, and what may still be asked of it. Caller's side.
 
-Any thread asks, and enters a phase; `break_off` and `end` are the scheduling thread's.
+Any thread asks, and enters a phase; `break_off` and `end` are the scheduling thread's. After the
+end there is no such thread: what comes then is answered in the thread that finds it (`Settling`).
+Any thread may, but one at a time; another one that comes meanwhile leaves what it has brought to
+that one, and does not wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""What comes from the workers, and what follows from it. Caller's side. Assumes: called by the scheduling thread."""
+"""What comes from the workers, and what follows from it. Caller's side.
+
+    link ──► Receiver: each message to its part ──► Answers: outcomes of calls, backwards settled
+Guarantees: shared memory that an answer names is claimed at once, so that it is given back even
+    where nobody ever looks at it; an exception of a task is made by who asks for it, never here.
+Assumes: called by the scheduling thread.
+"""
 
 from __future__ import annotations
 
@@ -229,8 +235,11 @@ class Receiver:
             self._staff.retire(worker)
 
 
+# --- what workers answer, turned into outcomes
+
+
 class Answers:
-    """Makes outcomes and replies, with the handles of graphs and of borrowed memory; no tensor and no exception."""
+    """Makes outcomes, with the handles of graphs and of borrowed memory; no tensor and no exception."""
 
     def __init__(self, lenders: Lenders, recoverable: bool) -> None:
         self._lenders = lenders

@@ -1,18 +1,18 @@
 """The scheduler: which worker gets what and when, and what follows when one dies. It knows no thread and no selector.
 
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread] ◄──► links ◄──► workers
-    callers ◄── Operation.outcomes, GradientReply ◄─────────────────────────────┘
+    callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘
 
     admissions ──► queue ──► deliveries ──► the worker          gradient_sender ──► its backlog ──► deliveries ──► the worker
-    the worker ──► receiving ──► answers ──► Operation, GradientReply
+    the worker ──► receiving ──► Operation, Backward
     staffing: workers come and go    calling_off: what nobody wants, or takes too long    recovery: what is lost is done again
 Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what comes from other threads is
 put into deques, and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineScheduler` the caller's. Any thread
 calls `lifecycle`, `gradient_sender`, the packers of `caller_memory`, and what the heads of other parts name. After the end
-there is no such thread: who comes too late does what it asks for by itself (`settling`).
-Guarantees: each call added to an operation gets one outcome, each backward one reply, a value or an error, also when its
-    worker dies or the pool is closed. Values of tasks are not touched: but for copies of what lies on devices, no
-    torch operation runs in the scheduling thread.
+there is no such thread: who comes too late does what it asks for by itself (`lifecycle.Settling`).
+Guarantees: each call added to an operation gets one outcome, and each backward is settled, by a value or an
+    error, also when its worker dies or the pool is closed. Values of tasks are not touched: but for copies of what
+    lies on devices, no torch operation runs in the scheduling thread.
 """
 
 from __future__ import annotations

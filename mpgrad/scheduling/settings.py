@@ -1,4 +1,4 @@
-"""What every worker of a pool starts with."""
+"""What every worker of a pool starts with, and on which device each of them works. Caller's side."""
 
 from __future__ import annotations
 

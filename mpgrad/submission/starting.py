@@ -1,4 +1,5 @@
-"""How an operation begins: a function is checked and pickled, its captures are placed, modes and a seed are fixed. Caller only.
+"""How an operation begins: what a function is to be called with (`Source`); the function is checked
+and pickled, its captures are placed, modes and a seed are fixed. Caller only.
 
     what may be refused, refused; function pickled ──► seed ──► captures placed, modes ──► an operation
 Guarantees: what is refused has drawn no random number of the caller's.
@@ -149,6 +150,9 @@ def check_untraced() -> None:
     """Raises RuntimeError while PyTorch records what is called."""
     if (by := tracer()) is not None:
         raise RuntimeError(f"a pool call cannot be traced, its result would be taken for a constant (by: {by})")
+
+
+# --- what a function is to be called with
 
 
 FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring

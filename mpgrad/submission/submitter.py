@@ -1,6 +1,11 @@
-"""What the public methods of a pool ask for: an operation, run while the caller waits, or meanwhile, or as far as it asks.
+"""What the public methods of a pool ask for: an operation, run while the caller waits, or
+meanwhile, or as far as it asks.
 
     function, source, options ──► starting.py ──► feeding.py ──► wait, or hand out an AsyncResult, an iterator, a future
+Reductions are operations that follow one another; what a call of either does is
+`tasks/reduction.py`:
+
+    [1] blocks of items: a fold each, side by side ──► accumulators ──► [2] one fold of these for each target
 Caller only.
 Guarantees: an operation whose caller is interrupted while it waits is called off.
 """
@@ -198,6 +203,9 @@ def standing_of(operation: Operation, total: int | None) -> Callable[[], Standin
 def reporting(progress: Progress, operation: Operation, total: int | None) -> Callable[[], object]:
     """Show how far it comes, until it has ended; returns what shows the last of it at once."""
     return Reporter(progress, standing_of(operation, total)).end if progress is not False else lambda: None
+
+
+# --- reductions
 
 
 def folded_into(

@@ -1,4 +1,10 @@
-"""Functions of mpgrad that stand around one of the caller, or in its place, on its way to a worker."""
+"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
+worker. Both sides.
+
+    Delayed       functions that joblib was given with `delayed`, as one function of their arguments
+    Initializer   what an `mpgrad.Executor` has its workers run first
+    Replicas      the modules of `mpgrad.nn.parallel_apply`
+"""
 
 from __future__ import annotations
 

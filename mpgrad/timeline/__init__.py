@@ -1,8 +1,8 @@
-"""What a pool's workers and callers do, and when: recorded, saved as a trace, drawn.
+"""What a pool's workers and callers do, and when: recorded, saved as a trace, drawn. Caller only.
 
-    recording     what is noted meanwhile; the scheduler's parts and the submitter write to it
-    trace         the recording as Chrome's trace events, which Perfetto opens
-    picture       one track a worker, one a thread of the caller
-    timeline      what `Pool.timeline` gives
-Caller only. Workers note what they do in `workers/whereabouts.py`.
+    recording   what is noted meanwhile; the scheduler's parts and the submitter write to it
+    trace       the recording as Chrome's trace events, which Perfetto opens
+    picture     a track for each worker, and for each thread of the caller; needs matplotlib
+    timeline    what `Pool.timeline` gives
+Workers note what they do in `workers/whereabouts.py`.
 """

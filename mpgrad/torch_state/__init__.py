@@ -1,10 +1,12 @@
-"""What PyTorch has that a call must find as the caller had it: modes, seeds, levels of transforms; and its private names.
+"""What PyTorch has that a call must find as the caller had it: modes, seeds, levels of transforms;
+and its private names.
 
-Both sides. Imports PyTorch, `errors`, `system`, `tracebacks`; nothing here knows of workers or messages.
+Both sides. Imports PyTorch, `errors`, `place`, `system`, `tracebacks`; nothing here knows of
+workers or messages.
 
     private       every name of PyTorch's that is not public, in one package, by subject
-    behaviours    asks for each of these before the first pool of a process is made, and tries by `probes` what would give wrong
-                  gradients without a word
+    behaviours    asks for each of these before the first pool of a process is made
+    probes        tries what would give wrong gradients without a word
     modes         grad mode, autocast, default dtype, random generators: noted, set, put back
     generators    those that functions and items hold: a stream for each item; seed_sequences: numpy's
     leaves        leaves behind a result that nobody gave to the call

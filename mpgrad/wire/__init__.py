@@ -1,13 +1,14 @@
 """What caller and workers say to each other, and how tensors look in it. Both sides.
 
-Imports `memory` and `torch_state`. Nothing here decides anything; a message holds numbers, bytes and tensor references only.
+Imports `memory` and `torch_state`. Nothing here decides anything; a message holds numbers, bytes
+and tensor references only.
 
-    messages         one frozen type a hop
-    bundles          which tensors of many items belong to which
-    pipe             frames as bytes, and descriptors, through a socket pair
-    asides           what a worker and its site say to each other
+    messages         one frozen type a hop; which of many tensors belong to which item
+    asides           what a worker and its site say to each other; needs no torch
+    link             what the two ends of a connection do
+    pipe             frames as bytes, and descriptors, through a socket pair; needs no torch
     frames           frames of messages and small tensors
-    tensor_refs      a tensor as a reference; how the receiver looks at it
-    tensor_cores     the memory that travels for a tensor, and the form that rebuilds it
+    mirror           memory that is not shared: carried behind frames, and written at the other end
+    tensor_refs      a tensor as a reference: the sender makes its core, the receiver views it
     tensor_packing   tensors into messages or slots
 """

@@ -6,7 +6,15 @@
     devices           Try Direct to the worker, Tried to the parent
     timelines         Record to the worker, Recorded to the parent
 A site says something of its own, too: see `asides`.
-NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time.
+
+Many items, of a bundle or of claimed results, have their tensors in a row. One record, `Parts`,
+says which belong to which item; it goes with the tensors, as `ForwardCall.bundle` and
+`Result.bundle`, and all else is made of it:
+
+    tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
+    owners    0  0   1     3  3
+NamedTuples rather than dataclasses: they are as frozen, and pickle in a third of the time. Both
+sides.
 """
 
 from __future__ import annotations
@@ -78,7 +86,7 @@ FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
 # (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
 Structure = int | bytes | None
-# Of each of many items, or results, whose tensors travel in a row: their structure and number. See `bundles`.
+# Of each of many items, or results, whose tensors travel in a row: their structure and number. See above.
 Parts = Sequence[tuple[Structure, int]]
 # What a worker did: its phase, position of the call, offset of the item, first and last moment.
 Span = tuple[str, int, int, int, int]
@@ -454,6 +462,9 @@ class Collected(NamedTuple):
     chunk: int
     grads: Sequence[TensorRef | None] | Failure
     calls: int
+
+
+# --- which tensor belongs to which item
 
 
 def owners(parts: Parts) -> list[int]:

@@ -1,12 +1,22 @@
-"""Tensors in messages, as references, and how whoever receives one looks at them. `tensor_packing` makes them.
+"""Tensors in messages, as references; how whoever receives one looks at them; and the core of a
+tensor, the one run of memory that travels for it. `tensor_packing` puts cores into messages and
+slots. Both sides.
 
-Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is that: what to view, and
-where. A sparse tensor is one reference too: to a run of memory in which its indices and values lie like tensors in a message.
-Many references go together, in columns, or as a bucket where the tensors are alike.
+Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is
+that: what to view, and where. A sparse tensor is one reference too: to a run of memory in which its
+indices and values lie like tensors in a message. Many references go together, in columns, or as a
+bucket where the tensors are alike.
 
-Guarantees: strides survive; an expanded tensor travels as small as it is; sparse tensors keep layout, order of entries and
-    whether they are coalesced; a received tensor is never a view in autograd's sense, so it may be written in place like any
-    fresh tensor; its storage begins and ends with what travelled, so `as_strided` cannot reach other memory.
+    sender     tensor ──► dense_core ──► run of memory, Form, SPREAD or 0
+               tensors ──► laid_out ──► references to one run after another, cores ──► fill
+    receiver   references, memory ──► view, views ──► tensors
+Nothing travels of what a tensor's storage holds before and behind it; what lies between its
+elements does where that is cheaper than to close the gaps.
+
+Guarantees: strides survive; an expanded tensor travels as small as it is; sparse tensors keep
+    layout, order of entries and whether they are coalesced; a received tensor is never a view in
+    autograd's sense, so it may be written in place like any fresh tensor; its storage begins and
+    ends with what travelled, so `as_strided` cannot reach other memory.
 """
 
 from __future__ import annotations
@@ -427,6 +437,9 @@ def hear_of_beta_state() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         MAKE_COMPRESSED([0, 0], [], [], (1, 1), layout=torch.sparse_csr, check_invariants=False)
+
+
+# --- the sender: cores of tensors
 
 
 RIDE_BYTES = 8192  # of a tensor that rides in the message, at most

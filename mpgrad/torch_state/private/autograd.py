@@ -1,4 +1,9 @@
-"""Nodes and graphs of autograd, and the backward that runs through them."""
+"""Nodes and graphs of autograd, and the backward that runs through them; and what stands for other
+tensors there: those of `torch.func` and of vmap, which stand for a batch or are followed by a
+transform, and those of forward mode.
+
+Both sides; in three parts: nodes and backwards, transforms and forward mode, levels of vmap.
+"""
 
 from __future__ import annotations
 
@@ -193,6 +198,9 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
+# --- `torch.func` and forward mode
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a wrapper inside `torch.func.grad`, `vmap` and their like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -301,6 +309,9 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 
 
 NOTHING = contextlib.nullcontext()  # one for all: this is asked several times a call
+
+
+# --- levels of vmap
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,6 @@
-"""The memory of tensors: whether it is plain, and storages that processes share."""
+"""The memory of tensors: whether it is plain, and storages that processes share. And what has
+tensors in it: modules and scripts that are made again, and structures.
+"""
 
 from __future__ import annotations
 

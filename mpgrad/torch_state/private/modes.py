@@ -1,5 +1,13 @@
-"""What a thread is in: autocast, hooks for saved tensors, tracing, modes, and a `torch.no_grad` that is refused. And the hooks
-that PyTorch calls for all modules or all optimizers: code of the user's in a dictionary of the process.
+"""What a thread is in: autocast, hooks for saved tensors, tracing, modes, and a `torch.no_grad`
+that is refused; the hooks that PyTorch calls for all modules or all optimizers, code of the user's
+in a dictionary of the process; and PyTorch's own settings.
+
+PyTorch has no list of its settings, and reads each in its own way. So they are a table here: what
+each is called, how it is read and set. What is not in the table is the worker's own: the inventory
+beside the tests of this package says what becomes of everything in PyTorch that changes a state,
+and a test compares it with PyTorch. A setting that differs from its default travels with a call. A
+default is a constant here rather than what this process began with: whoever imports mpgrad late
+would take a change for it. Where a machine has another default, that travels each time.
 """
 
 from __future__ import annotations
