@@ -311,7 +311,9 @@ def test_a_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_mixture_of_results_runs_once(pool: mpgrad.Pool, tmp_path: Path) -> None:
-    """What is run again may give something else: threads share their generators."""
+    """What is run again may give something else: threads share their generators. Where an eager backward turns out to be for a
+    part of a bundle only, and its graph has gone, that bundle runs again."""
+    may_run = {"once ", "once once "} if pool._options.predicts else {"once "}
 
     def dropped(pair: tuple[int, Tensor]) -> Tensor:
         number, x = pair
@@ -328,7 +330,7 @@ def test_a_mixture_of_results_runs_once(pool: mpgrad.Pool, tmp_path: Path) -> No
             grad = x.grad
             assert grad is not None  # exp(x) times the mask, as the result
             torch.testing.assert_close(grad if result.dim() else grad.sum(), result.detach())
-            assert (tmp_path / str(number)).read_text() == "once "
+            assert (tmp_path / str(number)).read_text() in may_run
             (tmp_path / str(number)).unlink()
 
 
