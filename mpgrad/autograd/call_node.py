@@ -261,6 +261,7 @@ def edges_to_captures(node: Any) -> Sequence[tuple[Any, int]]:
     return [edge[0].next_functions[0] if isinstance(edge[0], ALONE_NODE) else edge for edge in edges]
 
 
+# long because: all that is known of a backward passes through here
 def differentiate(
     node: Any,
     backward: Backward,

@@ -483,7 +483,9 @@ class Backward(Settled):
     def take_all(self) -> dict[int, torch.Tensor | None]:
         with self._taking:
             self._left = 0
-            return self._results()
+            found = self._results()
+            self._found = {}  # as `take` leaves it: a gradient's history may lead to this
+            return found
 
     def promise(self, number: int) -> Promise | None:
         """Instead of `take`; None where the gradient has to be seen on its way, or is there."""

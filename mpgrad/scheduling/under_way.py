@@ -188,8 +188,8 @@ class UnderWay:
         """There are calls behind the one that it is at, which it can be told not to begin."""
         if self.whereabouts is None:
             return False
-        chunks = iter(self.chunks.values())
-        if len(self.chunks) < 2 and len(next(chunks).calls) < 2:
+        first_chunk = self.first
+        if first_chunk is None or (len(self.chunks) < 2 and len(first_chunk.calls) < 2):
             return False
         if not self.can_skip:
             return self.has_calls_behind

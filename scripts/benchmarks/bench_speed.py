@@ -9,7 +9,7 @@ backward right after each item.
 
 With --compare each row is measured with the code of another checkout, and right afterwards with this one's.
 
-    python scripts/benchmarks/bench_speed.py                             # all rows, some ten minutes
+    python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
 """
 
@@ -284,7 +284,7 @@ class Maps:
 
 def bench_gradients(pools: Pools, plan: Plan) -> Iterator[Figure]:
     """A pool that is new to the function, for each of GRADIENTS."""
-    function, items = work_items(PYTHON, 1e-3, plan.work_seconds)
+    function, items = work_items(PYTHON, 1e-3, plan.work_seconds / 10)
     for name, gradient in GRADIENTS.items():
         with contextlib.ExitStack() as stack:
             loops: dict[str, Loop] = {"serial": serial}

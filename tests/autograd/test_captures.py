@@ -170,6 +170,7 @@ def test_capture_gradients_come_as_one_sum_a_worker(pool2: mpgrad.Pool) -> None:
     finally:
         scheduler.receiver._receive = receive
     assert 1 <= len(returned) <= 2
+    assert torch.equal(weight.grad, torch.full_like(weight, sum(range(50))))  # type: ignore[arg-type]
     assert pool2.stats().backwards == backwards + 50  # no call is asked again for its part: the sums have all of them
 
 

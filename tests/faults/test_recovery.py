@@ -246,7 +246,7 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
     with mpgrad.Pool(2, timeout=1) as pool:
         results = pool.map(lambda x: x * weight, items(8), 1)
         scheduler: Any = pool._scheduler
-        request = scheduler.gradients.request_captures
+        request = scheduler.gradients.request_sum
         victims = workers_of(pool)
 
         def after_a_stop(*arguments: Any) -> Any:
@@ -254,7 +254,7 @@ def test_a_worker_that_is_stopped_with_a_sum(nursery: mpgrad.Pool, monkeypatch: 
                 os.kill(victims.pop(), signal.SIGSTOP)
             return request(*arguments)
 
-        monkeypatch.setattr(scheduler.gradients, "request_captures", after_a_stop)
+        monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_stop)
         sum(y.sum() for y in results).backward()
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14)
 

@@ -573,7 +573,8 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(operation, [(k, types.SimpleNamespace(index=k, items=1)) for k in numbers], [], None, None)  # type: ignore[misc]
 
-    first, second = (types.SimpleNamespace(chunksize=None, limit=9) for _ in range(2))
+    options = types.SimpleNamespace(chunksize=None)
+    first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
     under_way = UnderWay()
     under_way.whereabouts, under_way.can_skip = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q"), True
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}

@@ -238,7 +238,7 @@ def test_what_is_beyond_the_limits_is_seen(tmp_path: Path) -> None:
         found.append(beyond_limits(tmp_path))
     of_wrong = {"module", "lines.Long", "methods.Full", "parameters.A.f", "parameters.A.f.g", "starred.f"}
     assert found == [{f"mpgrad.{name}" for name in of_wrong}, set(), set()]
-    (tmp_path / "workers" / "late.py").write_text("x = 1\n" * 460 + f"{EXCUSE}too late\n")
+    (tmp_path / "workers" / "late.py").write_text("x = 1\n" * 910 + f"{EXCUSE}too late\n")
     assert beyond_limits(tmp_path) == {"mpgrad.workers.late"}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick
+from conftest import PATIENCE, every_loss_gets, first_are_quick
 
 import mpgrad
 from mpgrad.calls import packing
@@ -311,7 +311,9 @@ def test_a_graph_goes_before_the_next_item_begins(nursery: mpgrad.Pool) -> None:
 
 
 def test_a_mixture_of_results_runs_once(pool: mpgrad.Pool, tmp_path: Path) -> None:
-    """What is run again may give something else: threads share their generators."""
+    """What is run again may give something else: threads share their generators. Where an eager backward turns out to be for a
+    part of a bundle only, and its graph has gone, that bundle runs again."""
+    may_run = {"once ", "once once "} if pool._options.predicts else {"once "}
 
     def dropped(pair: tuple[int, Tensor]) -> Tensor:
         number, x = pair
@@ -328,7 +330,7 @@ def test_a_mixture_of_results_runs_once(pool: mpgrad.Pool, tmp_path: Path) -> No
             grad = x.grad
             assert grad is not None  # exp(x) times the mask, as the result
             torch.testing.assert_close(grad if result.dim() else grad.sum(), result.detach())
-            assert (tmp_path / str(number)).read_text() == "once "
+            assert (tmp_path / str(number)).read_text() in may_run
             (tmp_path / str(number)).unlink()
 
 
@@ -621,7 +623,7 @@ def test_graphs_that_are_lost_are_made_again(pool2: mpgrad.Pool, function: Calla
             os.kill(worker.pid, signal.SIGKILL)
 
     for one, other in zip(found(pool2.map, kill), found(serial, lambda: None), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # those ahead are multiplied afterwards
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def noisy(x: Tensor) -> list[float]:
@@ -872,6 +874,19 @@ def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: m
         (first,) = torch.autograd.grad(results[5], xs[5], create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), xs[5])
         torch.testing.assert_close(second, (6 * xs[5] * weight).detach())
+
+
+def test_a_derivative_of_a_derivative_leaves_nothing(pool2: mpgrad.Pool) -> None:
+    """Symptom: two graphs more for each. Cause: a backward kept its gradients, whose history led to it."""
+    xs = leaves()
+    (first,) = torch.autograd.grad(pool2.map(cube, xs)[5], xs[5], create_graph=True)
+    torch.autograd.grad(first.sum(), xs[5])
+    del first
+    gc.collect()
+    deadline = time.monotonic() + PATIENCE
+    while any(worker.graphs for worker in pool2.stats().workers):
+        assert time.monotonic() < deadline
+        pool2.map(abs, range(4))
 
 
 def test_other_leaves_may_be_frozen_or_get_a_history(pool: mpgrad.Pool) -> None:

@@ -290,14 +290,14 @@ def test_the_end_of_the_program_in_a_call(pool2: mpgrad.Pool) -> None:
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_what_calls_take_is_that_of_forward_and_backward_ahead() -> None:
+def test_what_calls_take_is_that_of_forward_and_eager_backward() -> None:
     codes = Codes({})
     function: Any = SimpleNamespace(pickled=b"f", code=0)
     codes.number(function)
     assert codes.own_seconds(b"f") is None
 
-    def results(items: int, ahead: float) -> float | None:
-        codes.note_results(function, Results(1, [], 2e-3 * items, 1e-3 * items, ahead * items, False, [], [], 0), items)
+    def results(items: int, eager: float) -> float | None:
+        codes.note_results(function, Results(1, [], 2e-3 * items, 1e-3 * items, eager * items, False, [], [], 0), items)
         return codes.own_seconds(b"f")
 
     assert results(10, 0.0) == pytest.approx(1e-3)

@@ -368,7 +368,7 @@ def forgets_its_next_sum() -> None:
 
 
 def test_a_sum_of_capture_gradients_that_lacks_calls(nursery: mpgrad.Pool) -> None:
-    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for backwards that had run ahead.
+    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for backwards that were eager.
     weight = torch.linspace(1, 2, 3, requires_grad=True)
     xs = [torch.ones(3), torch.full((3,), 2.0)]
 

@@ -416,7 +416,7 @@ def test_lambdas_have_their_name(nursery: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_a_picture_without_matplotlib(nursery: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "mpgrad.timeline.timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "mpgrad.timeline.picture", raising=False)
     with mpgrad.Pool(1, engine="inline") as pool, pool.timeline() as timeline:
         pool.map(abs, [1])
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
