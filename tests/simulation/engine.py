@@ -836,7 +836,7 @@ class SiteLink(SimulatedLink):
         return None if moment == float("inf") or self.overrun == (chunk, position) else moment
 
     def _next_overrun(self) -> tuple[int, int, float]:
-        """As in `cluster.site_worker`."""
+        """As in `cluster.site`."""
         at, position = self.worker.numbers[Whereabouts.CHUNK], self.worker.numbers[Whereabouts.POSITION]
         limits = [chunk for chunk in self._limits if chunk >= at]
         if not limits:
