@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import queue
 import sys
 import threading
@@ -106,8 +107,13 @@ class OfThread(threading.local):
 
     callbacks: CallbackThread | None = None
 
+    def after_fork(self) -> None:
+        """A worker that a scheduling thread forks is none, and its pool's other thread is not there."""
+        self.callbacks = None
+
 
 OF_THREAD = OfThread()
+os.register_at_fork(after_in_child=OF_THREAD.after_fork)
 
 
 def later(act: Callable[..., object], *arguments: object) -> None:

@@ -34,6 +34,8 @@ class Holders:
         """Those who hold it are threads of the parent, or come back to a hold that is over."""
         if self.holds and self.was_on:
             gc.enable()
+        self.holds.clear()  # else the child's own holds would never be the last
+        self.was_on = False
         self.lock = threading.RLock()
 
 

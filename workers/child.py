@@ -5,7 +5,7 @@ finds what it would find in one: the caller's authentication key, interpreter, s
 number, and at the worker's end exit handlers, which end daemonic children.
 
 The tracker is that of the caller, because what a task makes may be for others, and what nobody unlinks has to go with the
-program rather than with a worker. Most programs never need one, so a worker asks for it (`engines.not_ours.SharedTracker`)
+program rather than with a worker. Most programs never need one, so a worker asks for it (`engines.programs.SharedTracker`)
 when multiprocessing first looks for its descriptor:
 
     a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where there is none

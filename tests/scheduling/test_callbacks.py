@@ -265,3 +265,18 @@ def test_callbacks_and_output_as_the_interpreter_ends(nursery: mpgrad.Pool) -> N
 
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "told True\nprinted\n", "")
+
+
+def told_in_a_task(_: int) -> list[str]:
+    told: list[str] = []
+    with mpgrad.Pool(1, engine="inline") as pool:
+        pool.submit(abs, -1).add_done_callback(lambda future: told.append("future"))
+        pool.map_async(abs, [-1], callback=lambda values: told.append("map")).wait()
+    return told
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+def test_callbacks_in_a_task_run(context: str | None) -> None:
+    """Symptom: none ran, without a word. Cause: a forked worker took itself for the thread that had forked it."""
+    with mpgrad.Pool(1, context=context) as pool:
+        assert pool.map(told_in_a_task, [0]) == [["future", "map"]]
