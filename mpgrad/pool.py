@@ -31,7 +31,7 @@ from mpgrad.engines.kinds import EngineName, Wanted
 from mpgrad.errors import contextmanager
 from mpgrad.place import PLACE
 from mpgrad.progress import Progress, Standing, reported
-from mpgrad.scheduling.dispatcher import start_scheduler
+from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.stats import PoolStats
 from mpgrad.submission.options import (
@@ -173,12 +173,13 @@ class Pool:
             ray=ray,
         )
         settings = options.settings()
-        self._scheduler = start_scheduler(engine, settings, Wanted(processes, context, ray, threads_per_worker))
+        self._scheduler = scheduler_for(engine, settings, Wanted(processes, context, ray, threads_per_worker))
         self._submitter = Submitter(options, self._scheduler)
         OPEN.add(self._scheduler)
         # not of the pool: graphs that torch.func follows ask for further operations without it
         self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
         self._finalizer.atexit = False  # that is for `terminate_all`
+        self._scheduler.start()  # last: who is interrupted meanwhile leaves a pool that ends by itself
         load_generators()
 
     # --- multiprocessing.Pool's interface

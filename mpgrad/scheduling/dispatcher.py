@@ -34,7 +34,7 @@ from mpgrad.scheduling.settings import Settings
 __all__ = [
     "Dispatcher",
     "InlineScheduler",
-    "start_scheduler",
+    "scheduler_for",
 ]
 
 GRACE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
@@ -61,20 +61,21 @@ class Dispatcher(Scheduler):
         self._news_due = math.inf
         self._handed_over: deque[threading.Lock] = deque()  # of callers who sleep until the end of a turn
         self._staffed = threading.Event()
+        self._begun = threading.Lock()  # of its thread, or of who will not have it begin any more
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
+
+    def start(self) -> None:
         try:
             self.callbacks.start()
             self._thread.start()
-        except BaseException:  # no thread is left
-            self.callbacks.end()
-            engine.close()
-            raise
-        if engine.copies_caller:
-            try:
+            if self.engine.copies_caller:
                 self._staffed.wait()
-            except BaseException:  # KeyboardInterrupt: nobody will have this pool
+        except BaseException:  # no thread is left; or KeyboardInterrupt, also right after the thread has begun
+            if self._begun.acquire(blocking=False):
+                self._end_all()
+            else:
                 self.abandon()
-                raise
+            raise
 
     # --- any thread
 
@@ -135,20 +136,21 @@ class Dispatcher(Scheduler):
     def join(self) -> None:
         self.life.check_process()
         this = threading.current_thread()
-        if this is not self._thread:
-            self._thread.join()
-            if this is not self.callbacks:
-                self.callbacks.join()
+        if this is self._thread:
+            return
+        for thread in (self._thread, self.callbacks):
+            if thread is not this and thread.is_alive():  # else it has ended, or could not begin
+                thread.join()
 
     # --- the dispatcher's thread
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         OF_THREAD.callbacks = self.callbacks
         try:
-            try:
-                self.staff.fill()
-            finally:
-                self._staffed.set()
+            self.staff.fill()
+            self._staffed.set()
             while not self.life.is_stopping:
                 self._turn()
         except BaseException as error:
@@ -157,14 +159,19 @@ class Dispatcher(Scheduler):
             broken.__cause__ = error
             self.life.break_off(broken)
         finally:
-            try:
-                self.end()
-            except BaseException:
-                report(logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True)
-            finally:
-                self._is_over = True
-                self.callbacks.end()
-                self.tell_waiters()
+            self._end_all()
+            OF_THREAD.callbacks = None
+
+    def _end_all(self) -> None:
+        try:
+            self.end()
+        except BaseException:
+            report(logging.ERROR, "the dispatcher failed at the end of the pool", with_traceback=True)
+        finally:
+            self._is_over = True
+            self._staffed.set()
+            self.callbacks.end()
+            self.tell_waiters()
 
     def _turn(self) -> None:
         """Do what there is to do, then sleep until something happens."""
@@ -215,6 +222,8 @@ class InlineScheduler(Scheduler):
     def __init__(self, settings: Settings, engine: Engine) -> None:
         super().__init__(settings._replace(workers=1, calls=None), engine)
         self._turn = threading.RLock()
+
+    def start(self) -> None:
         self.staff.hire()
         self.wake()
 
@@ -269,7 +278,8 @@ class InlineScheduler(Scheduler):
 # --- which of the two
 
 
-def start_scheduler(name: str, settings: Settings, wanted: Wanted) -> Scheduler:
+def scheduler_for(name: str, settings: Settings, wanted: Wanted) -> Scheduler:
+    """It has not started yet."""
     traits, make = ENGINES[name]
     engine = make(wanted)
     if engine.room is not None:

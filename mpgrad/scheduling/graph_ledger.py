@@ -97,6 +97,11 @@ class GraphLedger:
         if backward.is_last and self.states.get(backward.call) in TO_BE_MADE:
             self.states[backward.call] = FREED
 
+    def note_no_rest(self, backward: Backward) -> None:
+        """Such a backward has left nothing, though one before it may have failed."""
+        if backward.is_last and self.states.get(backward.call) is FREED:
+            self.states[backward.call] = SPENT
+
     def note_missing(self, call: int) -> None:
         if self.states.get(call) is not SPENT:
             self.states[call] = MISSING

@@ -74,7 +74,8 @@ class Lifecycle:
 
     def break_off(self, error: BaseException) -> None:
         """All that is under way, and all that comes later, gets `error`."""
-        self.broken = error
+        # frames in a traceback keep their callers' frames, and so what those had
+        self.broken = error.with_traceback(None)
         self.enter(Phase.STOPPING)
 
     def end(self) -> BaseException:

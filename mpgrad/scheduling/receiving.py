@@ -319,6 +319,7 @@ class Answers:
                     name = backward.names.words(backward.items)
                     backward.settle(functools.partial(raised_from, found, name, worker.name))
             else:
+                worker.graphs.note_no_rest(backward)
                 self._gradients_of(backward, worker, found, payload)
 
     def _gradients_of(

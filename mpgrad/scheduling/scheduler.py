@@ -92,6 +92,10 @@ class Scheduler(ABC):
     # --- what a subclass decides: whose thread it is (see `Driver`)
 
     @abstractmethod
+    def start(self) -> None:
+        """Have workers. Where that raises, nothing is left of it."""
+
+    @abstractmethod
     def wake(self) -> None: ...
 
     def hand_over(self) -> None:

@@ -93,7 +93,8 @@ class Staff:
         self._failed_starts = 0
         self._started_before_failure = 0  # the newest worker that was
         self._told_at = -math.inf  # when it was last said that there are fewer than there should be
-        self._understaffed_since: float | None = None  # that nobody takes calls, and nobody makes room
+        # since when nobody takes calls, and none can be started
+        self._refused_since: float | None = None
 
     def fill(self) -> None:
         """Have as many workers as there should be, apart from those that only keep graphs; after the end, none."""
@@ -125,19 +126,22 @@ class Staff:
         """
         now = time.monotonic()
         self.again_at = now + STAFF_GAP
-        if self._understaffed_since is None:
-            self._understaffed_since = now
         if now - self._told_at > TELL_EVERY:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
         keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
-        if keepers and not (self._line.has_calls or self.stranded):
-            self._understaffed_since = None
-        elif self._leaves or len(keepers) < len(self._workers):
-            pass  # a place will be free, or somebody goes on
+        goes_on = len(keepers) < len(self._workers)
+        is_wanted = self._line.has_calls or self.stranded
+        if goes_on or (keepers and not is_wanted):
+            self._refused_since = None  # what follows is another lack
+            return
+        if self._refused_since is None:
+            self._refused_since = now
+        if self._leaves:
+            pass  # a place will be free
         elif keepers and self._settings.recoverable:
             self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
-        elif now - self._understaffed_since > STAFF_PATIENCE:
+        elif now - self._refused_since > STAFF_PATIENCE:
             self._life.break_off(with_limit(error))
 
     def _give_up_graphs(self, worker: WorkerHandle) -> None:
@@ -154,7 +158,7 @@ class Staff:
             device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
         number = self._newest + 1
         worker = WorkerHandle(number, self._engine.start(number), device)
-        self._newest = number
+        self._newest, self._refused_since = number, None
         self._workers[number] = worker
         start = Start(
             settings.initializer,
@@ -176,7 +180,6 @@ class Staff:
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
-        self._understaffed_since = None
         self._rescue_stranded()
 
     def retire(self, worker: WorkerHandle) -> None:

@@ -25,6 +25,7 @@ from conftest import PATIENCE, first_are_quick, staffed
 
 import mpgrad
 from mpgrad.collector import collector_held
+from mpgrad.engines.sockets import SocketEngine
 from mpgrad.tracebacks import OWN_FOLDER
 
 Tensor = torch.Tensor
@@ -770,6 +771,8 @@ class Interrupter:
         self.left = at
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if frame.f_code is OPENS_A_PIPE:  # Python would lose the numbers of its two ends
+            return
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
             self.left -= 1
             if self.left == 0:
@@ -778,6 +781,7 @@ class Interrupter:
 
 
 PACKAGE = os.path.dirname(mpgrad.__file__)
+OPENS_A_PIPE = SocketEngine.__init__.__code__
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
@@ -832,6 +836,44 @@ def test_an_interrupt_anywhere(nursery: mpgrad.Pool, engine: str) -> None:
         at += 37
     assert at > 500 or engine == "inline"
     pool.terminate()
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
+def test_an_interrupt_while_a_pool_starts(nursery: mpgrad.Pool, context: str | None) -> None:
+    """Of a pool that nobody has got nothing stays; the guard of all tests looks."""
+    at = 1
+    while True:
+        interrupter = Interrupter(at)
+        pool = None
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(interrupter)
+            pool = mpgrad.Pool(1, context=context)
+        sys.setprofile(None)
+        if pool is not None:
+            pool.terminate()
+        if interrupter.left > 0:
+            break
+        at += 53
+    assert at > 200
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("name", ["mpgrad-callbacks", "mpgrad-dispatcher"])
+def test_an_interrupt_beside_the_start_of_a_thread(
+    nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, name: str, has_begun: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != name or has_begun:
+            start(thread)
+        if thread.name == name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mpgrad.Pool(1, context="fork")
 
 
 def asked_async(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:

@@ -93,6 +93,8 @@ class SimulatedScheduler(Scheduler):
         self.drive: Callable[[], bool]  # has something happen; False where nothing can
         self.after_work: Callable[[], None] = lambda: None  # checks
         self._news_due = float("inf")
+
+    def start(self) -> None:
         self.staff.fill()
 
     def wake(self) -> None:
@@ -166,7 +168,9 @@ def new_scheduler(world: World, environment: Environment, nodes: int, **settings
         since=environment,  # type: ignore[arg-type]
         **settings,
     )
-    return SimulatedScheduler(given, SimulatedEngine(world, nodes), world)
+    scheduler = SimulatedScheduler(given, SimulatedEngine(world, nodes), world)
+    scheduler.start()
+    return scheduler
 
 
 # --- calls

@@ -182,6 +182,7 @@ class World:
         self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
         self.refused_memory = False
         self.starts_fail = False  # the pool may give up for it
+        self.refused_until = 0.0  # by the system: all starts
         self.lost_nodes = False
         self._places = itertools.count()
         self._own_slab = SimulatedSlab(0)
@@ -237,6 +238,7 @@ class World:
     def calm(self) -> None:
         """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can happen."""
         self.rates = Rates()
+        self.refused_until = 0.0
 
 
 class SimulatedWorker:
@@ -897,7 +899,8 @@ class SimulatedEngine:
     def start(self, number: int) -> SimulatedLink:
         if self._is_closed:
             raise CheckFailed("a worker is started after the end", f"worker {number}")
-        if self.world.chance(self.world.rates.refused_start):
+        is_refused = self.world.now < self.world.refused_until
+        if is_refused or self.world.chance(self.world.rates.refused_start):
             self.world.starts_fail = True
             self.world.note(f"the system refuses to start worker {number}")
             raise OSError("no more processes (simulated)")

@@ -27,6 +27,7 @@ from mpgrad.calls.outcomes import Failed
 from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
 
 IDLE_DEATHS = 2  # as in `recovery`
+STAFF_PATIENCE = 2.0  # as in `staffing`
 MOST_EVENTS = 20_000  # of one history: more of them are a livelock
 MOST_LOOKS = 50  # at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
 STEPS = {  # how often each is taken
@@ -49,9 +50,10 @@ STEPS = {  # how often each is taken
     "kill": 3,
     "hang": 4,
     "lose_node": 1,
+    "refuse_starts": 3,
     "resize": 2,
     "change_environment": 2,
-    "time_passes": 3,
+    "time_passes": 4,
     "end_pool": 1,
 }
 
@@ -174,6 +176,7 @@ class History:
         self._graph_tasks = 0
         self._events = 0
         self._looks = 0  # at the clock, since a worker could do something
+        self._staffed_at = 0.0  # when there was last a worker that takes calls
         self._count = 0  # of operations
 
     def run(self) -> None:
@@ -218,6 +221,7 @@ class History:
         if self._events > MOST_EVENTS:
             raise CheckFailed("it goes on for ever")
         scheduler, world = self.scheduler, self.world
+        self._check_patience()
         able = world.able()
         if world.remote and world.random.random() < 0.2 and world.sites_report():
             scheduler.is_awake = True
@@ -246,7 +250,7 @@ class History:
         return True
 
     def time_passes(self) -> None:
-        self.world.now += self.choose((0.06, 0.3, 1.0))
+        self.world.now += self.choose((0.06, 0.3, 1.0, 2.5))
 
     # --- what callers ask for
 
@@ -502,6 +506,12 @@ class History:
                 if worker.alive and worker.link.node == node:
                     worker.link.lose()
 
+    def refuse_starts(self) -> None:
+        seconds = self.choose((0.5, 5.0, 20.0))
+        self.note(f"the system starts no worker for {seconds} seconds")
+        self.world.refused_until = self.world.now + seconds
+        self.kill()
+
     def resize(self) -> None:
         if self.is_open:
             workers = self.world.random.randrange(1, 4)
@@ -522,6 +532,14 @@ class History:
         getattr(self.scheduler, how)()
 
     # --- checks
+
+    def _check_patience(self) -> None:
+        """Where the system refuses workers, a pool that has none left waits before it gives up."""
+        broken = self.scheduler.life.broken
+        if any(not worker.retiring for worker in self.scheduler.workers.values()):
+            self._staffed_at = self.world.now
+        elif isinstance(broken, OSError) and self.world.now - self._staffed_at < STAFF_PATIENCE:
+            raise CheckFailed("a pool gives up without patience", repr(broken))
 
     def check_states(self) -> None:
         """Between two events: everything is somewhere, once."""
