@@ -20,7 +20,7 @@ from typing import Any
 
 from mpgrad.memory.arena import Arena
 from mpgrad.wire.asides import Whereabouts, in_order
-from mpgrad.wire.messages import Message, Recorded, Span
+from mpgrad.wire.messages import Gradients, Message, Recorded, Results, Span
 from mpgrad.wire.tensor_packing import Payload
 
 __all__ = [
@@ -130,9 +130,10 @@ class Recorder:
         outer, self._spans = self._spans, []
         began = time.monotonic_ns()
         try:
-            answered = answer(message, payload)
-            self._done = [Recorded(message.chunk, began, time.monotonic_ns(), self._spans)]
-            return answered
+            answered, outgoing = answer(message, payload)
+            done = len(answered.outcomes) if isinstance(answered, (Results, Gradients)) else 0
+            self._done = [Recorded(message.chunk, done, began, time.monotonic_ns(), self._spans)]
+            return answered, outgoing
         finally:
             self._spans = outer
 

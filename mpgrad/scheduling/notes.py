@@ -66,8 +66,7 @@ class Notes:
         if noted is not None and self.recording is not None:  # else it was sent before that began, or comes after its end
             noted.began, noted.ended, noted.spans = message.began, message.ended, message.spans
             noted.answered = time.monotonic_ns()
-            if (chunk := worker.under_way.chunks.get(message.chunk)) is not None and chunk.operation is not None:
-                noted.calls = noted.calls[: len(chunk.calls)]  # the others were taken back, and run elsewhere
+            noted.calls = noted.calls[: message.done]  # the others were taken back, and run elsewhere
 
     def died(self, worker: WorkerHandle) -> None:
         """With all that it had."""

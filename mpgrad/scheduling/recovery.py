@@ -63,7 +63,7 @@ class Recovery:
     def blame(self, worker: WorkerHandle, code: int | None, chunks: Sequence[Chunk], position: int, offset: int) -> bool:
         """The call that was running, or else was next, may be what killed the worker: past the retries it fails.
 
-        False where all of the first chunk had been taken back.
+        False where that had been taken back: it had but looked whether it should begin.
 
         `position` in the first chunk; `offset` is that of the item, where the call was running and is a bundle. If the site was
         lost, both are as old as what it said last.
@@ -74,9 +74,10 @@ class Recovery:
         if self._retries == 0 and worker.link.lost:
             return self._fail_all(worker, code, chunks)
         chunk, place = chunks[0], max(position, 0)
-        if not parts_of(chunk):
+        parts = parts_of(chunk)
+        if place >= len(parts):
             return False
-        accused = parts_of(chunk)[place]
+        accused = parts[place]
         if position >= 0 or worker.overdue is not None:  # before it began, its function was loaded, which took too long
             accused.deaths += 1
         else:

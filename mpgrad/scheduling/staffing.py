@@ -97,8 +97,8 @@ class Staff:
         self._refused_since: float | None = None
 
     def fill(self) -> None:
-        """Have as many workers as there should be, apart from those that only keep graphs; after the end, none."""
-        if self._life.has_ended:
+        """Have as many workers as there should be, apart from those that only keep graphs; at the end, none."""
+        if self._life.is_stopping:
             return
         self.again_at = math.inf
         # whose site is lost is as good as gone; who waits for room is the first to be dispensed with

@@ -163,6 +163,7 @@ class Recorded(NamedTuple):
     """
 
     chunk: int
+    done: int  # calls of it, the first ones; the others were skipped
     began: int
     ended: int
     spans: list[Span]
