@@ -379,7 +379,10 @@ class Answers:
             except SharedMemoryError as error:
                 refused = error
         if refused is not None:
-            raise refused
+            try:
+                raise refused
+            finally:
+                del refused  # it has this frame, which would keep both, and what was borrowed
         return found
 
 
