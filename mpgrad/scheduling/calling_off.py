@@ -124,34 +124,35 @@ class CallingOff:
                 self.stop(operation)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
-            chunk = next(iter(worker.under_way.chunks.values()), None)
-            has_time = chunk is None or (chunk.timeout is None and worker.under_way.end_at == math.inf)
-            if has_time and worker.doomed is None:
-                continue
-            if worker.doomed is None and overdue_at(worker) <= now:
-                self._drain(worker)  # we may have been late, and it not
-                if worker.gone is None and overdue_at(worker) <= now:
-                    first = worker.under_way.first
-                    worker.overdue = None if first is None else first.timeout
-                    worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.under_way.begun())
-                    worker.link.kill(FAREWELL)  # the end of its pipe is read next, as of any that dies
-            elif worker.doomed is not None and worker.doomed.moment <= now:
-                worker.link.kill()
-                self._staff.lose(worker)
-                continue
-            if worker.under_way.end_at <= now:
+            if overdue_at(worker) <= now:
+                self._end_overdue(worker, now)
+            if worker.gone is None and worker.under_way.end_at <= now:
                 self._end_given_up(worker)
-            moments += overdue_at(worker), worker.under_way.end_at
+            if worker.gone is None:
+                moments += overdue_at(worker), worker.under_way.end_at
         return min(moments, default=math.inf)
+
+    def _end_overdue(self, worker: WorkerHandle, now: float) -> None:
+        """First it is asked to leave its stack; a worker that has not ended by then is killed."""
+        if worker.doomed is not None:
+            worker.link.kill()
+            self._staff.lose(worker)
+            return
+        self._drain(worker)  # we may have been late, and it not
+        if worker.gone is None and overdue_at(worker) <= now:
+            first = worker.under_way.first
+            worker.overdue = None if first is None else first.timeout
+            worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.under_way.begun())
+            worker.link.kill(FAREWELL)  # the end of its pipe is read next, as of any that dies
 
     def _end_given_up(self, worker: WorkerHandle) -> None:
         """It has had time enough to come to an end with what nobody wants any more."""
         under_way = worker.under_way
-        under_way.skip_behind()
+        under_way.skip_unbegun()
         self._drain(worker)  # we may have been late, and it not
         if worker.gone is not None or under_way.end_at > time.monotonic():
             return
-        for operation, calls in under_way.take_back_behind():  # nobody knows when it would come to them
+        for operation, calls in under_way.take_back():  # nobody knows when it would come to them
             self._line.put_back(operation, calls)
         if not self._can_kill:
             under_way.end_at = math.inf
@@ -161,8 +162,8 @@ class CallingOff:
             self._staff.kill(worker)
         else:  # what others want of it could not be had again
             under_way.end_at = math.inf
-            if under_way.has_calls_behind and worker.link.whereabouts is not None:
-                under_way.wait_for_end()  # for its site, which has yet to say that they are skipped
+            if under_way.has_for_others:
+                under_way.wait_for_end()  # for its site, perhaps, which has yet to say that they are skipped
             worker.send_home()
             self._staff.fill()
 

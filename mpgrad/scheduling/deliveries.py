@@ -50,8 +50,10 @@ class Deliveries:
             for worker in self.workers.values():
                 if (line.operations or worker.backlog) and worker.ready and len(worker.under_way.chunks) <= depth:
                     self.give(worker)
-        for worker in line.take_back(self.workers.values()) * CHUNKS_UNDER_WAY:
-            self.give(worker)
+        dry = line.take_back(self.workers.values())
+        for _ in range(CHUNKS_UNDER_WAY):
+            for worker in dry:
+                self.give(worker)
         return [each for each in self.workers.values() if each.retiring and each.ready and not each.backlog]
 
     def give(self, worker: WorkerHandle) -> None:

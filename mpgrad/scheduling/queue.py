@@ -100,14 +100,11 @@ class Line:
         that are at a call for longer than such calls take, as nobody knows when that ends. See `look_at`.
         """
         self.look_at = math.inf
-        dry, others = list[WorkerHandle](), list[WorkerHandle]()
-        for worker in workers:
-            chunks = worker.under_way.chunks
-            if worker.ready and not (chunks or worker.retiring):
-                dry.append(worker)
-            elif chunks and worker.under_way.has_for_others:
-                others.append(worker)
-        if not (dry and others) or self.has_calls:
+        dry = [worker for worker in workers if worker.ready and not (worker.under_way or worker.retiring)]
+        if not dry or self.has_calls:
+            return []
+        others = [worker for worker in workers if worker.under_way.has_for_others]
+        if not others:
             return []
         loads = {worker: self._unbegun_seconds(worker) for worker in others}
         richest = max(loads, key=loads.__getitem__)
@@ -135,11 +132,13 @@ class Line:
         return since + max(LATE * self._grain.shortest, 2 * seconds)
 
     def _unbegun_seconds(self, worker: WorkerHandle) -> float:
-        return sum(
-            self._codes.seconds(operation.options.function, unknown=0.0)
-            * sum(call.items for _, call in calls[len(calls) - count :])
-            for operation, calls, count in worker.under_way.unbegun()
-        )
+        seconds = 0.0
+        for number, count in worker.under_way.unbegun():
+            chunk = worker.under_way.chunks[number]
+            assert chunk.operation is not None
+            one = self._codes.seconds(chunk.operation.options.function, unknown=0.0)
+            seconds += one * sum(call.items for _, call in chunk.calls[-count:])
+        return seconds
 
     def _had_better_wait(self, operation: Operation, worker: WorkerHandle) -> bool:
         """Whether the next call had better wait here than behind what this worker is at."""

@@ -187,7 +187,6 @@ class Receiver:
                 memory = self._memory.lenders.slab(slab_of(message.whereabouts)).memory
                 offset = message.whereabouts & OFFSET_MASK
                 worker.under_way.whereabouts = memory[offset : offset + 8 * Whereabouts.COUNT].cast("q")
-                worker.under_way.can_skip = True
         else:
             worker.under_way.whereabouts = worker.link.whereabouts
             worker.under_way.link = worker.link

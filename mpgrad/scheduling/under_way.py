@@ -9,7 +9,6 @@ Assumes: called by the scheduling thread.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -34,8 +33,7 @@ class UnderWay:
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
         self.whereabouts: memoryview | None = None  # of int64, see `Whereabouts`
-        self.can_skip = False  # the worker sees at once what we write there
-        self.link: WorkerLink | None = None  # else: to whoever can read and write there for us
+        self.link: WorkerLink | None = None  # to who reads and writes there for us, where we cannot
         self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
@@ -133,15 +131,23 @@ class UnderWay:
             if self.link is not None:
                 self.link.skip(free[0], number)
 
-    def unbegun(self) -> list[tuple[Operation, list[tuple[int, PackedCall]], int]]:
-        """The calls of chunks, and how many of them at the end it has not begun and can be told not to begin.
+    def skip_unbegun(self) -> None:
+        """Have it leave out what it has not begun, for others."""
+        for number in self._for_others():
+            self._skip(number)
+
+    def unbegun(self) -> list[tuple[int, int]]:
+        """Chunks, and how many calls at their end it has not begun and can be told not to begin.
 
         It notes each call, then looks whether the chunk is skipped. What it noted some time after that was written is all that
         it will run. Before that it may have looked at one more, of which we do not read yet, but not at two.
         """
         whereabouts = self.whereabouts
-        if whereabouts is None or not self.can_skip:
+        if whereabouts is None:
             return []
+        if self.link is not None:
+            return self._skipped_by_site(self.link)
+        for_others = self._for_others()
         now = time.monotonic()
         at = whereabouts[Whereabouts.CHUNK]
         in_order()
@@ -150,7 +156,6 @@ class UnderWay:
         if at == Whereabouts.BETWEEN or at != whereabouts[Whereabouts.CHUNK]:  # it goes on in this moment
             return []
         found = []
-        for_others = self._for_others()
         is_answered = at in self.chunks  # those before it are, though their answers may still be on their way
         for number, chunk in self.chunks.items():
             begun = -1
@@ -158,29 +163,30 @@ class UnderWay:
                 is_answered, begun = False, position
             if is_answered or number not in for_others:
                 continue
-            assert chunk.operation is not None
             count = len(chunk.calls) - begun - 1
             if now - self._skipped.get(number, now) < SEEN:
-                count = 0 if chunk.operation.options.chunksize is not None else count - 1
-            found.append((chunk.operation, chunk.calls, max(0, count)))
+                count = 0 if stays_together(chunk) else count - 1
+            if count > 0:
+                found.append((number, count))
         return found
 
-    def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Take back what `unbegun` counts; and more of it, when this is asked again after `SEEN` seconds.
+    def _skipped_by_site(self, link: WorkerLink) -> list[tuple[int, int]]:
+        """Whole chunks behind the first. A worker answers a chunk before it looks whether the next one is skipped."""
+        if link.has_more():  # it may have answered its first chunk
+            return []
+        skipped = link.skipped.values()
+        return [(number, len(chunk.calls)) for number, chunk in self._for_others().items() if number in skipped]
 
-        Where others read and write its whereabouts, what it has behind its first chunk, when they have written.
-        """
-        if not self.can_skip:
-            self.skip_behind()
-            has_news = self.link is None or self.link.has_more()  # it may have answered its first chunk
-            return [] if has_news else self.take_back_behind()
-        for number in self._for_others():
-            self._skip(number)
+    def take_back(self) -> list[tuple[Operation, list[PackedCall]]]:
+        """Take back what `unbegun` counts; and more, when this is asked again after `SEEN` seconds, or a site has told."""
+        self.skip_unbegun()
         taken = []
-        for operation, calls, count in self.unbegun():  # counted after it can see that it is skipped
-            if count:
-                taken.append((operation, [call for _, call in calls[-count:]]))
-                del calls[-count:]
+        for number, count in self.unbegun():  # counted after it can see that it is skipped
+            if number in self._skipped:
+                chunk = self.chunks[number]
+                assert chunk.operation is not None
+                taken.append((chunk.operation, [call for _, call in chunk.calls[-count:]]))
+                del chunk.calls[-count:]
         return taken
 
     @property
@@ -188,48 +194,17 @@ class UnderWay:
         """There are calls behind the one that it is at, which it can be told not to begin."""
         if self.whereabouts is None:
             return False
-        first_chunk = self.first
-        if first_chunk is None or (len(self.chunks) < 2 and len(first_chunk.calls) < 2):
-            return False
-        if not self.can_skip:
-            return self.has_calls_behind
         first, position = next(iter(self.chunks), None), self.begun()[0]
-        return any(len(self.chunks[number].calls) > (position + 1 if number == first else 0) for number in self._for_others())
+        return any(len(chunk.calls) > (position + 1 if number == first else 0) for number, chunk in self._for_others().items())
 
-    def _for_others(self) -> list[int]:
-        """Chunks of which others may have what was not begun; what is to stay together, only as a whole."""
-        return [
-            number
-            for place, (number, chunk) in enumerate(self.chunks.items())
-            if chunk.operation is not None and (place > 0 or chunk.operation.options.chunksize is None)
-        ]
-
-    def skip_behind(self) -> None:
-        """Have it leave out the calls of the chunks behind its first."""
-        for number in self._behind():
-            self._skip(number)
-
-    def take_back_behind(self) -> list[tuple[Operation, list[PackedCall]]]:
-        """Those calls, for others. It answers a chunk before it looks whether the next one is skipped.
-
-        Assumes: its answers were read after they were skipped, and its first chunk has none.
-        """
-        taken = []
-        for number, chunk in self._behind().items():
-            if self.can_skip or (self.link is not None and number in self.link.skipped.values()):
-                assert chunk.operation is not None
-                taken.append((chunk.operation, [call for _, call in chunk.calls]))
-                chunk.calls.clear()
-        return taken
-
-    @property
-    def has_calls_behind(self) -> bool:
-        """They wait for its first chunk; and perhaps for a site to say that they are skipped."""
-        return any(chunk.calls for chunk in self._behind().values())
-
-    def _behind(self) -> dict[int, Chunk]:
-        behind = itertools.islice(self.chunks.items(), 1, None)
-        return {number: chunk for number, chunk in behind if chunk.operation is not None}
+    def _for_others(self) -> dict[int, Chunk]:
+        """Chunks of which others may have what was not begun; what stays together, or is behind a site, only as a whole."""
+        found = {}
+        for place, (number, chunk) in enumerate(self.chunks.items()):
+            is_divisible = self.link is None and not stays_together(chunk)
+            if chunk.operation is not None and (place > 0 or is_divisible):
+                found[number] = chunk
+        return found
 
     # --- what is not wanted any more, and must end soon
 
@@ -270,3 +245,7 @@ class UnderWay:
         self.end_at = time.monotonic() + MERCY
         if self.link is not None:
             self.link.follow(2 * MERCY)
+
+
+def stays_together(chunk: Chunk) -> bool:
+    return chunk.operation is not None and chunk.operation.options.chunksize is not None

@@ -576,7 +576,7 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
     under_way = UnderWay()
-    under_way.whereabouts, under_way.can_skip = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q"), True
+    under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
     under_way.whereabouts[Whereabouts.CHUNK] = 1  # which it runs
     ((_, taken),) = under_way.take_back()
@@ -588,7 +588,7 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
     assert set(under_way.whereabouts[Whereabouts.SKIPPED :]) == {2, 3}
 
 
-def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
+def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has to answer that it ran none of them, and may die, or be given up, before it does."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.lifecycle import Lifecycle
@@ -596,13 +596,15 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     from mpgrad.scheduling.worker_handle import WorkerHandle
     from mpgrad.wire.asides import Whereabouts
 
-    operation: Any = types.SimpleNamespace(limit=9)
+    operation: Any = types.SimpleNamespace(limit=9, options=types.SimpleNamespace(chunksize=None))
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
-    worker.under_way.whereabouts, worker.under_way.can_skip = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q"), True
+    worker.under_way.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
-    worker.under_way.skip_behind()
-    ((_, taken),) = worker.under_way.take_back_behind()
+    worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
+    monkeypatch.setattr("mpgrad.scheduling.under_way.SEEN", 0.0)
+    worker.under_way.skip_unbegun()
+    ((_, taken),) = worker.under_way.take_back()
     assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[Whereabouts.SKIPPED :]
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
