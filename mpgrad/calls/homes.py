@@ -153,7 +153,6 @@ class OperationHome:
         """`modes`: those of the calls."""
         self.sender = sender
         self._modes = modes
-        self._compared = -1, False  # the last backward, and whether it had the same
         self._function = function
         self.deterministic = deterministic
         self.timeout = timeout  # seconds for each call
@@ -191,7 +190,9 @@ class OperationHome:
         if arrived is None:
             return False
         needs_sum = backward.captures and not eager.apart
-        if gradients != {eager.gradient} or (needs_sum and backward.apart) or not self._modes_are_same(backward.graph_task):
+        modes = self.sender.modes_of(backward.graph_task)
+        is_same = gradients == {eager.gradient} and modes.but_grad == self._modes.but_grad
+        if not is_same or (needs_sum and backward.apart):
             self._note_wrong()
             return False
         backward.apart = backward.captures and eager.apart
@@ -212,12 +213,6 @@ class OperationHome:
             raise settled.outcome()
         arrived: Arrived = settled.outcome
         return arrived
-
-    def _modes_are_same(self, graph_task: int) -> bool:
-        """Whether this backward runs under the modes of the calls, under which eager ones were run."""
-        if self._compared[0] != graph_task:
-            self._compared = graph_task, self.sender.modes_of(graph_task).but_grad == self._modes.but_grad
-        return self._compared[1]
 
     # --- what gradient losses get
 

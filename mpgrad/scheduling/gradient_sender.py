@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,14 @@ from mpgrad.wire.tensor_refs import REQUIRES_GRAD
 __all__ = ["GradientSender"]
 
 HELD_GRADIENTS = 256  # sent to the workers together, unless somebody waits for one of them
+
+
+class Surroundings(NamedTuple):
+    """What a backward of the engine runs in."""
+
+    graph_task: int
+    modes: Modes
+    environment: bytes | None  # of the process; None where workers do not follow it
 
 
 class GradientSender:
@@ -53,9 +61,8 @@ class GradientSender:
         self._numbers = numbers
         self._since = since
         self._held = 0
-        self._last_modes: tuple[int, Modes | None] = -1, None  # of the last backward that was asked about
+        self._last: Surroundings | None = None  # that were asked for
         self.last_backward = -1  # of which something was sent
-        self._environment: bytes | None = None  # of the process, when that began
 
     def send(self, backward: Backward) -> None:
         """Copies its gradients, and returns at once."""
@@ -79,12 +86,10 @@ class GradientSender:
         backward.grads = self._place([part for parts in backward.grads for part in parts], worker)
         if backward.create:
             backward.derived_number = next(self._numbers)
-        backward.modes = self.modes_of(backward.graph_task)
+        _, backward.modes, backward.environment = self._surroundings(backward.graph_task)
         if backward.graph_task != self.last_backward:
-            call_off_if_interrupted(backward.graph_task, self.call_off_backward)
+            call_off_if_interrupted(backward.graph_task, self._driver.call_off_backward)
             self.last_backward = backward.graph_task
-            self._environment = None if self._since is None else self._since.changes()
-        backward.environment = self._environment
 
     def wait_for(self, settled: Settled) -> None:
         self._driver.wait_until(lambda: settled.arrived)
@@ -95,12 +100,16 @@ class GradientSender:
         Raises:
             NotImplementedError: the thread is in a mode that workers cannot be in.
         """
-        last, modes = self._last_modes  # read once: another thread's backward may put its own there
-        if modes is None or last != graph_task:
+        return self._surroundings(graph_task).modes
+
+    def _surroundings(self, graph_task: int) -> Surroundings:
+        """As they were when the backward with this number first asked."""
+        last = self._last  # read once: another thread's backward may put its own there
+        if last is None or last.graph_task != graph_task:
             self._watch.look()
-            modes = current_modes()
-            self._last_modes = graph_task, modes
-        return modes
+            environment = None if self._since is None else self._since.changes()
+            last = self._last = Surroundings(graph_task, current_modes(), environment)
+        return last
 
     def _place(self, parts: Sequence[torch.Tensor | Promise], worker: WorkerHandle) -> Sequence[Placed | Promise] | Together:
         """Copies of the tensors, in their order; promises stay what they are."""
@@ -127,13 +136,8 @@ class GradientSender:
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
-        if graph.call in worker.graphs:  # else its gradients came with its result
-            worker.releases.append(graph.call)
-            self._driver.nudge()
-
-    def call_off_backward(self, graph_task: int) -> None:
-        """As `Scheduler.call_off`, all that was sent for the backward with this number."""
-        self._driver.call_off_backward(graph_task)
+        worker.releases.append(graph.call)
+        self._driver.nudge()
 
     def spend(self, graph: RemoteGraph) -> None:
         worker = graph.worker

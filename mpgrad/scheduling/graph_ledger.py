@@ -52,9 +52,6 @@ class GraphLedger:
     def __len__(self) -> int:
         return len(self.states)
 
-    def __contains__(self, call: int) -> bool:
-        return call in self.states
-
     @property
     def there(self) -> int:
         """How many take memory in the worker."""

@@ -436,7 +436,7 @@ class History:
             for each in self.sent:
                 if each.graph_task == number:
                     each.is_called_off = True
-            self.scheduler.gradients.call_off_backward(number)
+            self.scheduler.call_off_backward(number)
 
     # --- what callers want no more
 
