@@ -31,14 +31,12 @@ from mpgrad.wire.frames import Channel
 from mpgrad.wire.link import Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
 from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
-from mpgrad.workers.functions import failure
-from mpgrad.workers.graph_edges import CHECKPOINTS, HOOKS
-from mpgrad.workers.graphs import GraphTable
-from mpgrad.workers.memory_watch import MemoryWatch
-from mpgrad.workers.station import NO_STATION, station
-from mpgrad.workers.strays import noting_those_of_initializer
-from mpgrad.workers.streams import Outlet, promise_last_words
-from mpgrad.workers.worker import Worker
+from mpgrad.workers.console import Outlet, failure, promise_last_words
+from mpgrad.workers.device import Station, station
+from mpgrad.workers.functions import noting_those_of_initializer
+from mpgrad.workers.graphs import CHECKPOINTS, HOOKS, GraphTable
+from mpgrad.workers.loop import Worker
+from mpgrad.workers.memory import MemoryWatch
 
 __all__ = ["begin", "refuse_and_exit", "serve", "serve_and_exit", "serve_in_process", "serve_spawned"]
 
@@ -86,7 +84,7 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> None:
 
 def begin(number: int, link: Link, start: Start, setting: contextlib.ExitStack | None = None) -> Worker | None:
     """Run the initializer and make the worker; says over the link whether that went well. `setting`: the worker works in it."""
-    device, phase = NO_STATION, "initializer"
+    device, phase = Station(), "initializer"
     try:
         if setting is not None:
             device = setting.enter_context(station(start.device, number))

@@ -1,15 +1,16 @@
 """One worker: takes frames, answers what asks for an answer. The same object serves in a process, a thread, or inline.
 
-    requests   Forward ─► ForwardHandler ─► Results        Backwards, Collect ─► BackwardHandler ─► Gradients, Collected
+    requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, Collected
     news       Define, Forget ─► FunctionTable             Release ─► GraphTable             Returned, NewSlab ... ─► Loans
                Follow ─► FOLLOWER
-    timelines  Record ─► Recorder ─► Recorded, with each answer
+    timelines  Record ─► Recorded, with each answer
 Guarantees: every request is answered once, whatever the task raises; a task's exception ends the task, not the worker.
 Assumes: one thread calls `handle`. Inline that may happen within `handle`: a task may use the pool again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,22 +31,21 @@ from mpgrad.wire.messages import (
     NewSlab,
     Ready,
     Record,
+    Recorded,
     Release,
     Returned,
     SlabsGone,
     SlabsMissing,
+    Span,
     Try,
 )
 from mpgrad.wire.tensor_packing import Payload
-from mpgrad.workers.backward import BackwardHandler
-from mpgrad.workers.call_run import CallRunner
-from mpgrad.workers.forward import ForwardHandler
+from mpgrad.workers.console import TaskWarnings
+from mpgrad.workers.device import Station
 from mpgrad.workers.functions import FunctionTable
 from mpgrad.workers.graphs import GraphTable
-from mpgrad.workers.loans import Loans
-from mpgrad.workers.station import NO_STATION, Station
-from mpgrad.workers.streams import TaskWarnings
-from mpgrad.workers.whereabouts import Recorder, Stage, Tracker
+from mpgrad.workers.memory import Loans
+from mpgrad.workers.run import Runner, Tracker
 
 __all__ = ["Worker"]
 
@@ -53,24 +53,21 @@ __all__ = ["Worker"]
 class Worker:
     """The loop: takes each message to the part whose matter it is, and sends what that answers."""
 
-    def __init__(self, number: int, link: Link, graphs: GraphTable, station: Station = NO_STATION) -> None:
+    def __init__(self, number: int, link: Link, graphs: GraphTable, station: Station) -> None:
         self._link = link
         self._station = station
         self.before_answer: Callable[[], None] = lambda: None
         self._loans = loans = Loans(number, link, station)
-        self._tracker = tracker = Tracker(loans.arena)
-        self._warnings = task_warnings = TaskWarnings()
+        self._tracker = Tracker(loans.arena)
+        self._warnings = TaskWarnings()
         functions = FunctionTable(loans, station)
-        runner = CallRunner(loans, tracker, station)
-        self._forward = forward = ForwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
-        self._backward = backward = BackwardHandler(functions, graphs, loans, runner, tracker, task_warnings, station)
+        self._runner = runner = Runner(functions, graphs, loans, self._tracker, self._warnings, station)
+        self._records = False  # for a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
-            Forward: forward.answer,
-            Backwards: backward.answer,
-            Collect: backward.collect,
-            Try: loans.try_out,
+            Forward: runner.forward,
+            Backwards: runner.backward,
+            Collect: runner.collect,
         }
-        self._recorder: Recorder | None = None
         self._news: dict[type[Any], Callable[[Any], None]] = {
             Follow: lambda message: FOLLOWER.follow(message.environment),
             Define: functions.define,
@@ -82,6 +79,7 @@ class Worker:
             SlabsMissing: loans.tell_again,
             Lacking: loans.note_lacking,
             Direct: station.go_direct,
+            Try: lambda message: self._send(loans.try_out(message)),
             Record: self._record,
         }
 
@@ -97,35 +95,41 @@ class Worker:
 
     def handle(self, frame: Frame) -> None:
         self._station.arrive()
-        has_answered = False
         for message in frame.messages:
-            kind = type(message)
-            if has_answered := kind in self._requests:
-                answer = self._requests[kind]
-                if self._recorder is None or kind is Try:
-                    answered, payload = answer(message, frame.payload)
-                else:
-                    answered, payload = self._recorder.timed(answer, message, frame.payload)
-                self._send(answered, payload.parts)
+            if type(message) in self._requests:
+                self._answer(message, frame.payload)
             else:
-                self._news[kind](message)
-        if not has_answered and (returns := self._loans.take_returns()):  # nobody knows when the next answer comes
+                self._news[type(message)](message)
+        # nobody knows when the next answer comes
+        if type(message) not in self._requests and (returns := self._loans.take_returns()):
             self._link.send([Returned(returns)])
 
-    def _record(self, message: Record) -> None:
-        """What runs meanwhile, inline, goes on as it began."""
-        self._recorder = recorder = Recorder() if message.on else None
-        self._forward.new_stage = self._backward.new_stage = Stage if recorder is None else recorder.new_stage
+    def _answer(self, message: Any, payload: memoryview) -> None:
+        runner, outer = self._runner, self._runner.spans
+        spans: list[Span] | None = [] if self._records else None
+        runner.spans = spans
+        began = time.monotonic_ns()
+        try:
+            answered, outgoing = self._requests[type(message)](message, payload)
+        finally:
+            runner.spans = outer
+        recorded = []
+        if spans is not None and self._records:
+            recorded.append(Recorded(message.chunk, began, time.monotonic_ns(), spans))
+        self._send(answered, outgoing.parts, recorded)
 
-    def _send(self, answer: Message, parts: Sequence[bytes] = ()) -> None:
+    def _record(self, message: Record) -> None:
+        """Begin or end; inline, a chunk that is under way goes on as it began."""
+        self._records = message.on
+
+    def _send(self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[Recorded] = ()) -> None:
         """Send the answer, and along with it what the parent has to know about memory."""
         self.before_answer()
         self._loans.announce_slabs()
         messages: list[Message] = []
         if returns := self._loans.take_returns():
             messages.append(Returned(returns))
-        if self._recorder is not None:
-            messages += self._recorder.take()
+        messages += recorded
         messages.append(answer)
         if missing := self._loans.take_missing():
             messages.append(SlabsMissing(missing))
