@@ -22,16 +22,15 @@ Assumes: a function that reaches a package has its name in its pickle, or is giv
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import sys
 import time
 import types
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.modules import PLACED, Namespaces
@@ -246,7 +245,7 @@ class FunctionSums:
 SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
 SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
 SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
-Copies = dict[int, tuple[weakref.ref[torch.Tensor], str]]  # by id, and whose that was
+Copies = Mapping[torch.Tensor, str]  # whose each leaf was
 # by which code comes to a module that it does not name
 WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"
 
@@ -288,11 +287,7 @@ class Strays:
         return strays
 
     def _owner_of(self, leaf: torch.Tensor, copied: Copies) -> str:
-        for copies in (copied, self._copied):
-            ref, owner = copies.get(id(leaf), (None, ""))
-            if ref is not None and ref() is leaf:
-                return owner
-        return ""
+        return copied.get(leaf, "") or self._copied.get(leaf, "")
 
     def _words_of(self, leaf: torch.Tensor, copied: Copies) -> str:
         if owner := self._owner_of(leaf, copied):
@@ -301,7 +296,7 @@ class Strays:
                 "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
                 "as an argument"
             )
-        if has_place(leaf) and (place := PLACES[id(leaf)]):
+        if place := PLACES.get(leaf):
             return (
                 f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to the "
                 f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
@@ -333,7 +328,10 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
     users = [each for each in objects if not is_of_libraries(type(each).__module__)]  # from the outer ones to the inner ones
     for each in sorted(users, key=lambda each: has_own_way(type(each))):
         owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
-    return {key: (weakref.ref(found[key]), owner) for key, owner in owners.items()}
+    copies: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+    for key, owner in owners.items():
+        copies[found[key]] = owner
+    return copies
 
 
 def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
@@ -377,20 +375,13 @@ def is_ours(kind: type) -> bool:
 
 
 class Place:
-    """Where a module keeps a leaf; a module "" stands for none."""
+    """Where a module keeps a leaf."""
 
-    def __init__(self, leaf: torch.Tensor, module: str, name: str) -> None:
-        self.ref = weakref.ref(leaf, functools.partial(forget, id(leaf)))
+    def __init__(self, module: str, name: str) -> None:
+        self.package = module.partition(".")[0]
         self._module = module
         self._name = name
         self._path: str | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._module)
-
-    @property
-    def package(self) -> str:
-        return self._module.partition(".")[0]
 
     def in_full(self, leaf: torch.Tensor) -> str:
         if self._path is None:
@@ -400,13 +391,15 @@ class Place:
         return f"{self._module}.{self._name}{joint}{self._path}"
 
 
-PLACES: dict[int, Place] = {}  # by id of the leaf
+# None where a leaf is known to be kept by no module
+PLACES: MutableMapping[torch.Tensor, Place | None] = WeakIdKeyDictionary()
+OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 
 
 def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
     """Where these leaves, and those of the nodes, are kept; in none, where the initializer made one, or nobody keeps it."""
-    unknown = [each for each in given if not has_place(each)]
-    unplaced = [node for node in nodes if not has_place(node.variable)]
+    unknown = [each for each in given if each not in PLACES]
+    unplaced = [node for node in nodes if node.variable not in PLACES]
     if not (unknown or unplaced) or not SEARCHES.may_begin():
         return
     if unplaced:
@@ -415,16 +408,9 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
     if not unknown:
         return
     look_through_modules()
-    SEARCHES.end(found=any(map(has_place, unknown)))
+    SEARCHES.end(found=any(each in PLACES for each in unknown))
     for each in unknown:
-        if not has_place(each):
-            PLACES[id(each)] = Place(each, "", "")
-
-
-def has_place(leaf: torch.Tensor) -> bool:
-    """Or is known to have none."""
-    place = PLACES.get(id(leaf))
-    return place is not None and place.ref() is leaf
+        PLACES.setdefault(each, None)
 
 
 class Searches:
@@ -458,22 +444,9 @@ def look_through_modules() -> None:
         if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):
             continue
         for name, value in list(vars(found).items()):
-            for key, leaf in leaves_in([value], seen)[0].items():
-                if not is_of_initializer(leaf):
-                    PLACES[key] = Place(leaf, module, name)
-
-
-def forget(key: int, ref: weakref.ref[torch.Tensor]) -> None:
-    if key in PLACES and PLACES[key].ref is ref:
-        del PLACES[key]
-
-
-def is_of_initializer(leaf: torch.Tensor) -> bool:
-    ref = OF_INITIALIZER.get(id(leaf))
-    return ref is not None and ref() is leaf
-
-
-OF_INITIALIZER: dict[int, weakref.ref[torch.Tensor]] = {}
+            for leaf in leaves_in([value], seen)[0].values():
+                if leaf not in OF_INITIALIZER:
+                    PLACES[leaf] = Place(module, name)
 
 
 @contextmanager
@@ -481,4 +454,4 @@ def noting_those_of_initializer() -> Iterator[None]:
     """What is made in the body is meant to be the worker's own."""
     before = set(map(id, all_leaves()))
     yield
-    OF_INITIALIZER.update({id(leaf): weakref.ref(leaf) for leaf in all_leaves() if id(leaf) not in before})
+    OF_INITIALIZER.update({leaf: None for leaf in all_leaves() if id(leaf) not in before})

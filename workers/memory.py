@@ -97,11 +97,12 @@ class Loans:
                 raise
         return self.views(refs, content)
 
-    def give_back_unread(self, step: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
+    def give_back_unread(self, *steps: ForwardCall | BackwardCall | Rerun | Rederive) -> None:
         """What was lent to us for something that does not run."""
-        call = step.call if isinstance(step, (Rerun, Rederive)) else step
-        refs = call.tensors if isinstance(call, ForwardCall) else call.grads
-        self._unread.extend((ref.place, 1) for ref in lent(refs))
+        for step in steps:
+            call = step.call if isinstance(step, (Rerun, Rederive)) else step
+            refs = call.tensors if isinstance(call, ForwardCall) else call.grads
+            self._unread.extend((ref.place, 1) for ref in lent(refs))
 
     def take_returns(self) -> list[tuple[int, int]]:
         """What we need no more since the last time: addresses, and how often each had come."""

@@ -458,8 +458,7 @@ class Runner:
                 failed_seconds += time.perf_counter() - begun
                 if message.stop_at_failure:
                     break
-        for call in calls[len(outcomes) :]:
-            self._loans.give_back_unread(call)
+        self._loans.give_back_unread(*calls[len(outcomes) :])
         seconds = time.perf_counter() - started - failed_seconds
         mutated = function is not None and function.has_written
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
@@ -601,12 +600,10 @@ class Runner:
                 except BaseException as error:
                     outcomes.append(failure(error, "backward"))
                 self._station.finish()
-                for step in steps:
-                    self._loans.give_back_unread(step)
+                self._loans.give_back_unread(*steps)
                 self._graphs.trim()
         for call in calls[len(outcomes) :]:
-            for step in (*call.before, call):
-                self._loans.give_back_unread(step)
+            self._loans.give_back_unread(*call.before, call)
         dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
         return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
 
