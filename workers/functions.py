@@ -108,24 +108,15 @@ class Function(NamedTuple):
         )
 
 
-class FunctionTable:
+class FunctionTable(dict[int, Function | Failure]):
     """By number. In the place of one that could not be loaded is the failure that each of its calls gets."""
 
     def __init__(self, loans: Loans, station: Station) -> None:
         self._loans = loans
         self._station = station
-        self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, Code] = {}
         self._states: Recent[bytes] = Recent()  # of the user's modules, see `ModulesState`
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
-
-    def __getitem__(self, number: int) -> Function | Failure:
-        return self._functions[number]
-
-    def get(self, number: int) -> Function | None:
-        """None also where it could not be loaded."""
-        known = self._functions.get(number)
-        return known if isinstance(known, Function) else None
 
     def define(self, message: Define) -> None:
         """Loads the function at once; if that raises, each of its calls fails with it."""
@@ -134,9 +125,9 @@ class FunctionTable:
         if message.state is not None:
             self._states.put(message.state.number, message.state.pickled or self._states.get(message.state.number) or b"")
         try:
-            self._functions[message.function] = self._loaded(message)
+            self[message.function] = self._loaded(message)
         except BaseException as error:
-            self._functions[message.function] = failure(error, "loading the function")
+            self[message.function] = failure(error, "loading the function")
 
     def _loaded(self, message: Define) -> Function:
         refs = self._station.named(message.captures, message.gathers)
@@ -168,7 +159,7 @@ class FunctionTable:
     def forget(self, message: Forget) -> None:
         """Drops functions and pickles; collects garbage after every `GARBAGE_BYTES` of captures."""
         for number in message.functions:
-            known = self._functions.pop(number, None)
+            known = self.pop(number, None)
             if isinstance(known, Function):
                 PLACED.take_back(known.modules)
                 if known.modules.placement is not None:

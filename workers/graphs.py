@@ -157,11 +157,6 @@ class CaptureSearch:
         self._left = dict(captures)
         self._found: list[int] = []
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is one that has not been found."""
-        return bool(self._left)
-
     def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
         """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
         self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)]

@@ -239,9 +239,7 @@ class CallRun:
             self.inputs = edges_at(self._entrances)
         if not outputs or torch.is_inference_mode_enabled():
             return []
-        search = self._function.search
-        if search.is_on:
-            search.look(outputs, reentrant)
+        self._function.search.look(outputs, reentrant)
         if alone:
             self.unused = unused_inputs(self._refs, self.inputs, outputs, reentrant)
         self._has_graph = True
@@ -684,8 +682,10 @@ class Runner:
         """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
         payload = Payload()
         function = self._functions.get(message.function)
-        sums = None if function is None else function.sums.take(message.graph_task, message.levels)
-        if function is None or sums is None:
+        if not isinstance(function, Function):
+            return Collected(message.chunk, [], 0), payload
+        sums = function.sums.take(message.graph_task, message.levels)
+        if sums is None:
             return Collected(message.chunk, [], 0), payload
         try:
             return Collected(message.chunk, self._loans.lend_all(sums.sums, function.homes, payload), sums.calls), payload
