@@ -4,9 +4,9 @@ it only names entry points.
 Nothing here may touch the parent's objects: a worker knows its end of the pipe, its own arena and
 what it has borrowed.
 
-    main       entry points: a worker in a process of its own, or in a thread
-    child      its process: forked by the nursery, and what multiprocessing gives its children
-    loop       each message to the part whose matter it is
+    nursery    the process that workers are forked from
+    main       entry points, and the loop: each message to the part whose matter it is
+    child      what multiprocessing gives its children
     run        the calls and the backwards of chunks, and where this is with them
     graphs     the graphs that are here; how they are entered
     functions  functions until they are forgotten; sums of captures' gradients; strays
