@@ -30,8 +30,12 @@ if _typing.TYPE_CHECKING:
         WorkerDiedError,
     )
     from mpgrad.executor import Executor
-    from mpgrad.functions.contexts import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
-    from mpgrad.functions.parallel import map_with_parallel_backward
+    from mpgrad.functions import (
+        EmulatedAutogradContext,
+        map_with_parallel_backward,
+        run_isolated_backward,
+        run_isolated_forward,
+    )
     from mpgrad.pool import Pool
     from mpgrad.stats import PoolStats, WorkerStats
     from mpgrad.timeline.timeline import Timeline
@@ -44,7 +48,7 @@ _HOMES = {
     "AsyncResult": "mpgrad.calls.results",
     "CallTimeoutError": "mpgrad.errors",
     "DifferentiableFuture": "mpgrad.calls.results",
-    "EmulatedAutogradContext": "mpgrad.functions.contexts",
+    "EmulatedAutogradContext": "mpgrad.functions",
     "Executor": "mpgrad.executor",
     "InternalError": "mpgrad.errors",
     "Pool": "mpgrad.pool",
@@ -65,10 +69,10 @@ _HOMES = {
     "hvp": "mpgrad.derivatives.jacobians",
     "jacobian": "mpgrad.derivatives.jacobians",
     "jvp": "mpgrad.derivatives.jacobians",
-    "map_with_parallel_backward": "mpgrad.functions.parallel",
+    "map_with_parallel_backward": "mpgrad.functions",
     "per_item_grad": "mpgrad.derivatives.per_item",
-    "run_isolated_backward": "mpgrad.functions.contexts",
-    "run_isolated_forward": "mpgrad.functions.contexts",
+    "run_isolated_backward": "mpgrad.functions",
+    "run_isolated_forward": "mpgrad.functions",
     "vjp": "mpgrad.derivatives.jacobians",
     "wait": "concurrent.futures",
 }

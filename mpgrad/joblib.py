@@ -172,7 +172,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
                 tell(error)
         return job
 
-    def retrieve_result_callback(self, out: Outcome) -> Results:
+    def retrieve_result_callback(self, out: Outcome) -> Iterator[Any]:
         """The results of a batch.
 
         Raises:
@@ -180,7 +180,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         """
         if isinstance(out, BaseException):
             raise out
-        return Results(out)
+        return results(out)
 
     def compute_batch_size(self) -> int:
         """How many calls joblib is to send together next, where nobody says."""
@@ -236,14 +236,9 @@ class Job:
             self.callback(outcome)
 
 
-class Results:
-    """The results of a batch, made by the thread that iterates over them: graphs' nodes belong to it."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._operation.values())  # [5]
+def results(operation: Operation) -> Iterator[Any]:
+    """Make the results of a batch in the thread that iterates over them: graphs' nodes belong to it."""
+    yield from operation.values()  # [5]
 
 
 def identity(function: Callable[..., Any]) -> tuple[int, int]:

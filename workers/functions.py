@@ -3,43 +3,63 @@ them; and what comes of them.
 
     Define ──► FunctionTable: Code (a pickle, which operations share), Function (of one operation)
     backwards ──► FunctionSums: captures' gradients, added up until the caller collects them
-    a call that raises ──► failure: the exception, its traceback, and what the function was given
+    a result ──► Strays: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
+
+Strays: leaves that a result depends on, and that are neither inputs nor captures. Their gradients would be lost.
+
+A worker has leaves of its own: what an installed package keeps in its modules, and what an object made when it was loaded,
+because its own pickling went by way of arrays, a state dict or torch.save. In the loop a backward would come to the caller's.
+Here it would end at one that nobody looks at. So the caller is told which results lead there, and its backward raises.
+
+    loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
+    the function has run ──► leaves behind its results ──► copied, or kept by a module? ──► `Result.strays` ──► the caller
+Guarantees: no backward is needed to find them; a leaf that a call made for itself is none, nor one that the initializer made.
+Assumes: a function that reaches a package has its name in its pickle, or is given something that was pickled. A reentrant
+    checkpoint shows nothing of what is in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+import sys
+import time
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-from mpgrad.errors import traceback_of
-from mpgrad.pickling.exceptions import carried
+from mpgrad.errors import contextmanager
 from mpgrad.pickling.modules import PLACED, Namespaces
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
+from mpgrad.pickling.structure import RUNS_CODE, has_own_way
+from mpgrad.pickling.uncarried import find
+from mpgrad.pickling.uses import is_of_libraries, leads_to_libraries
+from mpgrad.torch_state.leaves import all_leaves, graph_behind, held_leaves, leading_to
 from mpgrad.torch_state.modes import UnderGlobalHooks
-from mpgrad.torch_state.private import plus
+from mpgrad.torch_state.private import is_held, plus
 from mpgrad.torch_state.vmap_levels import Level
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
-from mpgrad.workers.graph_edges import CaptureSearch, Edge
-from mpgrad.workers.loans import Loans
-from mpgrad.workers.station import Station
-from mpgrad.workers.strays import Strays, copied_in
+from mpgrad.workers.console import failure
+from mpgrad.workers.device import Station
+from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
+from mpgrad.workers.memory import Loans
 
 __all__ = [
     "CaptureSums",
     "Code",
+    "Copies",
     "Function",
     "FunctionSums",
     "FunctionTable",
-    "described",
-    "failure",
-    "given_in_words",
+    "Strays",
+    "copied_in",
+    "noting_those_of_initializer",
 ]
 
 GARBAGE_BYTES = 64 << 20
@@ -88,24 +108,15 @@ class Function(NamedTuple):
         )
 
 
-class FunctionTable:
+class FunctionTable(dict[int, Function | Failure]):
     """By number. In the place of one that could not be loaded is the failure that each of its calls gets."""
 
     def __init__(self, loans: Loans, station: Station) -> None:
         self._loans = loans
         self._station = station
-        self._functions: dict[int, Function | Failure] = {}
         self._codes: dict[int, Code] = {}
         self._states: Recent[bytes] = Recent()  # of the user's modules, see `ModulesState`
         self._forgotten_bytes = 0  # captures of forgotten functions since the last collection
-
-    def __getitem__(self, number: int) -> Function | Failure:
-        return self._functions[number]
-
-    def get(self, number: int) -> Function | None:
-        """None also where it could not be loaded."""
-        known = self._functions.get(number)
-        return known if isinstance(known, Function) else None
 
     def define(self, message: Define) -> None:
         """Loads the function at once; if that raises, each of its calls fails with it."""
@@ -114,9 +125,9 @@ class FunctionTable:
         if message.state is not None:
             self._states.put(message.state.number, message.state.pickled or self._states.get(message.state.number) or b"")
         try:
-            self._functions[message.function] = self._loaded(message)
+            self[message.function] = self._loaded(message)
         except BaseException as error:
-            self._functions[message.function] = failure(error, "loading the function")
+            self[message.function] = failure(error, "loading the function")
 
     def _loaded(self, message: Define) -> Function:
         refs = self._station.named(message.captures, message.gathers)
@@ -148,7 +159,7 @@ class FunctionTable:
     def forget(self, message: Forget) -> None:
         """Drops functions and pickles; collects garbage after every `GARBAGE_BYTES` of captures."""
         for number in message.functions:
-            known = self._functions.pop(number, None)
+            known = self.pop(number, None)
             if isinstance(known, Function):
                 PLACED.take_back(known.modules)
                 if known.modules.placement is not None:
@@ -184,7 +195,11 @@ class CaptureSums:
         self._owned = [False] * count  # the first gradient may share memory with others; a sum of ours does not
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """One gradient for each capture, None where there is none. Writes to sums of its own only."""
+        """Those of a call: one gradient for each capture, None where there is none.
+
+        Writes to sums of its own only.
+        """
+        self.calls += 1
         for k, grad in enumerate(grads):
             held = self.sums[k]
             if grad is None:
@@ -205,13 +220,13 @@ class FunctionSums:
         self._sums: dict[tuple[int | None, tuple[Level, ...]], CaptureSums] = {}
 
     def of(self, graph_task: int | None, levels: tuple[Level, ...], count: int) -> CaptureSums:
-        """That of `count` captures; whoever adds a call to it counts the call."""
+        """That of `count` captures."""
         key = graph_task, levels
         sums = self._sums.get(key)
         if sums is None:
             sums = self._sums[key] = CaptureSums(count)
             if len(self._sums) > MOST_BACKWARDS:  # a backward that failed leaves its sum behind
-                del self._sums[next(iter(self._sums))]
+                del self._sums[next(key for key in self._sums if key[0] is not None)]
         return sums
 
     def take(self, graph_task: int | None, levels: tuple[Level, ...]) -> CaptureSums | None:
@@ -219,48 +234,219 @@ class FunctionSums:
         return self._sums.pop((graph_task, levels), None)
 
 
-# --- failures
+# --- strays
 
 
-def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:
-    return Failure(carried(error), traceback_of(error), phase, offset, given)
+SKIPPED = {str, bytes, int, float, bool, complex, type(None), types.ModuleType, types.CodeType, types.FrameType}
+SKIPPED |= {types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType}
+SKIPPED |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
+Copies = Mapping[torch.Tensor, str]  # whose each leaf was
+# by which code comes to a module that it does not name
+WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"
 
 
-MOST_IN_WORDS = 6  # values of each container
+class Strays:
+    """Those of one function. `copied`: leaves in it that came of its own pickling, by id, and whose that was."""
+
+    def __init__(self, pickles: Sequence[bytes], copied: Copies) -> None:
+        """`pickles`: of all that the function consists of."""
+        self._pickles = pickles
+        self._copied = copied
+        self._modules = 0  # that had been imported when `_leads_out` was found
+        self._leads_out = False
+
+    def may_be_reached(self) -> bool:
+        """Also by a call that is given nothing but tensors."""
+        if self._modules != len(sys.modules):
+            self._modules = len(sys.modules)
+            self._leads_out = any(leads_to_libraries(each) or leads_to_modules(each) for each in self._pickles)
+        return self._leads_out or bool(self._copied)
+
+    def behind(self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies) -> dict[int, str]:
+        """In words, what each of some outputs, by number, depends on besides the `known` leaves; or is itself."""
+        nodes = held_leaves(outputs, known, (ENTRY_NODE,))
+        given = {
+            number: each for number, each in enumerate(outputs) if each.requires_grad and each.is_leaf and id(each) not in known
+        }
+        if not (nodes or given):
+            return {}
+        note_places(
+            [each for each in given.values() if not self._owner_of(each, copied)],
+            [node for node in nodes if not self._owner_of(node.variable, copied)],
+        )
+        strays = {number: words for number, each in given.items() if (words := self._words_of(each, copied))}
+        if found := [(node, words) for node in nodes if (words := self._words_of(node.variable, copied))]:
+            users, seen = graph_behind(outputs, (ENTRY_NODE,)), set[Any]()
+            leading = {each: words for node, words in found for each in leading_to(node, users, seen)}
+            strays |= {number: leading[each.grad_fn] for number, each in enumerate(outputs) if each.grad_fn in leading}
+        return strays
+
+    def _owner_of(self, leaf: torch.Tensor, copied: Copies) -> str:
+        return copied.get(leaf, "") or self._copied.get(leaf, "")
+
+    def _words_of(self, leaf: torch.Tensor, copied: Copies) -> str:
+        if owner := self._owner_of(leaf, copied):
+            return (
+                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its own pickling does "
+                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or pass it to the function "
+                "as an argument"
+            )
+        if place := PLACES.get(leaf):
+            return (
+                f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to the "
+                f"function as an argument, or call cloudpickle.register_pickle_by_value({place.package}), so that it "
+                "travels with the function"
+            )
+        return ""
 
 
-def in_words(value: Any, depth: int = 2) -> str:
-    """Tensors by dtype and shape, the rest by type; runs no code of the user's."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        return f"array {value.dtype} {list(value.shape)}"
-    if kind not in (tuple, list, dict):
-        return kind.__name__
-    opening, closing = "()" if kind is tuple else "[]" if kind is list else "{}"
-    if depth == 0:
-        return f"{opening}...{closing}"
-    pairs = [("", each) for each in value] if kind is not dict else [(f"{named(key)}: ", each) for key, each in value.items()]
-    return opening + all_in_words(pairs, depth - 1) + closing
+def leads_to_modules(pickled: bytes) -> bool:
+    return any(each in pickled for each in WAYS_TO_MODULES)
 
 
-def all_in_words(pairs: Sequence[tuple[str, Any]], depth: int) -> str:
-    words = [name + in_words(value, depth) for name, value in pairs[:MOST_IN_WORDS]]
-    left = len(pairs) - len(words)
-    return ", ".join([*words, f"and {left} more"] if left else words)
+def described(leaf: torch.Tensor) -> str:
+    return f"a {type(leaf).__name__.lower()} of shape {tuple(leaf.shape)}"
 
 
-def named(key: object) -> str:
-    return repr(key) if type(key) in (str, int) else type(key).__name__
+# --- where leaves are
 
 
-def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return all_in_words([*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2)
+def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
+    """The leaves in what was loaded that are none of the `known` ones, by id; and the class whose pickling they came of."""
+    if not pickled.endswith(RUNS_CODE):
+        return {}
+    found, objects = leaves_in([value], set())
+    left = found.keys() - set(map(id, known))
+    if not left:
+        return {}
+    owners = dict.fromkeys(left, "an object")
+    users = [each for each in objects if not is_of_libraries(type(each).__module__)]  # from the outer ones to the inner ones
+    for each in sorted(users, key=lambda each: has_own_way(type(each))):
+        owners.update(dict.fromkeys(left & leaves_in([each], set())[0].keys(), type(each).__qualname__))
+    copies: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+    for key, owner in owners.items():
+        copies[found[key]] = owner
+    return copies
 
 
-def described(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # it is the user's code, and what the result is wanted for is an error's text
-        return object.__repr__(value)
+def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
+    """The leaves to which `values` lead, by id, and all objects on the way; not by way of modules, nor of what was `seen`."""
+    found: dict[int, torch.Tensor] = {}
+    passed: list[Any] = []
+    level = list(values)
+    while level:
+        start = len(passed)
+        further: list[Any] = []
+        for each in level:
+            kind, key = type(each), id(each)
+            if kind in SKIPPED or key in seen:
+                continue
+            seen.add(key)
+            if kind is types.FunctionType:
+                further += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
+                home = sys.modules.get(each.__globals__.get("__name__", ""))
+                if getattr(home, "__dict__", None) is not each.__globals__:
+                    further.append(each.__globals__)
+                continue
+            if issubclass(kind, torch.Tensor) and each.requires_grad and each.is_leaf:
+                found[key] = each
+            if not (is_ours(kind) or (issubclass(kind, type) and is_of_libraries(each.__module__))):
+                passed.append(each)
+        level = gc.get_referents(*passed[start:], further)
+    return found, passed
+
+
+# what has functions of the user's, and their modules, in it
+CARRY = "mpgrad.tasks.", "mpgrad.torch_state.modes.", "mpgrad.joblib.", "mpgrad.pickling.modules.CarriedModule"
+
+
+def is_ours(kind: type) -> bool:
+    """A pool's machinery: inline, or in a thread, it has functions and what they made."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name.startswith("mpgrad.") and not name.startswith(CARRY) and not issubclass(kind, torch.nn.Module)
+
+
+# --- what is known of leaves
+
+
+class Place:
+    """Where a module keeps a leaf."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.package = module.partition(".")[0]
+        self._module = module
+        self._name = name
+        self._path: str | None = None
+
+    def in_full(self, leaf: torch.Tensor) -> str:
+        if self._path is None:
+            value = vars(sys.modules[self._module]).get(self._name)
+            self._path = find(value, lambda part: id(leaf) in leaves_in([part], set())[0]).path
+        joint = "." if self._path and self._path[0].isidentifier() else ""
+        return f"{self._module}.{self._name}{joint}{self._path}"
+
+
+# None where a leaf is known to be kept by no module
+PLACES: MutableMapping[torch.Tensor, Place | None] = WeakIdKeyDictionary()
+OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+
+
+def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
+    """Where these leaves, and those of the nodes, are kept; in none, where the initializer made one, or nobody keeps it."""
+    unknown = [each for each in given if each not in PLACES]
+    unplaced = [node for node in nodes if node.variable not in PLACES]
+    if not (unknown or unplaced) or not SEARCHES.may_begin():
+        return
+    if unplaced:
+        gc.collect(1)  # what the call left behind in cycles, for to look through modules takes longer
+    unknown += [node.variable for node in unplaced if is_held(node)]
+    if not unknown:
+        return
+    look_through_modules()
+    SEARCHES.end(found=any(each in PLACES for each in unknown))
+    for each in unknown:
+        PLACES.setdefault(each, None)
+
+
+class Searches:
+    """How long they take: a function that keeps a new leaf in each call does not pay for one each time. What was not
+    searched for is not noted, so it is met again."""
+
+    def __init__(self) -> None:
+        self._began = self._rest_until = 0.0
+        self._in_vain = 0  # in a row
+
+    def may_begin(self) -> bool:
+        self._began = time.perf_counter()
+        return self._began >= self._rest_until
+
+    def end(self, found: bool) -> None:
+        self._in_vain = 0 if found else self._in_vain + 1
+        now = time.perf_counter()
+        if self._in_vain > IN_VAIN:
+            self._rest_until = now + (now - self._began) * REST
+
+
+IN_VAIN = 8  # as many searches in a row need no rest
+REST = 20  # times as long as a search took
+SEARCHES = Searches()
+
+
+def look_through_modules() -> None:
+    """Note all leaves that the modules of packages, or of the user's own that were imported here, lead to."""
+    seen: set[int] = set()
+    for module, found in list(sys.modules.items()):
+        if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):
+            continue
+        for name, value in list(vars(found).items()):
+            for leaf in leaves_in([value], seen)[0].values():
+                if leaf not in OF_INITIALIZER:
+                    PLACES[leaf] = Place(module, name)
+
+
+@contextmanager
+def noting_those_of_initializer() -> Iterator[None]:
+    """What is made in the body is meant to be the worker's own."""
+    before = set(map(id, all_leaves()))
+    yield
+    OF_INITIALIZER.update({leaf: None for leaf in all_leaves() if id(leaf) not in before})

@@ -18,24 +18,216 @@ keep: a call has run, for the first time or again; or a backward whose gradients
 ran through it that was not to keep it. release: the caller's node has died, or the backward was the last one. trim: graphs
 take too much memory. find: a backward wants it. miss: an eager backward ran through a part of it. Of a dropped graph the caller
 sends the call once more with the next backward that needs it.
+
+Autograd keeps a graph alive from its outputs, so the edges are what keeps it here:
+
+    inputs ──► dress ──► the function ──► outputs            forward: entrances remember where the inputs came in
+    edges_at(entrances) ◄── gradients_at ◄── edge_of(output)      backward: PyTorch's own, between these edges
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.torch_state.leaves import LEAF_NODE
+from mpgrad.torch_state.private import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
+from mpgrad.torch_state.vmap_levels import Level, over
 from mpgrad.wire.messages import Release
-from mpgrad.workers.functions import Function
-from mpgrad.workers.graph_edges import Edge, gradients_at, still_there
-from mpgrad.workers.memory_watch import MemoryWatch, give_back, memory_in_use
-from mpgrad.workers.station import NO_DEVICES, DeviceMap
+from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef
+from mpgrad.workers.device import DeviceMap
+from mpgrad.workers.memory import MemoryWatch, give_back, memory_in_use
 
-__all__ = ["GraphEdges", "GraphTable"]
+if TYPE_CHECKING:
+    from mpgrad.workers.functions import Function
+
+__all__ = [
+    "CHECKPOINTS",
+    "ENTRY_NODE",
+    "HOOKS",
+    "CaptureSearch",
+    "Edge",
+    "Entrance",
+    "GraphEdges",
+    "GraphTable",
+    "dress",
+    "edge_of",
+    "edges_at",
+    "gradients_at",
+    "leaves_behind",
+    "still_there",
+]
+
+Edge = GradientEdge | torch.Tensor  # a leaf stands for its own edge: that is cheaper, and a sparse leaf has no other
+Entrance = weakref.ref[Any] | torch.Tensor  # of an input: the node where its gradient leaves, or the leaf that it is
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    if isinstance(node, NODE_IN_PYTHON):  # its Python object, by itself, keeps nothing
+        return edge_that_keeps(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+class GraphEntry(torch.autograd.Function):
+    """Where the gradient of a non-leaf input leaves: the caller's tensor has a history, so in-place writes to it are legal."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
+        return alone[0]  # hidden in a list: as an argument it would come back as a view, which forbids in-place writes
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
+        # for `run_whole`, perhaps in several runs of the engine; otherwise that takes it off before it comes here
+        held = vars(ctx).get("received")
+        ctx.received = grad if held is None else held if grad is None else plus(held, grad)
+        return None, None
+
+
+ENTRY_NODE = node_type(GraphEntry)
+ROOT = torch.zeros((), device="cpu", requires_grad=True)
+# Kept alive: in anomaly mode PyTorch makes it with ROOT's lock held and runs Python meanwhile, so that another worker thread
+# which waits for that lock, holding the interpreter's, would wait for ever.
+ROOT_EDGE = get_gradient_edge(ROOT)
+
+
+def dress(tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> tuple[list[torch.Tensor], list[Entrance]]:
+    """`tensors` as `fn` would see them in the caller, and an entrance for each one that needs a gradient."""
+    dressed, entrances = list(tensors), list[Entrance]()
+    for k, own in enumerate(flags):
+        if own & PARAMETER:
+            dressed[k] = torch.nn.Parameter(dressed[k], requires_grad=False)
+        if own & REQUIRES_GRAD and own & LEAF:
+            entrances.append(dressed[k].requires_grad_())
+        elif own & REQUIRES_GRAD:
+            with torch.enable_grad():  # where the caller has it off, `fn` may still turn it on
+                dressed[k] = apply(GraphEntry, ROOT, [dressed[k]])
+            entrances.append(weakref.ref(dressed[k].grad_fn))  # now: an in-place write moves the tensor away from that node
+    return dressed, entrances
+
+
+def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
+    """After `fn` has run, and the tensors that it was given are forgotten: what its results depend on has been kept by them.
+
+    None where they do not. The caller has a history behind it then which is not theirs, and no backward of theirs may run it.
+    Where the tensors are still held there is an edge to each.
+    """
+    return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
+
+
+def edge_at(entrance: weakref.ref[Any]) -> GradientEdge | None:
+    node = entrance()
+    return None if node is None else GradientEdge(node, 0)
+
+
+def leaves_behind(outputs: Sequence[torch.Tensor], wanted: Collection[int], reentrant: bool) -> set[int]:
+    """Those leaves, of the `wanted` ones by id, that the outputs depend on.
+
+    A graph that is `reentrant` does not show what that is: so it may be any.
+    """
+    if reentrant or not wanted:
+        return set(wanted)
+    found = {id(output) for output in outputs if id(output) in wanted}
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes and len(found) < len(wanted):
+        for node, _ in nodes.pop().next_functions:
+            if type(node) is LEAF_NODE:
+                if id(node.variable) in wanted:
+                    found.add(id(node.variable))
+            elif node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return found
+
+
+class CaptureSearch:
+    """For the captures of a function behind which the caller has a history, or hooks: which of them results depend on."""
+
+    def __init__(self, captures: dict[int, int]) -> None:
+        self._all = captures  # their numbers among those that need gradients, by id
+        self._left = dict(captures)
+        self._found: list[int] = []
+
+    def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
+        """In the graphs of all calls, until each has been found once; so one that never is costs a walk through every graph."""
+        self._found += [self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)]
+
+    def take_found(self) -> list[int]:
+        """Since the last time."""
+        found, self._found = self._found, []
+        return found
+
+    def behind(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> list[int]:
+        """Those that these outputs depend on."""
+        return [self._all[each] for each in leaves_behind(outputs, self._all, reentrant)]
+
+
+def gradients_at(
+    edges: Sequence[Edge | None],
+    outputs: Sequence[Edge],
+    grads: Sequence[torch.Tensor],
+    reentrant: bool,
+    keep: bool = False,
+    create: bool = False,
+    levels: tuple[Level, ...] = (),
+) -> list[torch.Tensor | None]:
+    """None where there is no edge, and for what was not used."""
+    there = [edge for edge in edges if edge is not None]
+    found: Sequence[torch.Tensor | None]
+    if not there:
+        return [None] * len(edges)
+    if reentrant:
+        found = run_whole(outputs, there, grads, keep, create)
+    elif levels:
+        found = over(levels, lambda grads: gradients(outputs, there, grads, keep, create), grads)
+    else:
+        found = gradients(outputs, there, grads, keep, create)
+    if len(there) == len(edges):
+        return list(found)
+    rest = iter(found)
+    return [None if edge is None else next(rest) for edge in edges]
+
+
+def still_there(edge: Edge | None) -> Edge | None:
+    """Not a leaf that the call has frozen, nor a node that has ended."""
+    if isinstance(edge, torch.Tensor):
+        return edge if edge.requires_grad else None
+    return edge if edge is None or is_alive(edge.node) else None
+
+
+def run_whole(
+    outputs: Sequence[Edge], edges: Sequence[Edge], grads: Sequence[torch.Tensor], keep: bool, create: bool
+) -> list[torch.Tensor | None]:
+    """As `torch.autograd.backward`: gradients gather in leaves and entries, and are taken from there."""
+    leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
+    for leaf in leaves:
+        leaf.grad = None
+    torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
+    return [taken(edge) for edge in edges]
+
+
+def taken(edge: Edge) -> torch.Tensor | None:
+    if isinstance(edge, torch.Tensor):
+        grad, edge.grad = edge.grad, None
+        return grad
+    return vars(edge.node).pop("received", None)  # type: ignore[no-any-return]
+
+
+CHECKPOINTS = CallCounter(CheckpointFunction, "forward")  # reentrant ones
+HOOKS = CallCounter(torch.Tensor, "register_hook")
+
+
+# --- the table
+
 
 MOST_STALE = 1000  # entries of the heap for graphs that are gone
 
@@ -47,7 +239,7 @@ class GraphEdges(NamedTuple):
     outputs: list[Edge]  # of the outputs that need gradients, in order
     inputs: Sequence[Edge | None]  # of the inputs that need gradients, in order; None: the outputs do not depend on it
     reentrant: bool = False  # can only be run as a whole, by `backward()`: it holds a reentrant checkpoint
-    devices: DeviceMap = NO_DEVICES
+    devices: DeviceMap | None = None
 
     def run_backward(
         self,
@@ -67,6 +259,22 @@ class GraphEdges(NamedTuple):
             return [None] * len(edges)
         outputs, incoming = zip(*given, strict=True)
         return gradients_at(edges, outputs, incoming, self.reentrant, keep, create, levels)
+
+    def homes(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
+        """Where gradients of the `wanted` inputs, and of the captures, are to be in the caller, in
+        a pool with devices."""
+        return None if self.devices is None else self.devices.homes(wanted, captures)
+
+    def derived(
+        self,
+        outputs: Sequence[torch.Tensor],
+        entered: Sequence[Edge | None],
+        grads: Sequence[TensorRef],
+    ) -> GraphEdges:
+        """The graph of a backward of this one, which gave `outputs` for `grads`; these `entered` it."""
+        devices = None if self.devices is None else self.devices.derived(outputs, grads)
+        edges = [*entered, *self.inputs]
+        return GraphEdges(self.function, list(map(edge_of, outputs)), edges, devices=devices)
 
 
 class GraphTable:

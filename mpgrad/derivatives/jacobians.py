@@ -6,7 +6,7 @@ place to the next, and rows or columns are cut into shares that run side by side
 
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns ──► [3] joined, item by item
 
-Caller only; workers run the tasks of `tasks/jacobian_parts.py`.
+Caller only; workers run the tasks of `tasks/jacobians.py`.
 # Guarantees: a derivative does not depend on the pool, its number of workers, or `chunk_size`, but for rounding.
 """
 
@@ -22,9 +22,7 @@ from torch import Tensor
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of
-from mpgrad.tasks.jacobian_arguments import Argnums, Arguments
-from mpgrad.tasks.jacobian_parts import WAYS, Gradient, Hvp, Jacobian, Jvp, Share, Vjp, check_alike
-from mpgrad.tasks.points import Task
+from mpgrad.tasks.jacobians import WAYS, Argnums, Arguments, Gradient, Hvp, Jacobian, Jvp, Share, Task, Vjp, check_alike
 from mpgrad.torch_state.modes import DIFFERENTIATING, kept_random_state
 from mpgrad.torch_state.private import grad_mode
 from mpgrad.tracebacks import warn, without_own_frames

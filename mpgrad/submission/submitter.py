@@ -3,7 +3,7 @@ meanwhile, or as far as it asks.
 
     function, source, options ──► starting.py ──► feeding.py ──► wait, or hand out an AsyncResult, an iterator, a future
 Reductions are operations that follow one another; what a call of either does is
-`tasks/reduction.py`:
+`tasks/wrappers.py`:
 
     [1] blocks of items: a fold each, side by side ──► accumulators ──► [2] one fold of these for each target
 Caller only.
@@ -30,7 +30,7 @@ from mpgrad.submission.cheap_calls import CheapCalls
 from mpgrad.submission.feeding import Feeder
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
-from mpgrad.tasks.reduction import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
+from mpgrad.tasks.wrappers import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
 

@@ -1,25 +1,39 @@
-"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a
-worker. Both sides.
+"""Functions of mpgrad that stand around those of the caller, or in their place, on the way to a worker.
 
     Delayed       functions that joblib was given with `delayed`, as one function of their arguments
     Initializer   what an `mpgrad.Executor` has its workers run first
     Replicas      the modules of `mpgrad.nn.parallel_apply`
+    Fold, Block, Finish   reductions as ordinary calls
+
+A fold is one call, a tree of folds is a map of calls and a fold of their results.
+A parallel reduction elsewhere means shared accumulators and locks. Here every accumulator belongs to one call at a time, so
+there is no race to lock against, and gradients flow because they flow through calls. How a reduction is cut depends on the
+number of items only, so the number of workers never changes a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
 
 from mpgrad.place import PLACE
+from mpgrad.torch_state.private import tree_leaves, tree_map_only
 
 __all__ = [
+    "Block",
     "Delayed",
+    "Finish",
     "Initializer",
+    "Reduction",
     "Replicas",
+    "blocks_of",
+    "reduction_named",
 ]
 
 
@@ -91,3 +105,156 @@ def put(module: torch.nn.Module, path: str, buffer: torch.Tensor) -> None:
     """Make `buffer` the one at this path of the module."""
     owner, _, name = path.rpartition(".")
     module.get_submodule(owner)._buffers[name] = buffer
+
+
+# --- reductions
+
+
+MOST_BLOCKS = 64  # enough to keep 32 workers busy evenly, few enough for one worker to merge at the end
+
+
+class Reduction(ABC):
+    """Guarantees: `merge([fold(a), fold(b)]) == fold(a + b)` but for rounding."""
+
+    @abstractmethod
+    def fold(self, values: Iterable[Any]) -> Any:
+        """One accumulator from at least one value."""
+
+    def merge(self, accumulators: Sequence[Any]) -> Any:
+        return self.fold(accumulators)
+
+    def finish(self, accumulator: Any) -> Any:
+        return accumulator
+
+
+class FunctionReduction(Reduction):
+    """`fn(accumulator, value)`, which returns the new accumulator or writes into the one it got and returns None."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self.function = function
+
+    def fold(self, values: Iterable[Any]) -> Any:
+        first, *rest = values
+        # a copy, because `fn` may write into it, which autograd forbids for a leaf; the gradient is the same
+        return self.onto(tree_map_only(torch.Tensor, connected_copy, first), rest)
+
+    def onto(self, target: Any, values: Iterable[Any]) -> Any:
+        for value in values:
+            result = self.function(target, value)
+            if result is not None:
+                target = result
+        return target
+
+
+@torch.enable_grad()
+def connected_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the history of `tensor`, also where the fold itself runs without gradients."""
+    return tensor.clone()
+
+
+class Pairwise(Reduction):
+    """A commutative operation of two tensors, folded from left to right."""
+
+    def __init__(self, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        self.operation = operation
+
+    def fold(self, values: Iterable[torch.Tensor]) -> torch.Tensor:
+        return functools.reduce(self.operation, values)
+
+
+class Mean(Reduction):
+    """Sums and counts, divided at the end."""
+
+    def fold(self, values: Iterable[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return self.merge([(value, 1) for value in values])
+
+    def merge(self, accumulators: Sequence[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, int]:
+        return SUM.fold(total for total, _ in accumulators), sum(count for _, count in accumulators)
+
+    def finish(self, accumulator: tuple[torch.Tensor, int]) -> torch.Tensor:
+        total, count = accumulator
+        return total / count
+
+
+class Joined(Reduction):
+    """Tensors one after another along dimension 0; `fold` joins values, and accumulators are joined by `torch.cat`."""
+
+    def __init__(self, join: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+        self.join = join
+
+    def fold(self, values: Iterable[torch.Tensor]) -> torch.Tensor:
+        return self.join(list(values))
+
+    def merge(self, accumulators: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(accumulators))
+
+
+SUM = Pairwise(torch.add)
+NAMED: dict[str, Reduction] = {
+    "sum": SUM,
+    "mean": Mean(),
+    "max": Pairwise(torch.maximum),
+    "min": Pairwise(torch.minimum),
+    "logsumexp": Pairwise(torch.logaddexp),
+    "cat": Joined(torch.cat),
+    "stack": Joined(torch.stack),
+}
+
+
+def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
+    """The reduction for a function or a name.
+
+    Raises:
+        ValueError: no reduction has this name.
+        TypeError: neither a function nor a name.
+    """
+    if isinstance(reduce_fn, str):
+        if reduce_fn not in NAMED:
+            raise ValueError(f"no reduction has this name ({reduce_fn!r}); there are {', '.join(map(repr, NAMED))}")
+        return NAMED[reduce_fn]
+    if not callable(reduce_fn):
+        raise TypeError(f"a reduction must be a function or one of {', '.join(map(repr, NAMED))} (given: {reduce_fn!r})")
+    return FunctionReduction(reduce_fn)
+
+
+def blocks_of(items: Sequence[Any]) -> list[Sequence[Any]]:
+    """Cut `items` into at most MOST_BLOCKS runs, none longer than another by more than 1."""
+    count = min(len(items), MOST_BLOCKS)
+    ends = [len(items) * number // count for number in range(count + 1)] if count else []
+    return [items[start:end] for start, end in itertools.pairwise(ends)]
+
+
+class Fold:
+    """One call: fold all items onto a target, in order."""
+
+    def __init__(self, reduction: FunctionReduction) -> None:
+        self.reduction = reduction
+
+    def __call__(self, target: Any, items: Sequence[Any]) -> Any:
+        own = set(map(id, tree_leaves(target)))
+        if any(id(each) in own for each in tree_leaves(items)):  # what is written into the target is no item
+            items = tree_map_only(torch.Tensor, lambda each: connected_copy(each) if id(each) in own else each, items)
+        return self.reduction.onto(target, items)
+
+
+class Block:
+    """One call: map the items of a block, where there is a map, and fold them."""
+
+    def __init__(self, reduction: Reduction, map_fn: Callable[[Any], Any] | None = None) -> None:
+        self.reduction = reduction
+        self.map_fn = map_fn
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        # no `map`, which a StopIteration of the function would end
+        return self.reduction.fold(items if self.map_fn is None else (self.map_fn(item) for item in items))
+
+
+class Finish:
+    """One call: merge the blocks' accumulators, after a first value where there is one."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+
+    def __call__(self, first: Sequence[Any], accumulators: Sequence[Any]) -> Any:
+        start = [self.reduction.fold(first)] if first else []
+        return self.reduction.finish(self.reduction.merge([*start, *accumulators]))

@@ -4,5 +4,5 @@
     trace       the recording as Chrome's trace events, which Perfetto opens
     picture     a track for each worker, and for each thread of the caller; needs matplotlib
     timeline    what `Pool.timeline` gives
-Workers note what they do in `workers/whereabouts.py`.
+Workers note what they do in `workers/run.py`.
 """

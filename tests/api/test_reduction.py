@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.tasks.reduction import MOST_BLOCKS, blocks_of
+from mpgrad.tasks.wrappers import MOST_BLOCKS, blocks_of
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from conftest import first_are_quick, passes_with
 import mpgrad
 from mpgrad.calls.homes import CONFIRMED, LEAST
 from mpgrad.scheduling.gradient_sender import GradientSender
-from mpgrad.workers import memory_watch
+from mpgrad.workers import memory
 
 Tensor = torch.Tensor
 HERE = Path(__file__).parent
@@ -260,12 +260,12 @@ def limited(folder: Path, used: int) -> None:
 
 @pytest.mark.quick
 def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_watch, "SELDOM", 0.0)
-    monkeypatch.setattr(memory_watch, "OFTEN", 0.0)
-    assert not memory_watch.MemoryWatch([]).is_short()
-    assert not memory_watch.MemoryWatch([tmp_path / "without a limit"]).is_short()
+    monkeypatch.setattr(memory, "SELDOM", 0.0)
+    monkeypatch.setattr(memory, "OFTEN", 0.0)
+    assert not memory.MemoryWatch([]).is_short()
+    assert not memory.MemoryWatch([tmp_path / "without a limit"]).is_short()
     limited(tmp_path, 850)
-    watch = memory_watch.MemoryWatch([tmp_path])
+    watch = memory.MemoryWatch([tmp_path])
     assert not watch.is_short()
     limited(tmp_path, 851)
     assert watch.is_short()
@@ -275,7 +275,7 @@ def test_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert watch.is_short()  # the next call may take as much as this one, in the other worker too
     assert not watch.is_short()
     limited(tmp_path, 900)
-    monkeypatch.setattr(memory_watch, "OFTEN", 100.0)
+    monkeypatch.setattr(memory, "OFTEN", 100.0)
     assert watch.is_short() and not watch.is_short()  # it has just looked
 
 
@@ -288,8 +288,8 @@ def test_graphs_are_dropped_when_memory_is_short(
     folder.mkdir()
 
     def initializer() -> None:
-        memory_watch.own_cgroups = lambda _: [folder]  # type: ignore[attr-defined]
-        memory_watch.SELDOM = memory_watch.OFTEN = 0.0
+        memory.own_cgroups = lambda _: [folder]  # type: ignore[attr-defined]
+        memory.SELDOM = memory.OFTEN = 0.0
 
     def function(x: Tensor) -> Tensor:
         with begun.open("a") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -316,3 +317,65 @@ def test_sparse_gradients_do_not_share_memory_with_what_is_written_to(own_pool: 
     torch.stack(own_pool.map(embedded, [0, 1, 2, 3] * 4, 1)).sum().backward()
     assert table.grad is not None
     assert table.grad.to_dense()[:, 0].tolist() == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (1, 2), ()], ids=str)
+@pytest.mark.parametrize("ask", ["map", "imap", "submit"])
+def test_arguments_that_are_not_used(pool: mpgrad.Pool, ask: str, used: tuple[int, ...]) -> None:
+    """No gradient comes to them, and none of theirs to others."""
+
+    def some(item: Sequence[Tensor]) -> Tensor:
+        return (weight * sum(item[k] ** (k + 2) for k in used)).sum() + weight.prod()
+
+    loops: dict[str, Loop] = {
+        "map": pool.map,
+        "imap": lambda function, xs: list(pool.imap(function, xs)),
+        "submit": lambda function, xs: [each.result() for each in [pool.submit(function, x) for x in xs]],
+    }
+
+    def found(loop: Loop) -> list[Any]:
+        leaves = [torch.full((5,), 1.0 + k, dtype=torch.float64, requires_grad=True) for k in range(3)]
+        total = sum(loop(some, [[leaf * (1 + i) for leaf in leaves] for i in range(4)]))
+        return list(torch.autograd.grad(total, [*leaves, weight], allow_unused=True))  # type: ignore[arg-type]
+
+    for ours, theirs in zip(found(loops[ask]), found(serial), strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunksize", [None, 1])
+def test_items_that_give_no_loss_leave_nothing_in_the_sums_of_others(nursery: mpgrad.Pool, chunksize: int | None) -> None:
+    captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def mostly(x: Tensor) -> Tensor:
+        loss = (x * captured).sum()
+        return loss.detach() if x[0] < 0 else loss
+
+    xs = [torch.ones(3, dtype=torch.float64) for _ in range(192)]
+    xs[150] = -xs[150]
+    with every_loss_gets(1.0), mpgrad.Pool(1) as pool:
+        losses = [each for each in pool.map(mostly, xs, chunksize) if each.requires_grad]
+        assert len(losses) == 191
+        sum(losses).backward()  # type: ignore[union-attr]
+    assert captured.grad is not None and captured.grad.tolist() == [191.0] * 3
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, 100 << 20))
+
+
+def test_a_call_that_fails_after_its_backward_leaves_nothing_in_the_sums_of_others(nursery: mpgrad.Pool) -> None:
+    captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def large(item: tuple[Tensor, int]) -> tuple[Tensor, Tensor]:
+        x, count = item
+        return (x * captured).sum(), torch.empty(count, dtype=torch.uint8)
+
+    is_large = [i == 2 for i in range(5)]
+    xs = [(torch.full((3,), 99.0 if large else 1.0, dtype=torch.float64), 150 << 20 if large else 1) for large in is_large]
+    with every_loss_gets(1.0), mpgrad.Pool(1, limit_files) as pool:
+        results = pool.map(large, xs, on_error="return")
+        assert [isinstance(each, mpgrad.SharedMemoryError) for each in results] == is_large
+        sum(each[0] for each in results if isinstance(each, tuple)).backward()  # type: ignore[union-attr]
+    assert captured.grad is not None and captured.grad.tolist() == [4.0] * 3

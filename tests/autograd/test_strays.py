@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import mpgrad
 from mpgrad.errors import LostGradientError
 from mpgrad.testing import assert_same_as_serial
-from mpgrad.workers import strays
+from mpgrad.workers import functions
 
 pytestmark = pytest.mark.quick
 
@@ -423,9 +423,9 @@ def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool
 def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
     # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all modules for each of them
     looked: list[int] = []
-    search = strays.look_through_modules
-    monkeypatch.setattr(strays, "look_through_modules", lambda: (looked.append(1), search()))
-    monkeypatch.setattr(strays, "SEARCHES", strays.Searches())
+    search = functions.look_through_modules
+    monkeypatch.setattr(functions, "look_through_modules", lambda: (looked.append(1), search()))
+    monkeypatch.setattr(functions, "SEARCHES", functions.Searches())
     known: list[Any] = []
 
     def kept(x: torch.Tensor) -> torch.Tensor:
@@ -436,7 +436,7 @@ def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> No
         pool.map(kept, items(1))
         assert len(looked) == 1
         pool.map(kept, items(60))
-        assert strays.IN_VAIN < len(looked) < 40
+        assert functions.IN_VAIN < len(looked) < 40
 
 
 # --- leaves of the call's own, or of the initializer

@@ -14,11 +14,9 @@ from torch.autograd import functional
 
 import mpgrad
 import mpgrad.derivatives.jacobians
-import mpgrad.tasks.points
+import mpgrad.tasks.jacobians
 from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, shares_of, vjp
-from mpgrad.tasks.jacobian_arguments import Arguments
-from mpgrad.tasks.jacobian_parts import Jacobian, batches
-from mpgrad.tasks.points import basis
+from mpgrad.tasks.jacobians import Arguments, Jacobian, basis, batches
 
 pytestmark = pytest.mark.quick
 
@@ -771,7 +769,7 @@ def test_some_columns_cannot_be_had(where: mpgrad.Pool | None) -> None:
 def test_forward_mode_in_a_thread_that_the_caller_waits_for(
     shared_pools: Callable[[str, int], mpgrad.Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpgrad.tasks.points, "PATIENCE", 0.2)
+    monkeypatch.setattr(mpgrad.tasks.jacobians, "PATIENCE", 0.2)
     x = tensor(3)
     threads = shared_pools("thread", 2)
     with pytest.raises(RuntimeError, match=r"another thread has been in forward mode for 0\.2 s, perhaps waiting for"):

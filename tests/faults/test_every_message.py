@@ -71,7 +71,7 @@ class Killer:
         self.killed = 0
 
     def install(self) -> None:
-        from mpgrad.workers.worker import Worker
+        from mpgrad.workers.main import Worker
 
         if self.when in ("before", "after"):
             handle = Worker.handle

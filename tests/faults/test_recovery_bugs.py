@@ -246,14 +246,14 @@ def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | 
 
     Only captures on devices have slots of their own, so this asks the worker's side directly.
     """
-    from mpgrad.workers.loans import Loans
-    from mpgrad.workers.station import NO_STATION
+    from mpgrad.workers.device import Station
+    from mpgrad.workers.memory import Loans
 
     ref = Payload().add(Packer(Arena(1)).place(torch.zeros(4), 0))
     refs = [ref._replace(place=number << 32) for number in (2, 3, 4)]
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        loans = Loans(1, Channel(theirs, blocking=True), NO_STATION)
+        loans = Loans(1, Channel(theirs, blocking=True), Station())
         for number in range(1, 5):
             loans._lenders.attach(number, None, 4096)  # no descriptor was free
         with pytest.raises(mpgrad.SharedMemoryError):

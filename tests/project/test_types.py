@@ -15,7 +15,7 @@ import mpgrad
 from mpgrad.engines.kinds import ENGINES, EngineName
 from mpgrad.pool import Named
 from mpgrad.submission.options import MoreOptions
-from mpgrad.tasks.reduction import NAMED
+from mpgrad.tasks.wrappers import NAMED
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("typed_program.py")

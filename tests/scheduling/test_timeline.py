@@ -300,19 +300,17 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
 
 @pytest.mark.quick
 def test_off_nothing_of_it_is_left_in_a_worker(nursery: mpgrad.Pool) -> None:
-    from mpgrad.workers.whereabouts import Stage
-
     with mpgrad.Pool(1, engine="inline") as pool:
         worker = pool._scheduler.engine._worker  # type: ignore[attr-defined]
 
         def kept() -> tuple[Any, ...]:
-            return worker._forward.new_stage, worker._backward.new_stage, worker._recorder
+            return worker._records, worker._runner.spans
 
         before = kept()
         with pool.timeline():
             differentiated(pool, leaves(2))
-            assert all(one is not other for one, other in zip(kept(), before, strict=True))
-        assert kept() == before == (Stage, Stage, None)
+            assert kept() == (True, None)
+        assert kept() == before == (False, None)
 
 
 # --- the trace of a recording made by hand

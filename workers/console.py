@@ -33,8 +33,10 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
+
+import torch
 
 from mpgrad.errors import contextmanager, traceback_of
 from mpgrad.pickling import classes
@@ -44,11 +46,14 @@ from mpgrad.system import Kept
 from mpgrad.wire.asides import LastWords
 from mpgrad.wire.frames import drained
 from mpgrad.wire.link import Link
-from mpgrad.wire.messages import FAREWELL, Logged, LogLevels, Message, Printed, Warned
+from mpgrad.wire.messages import FAREWELL, Failure, Logged, LogLevels, Message, Printed, Warned
 
 __all__ = [
     "Outlet",
     "TaskWarnings",
+    "described",
+    "failure",
+    "given_in_words",
     "promise_last_words",
 ]
 
@@ -246,6 +251,53 @@ class TaskWarnings:
         except Exception:  # of a class of its own, with what cannot be carried: its text is what matters
             pickled = classes.dumps(UserWarning(str(message)))
         self._given[Warned(pickled, filename, lineno)] = None
+
+
+# --- failures
+
+
+def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") -> Failure:
+    return Failure(carried(error), traceback_of(error), phase, offset, given)
+
+
+MOST_IN_WORDS = 6  # values of each container
+
+
+def in_words(value: Any, depth: int = 2) -> str:
+    """Tensors by dtype and shape, the rest by type; runs no code of the user's."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return f"array {value.dtype} {list(value.shape)}"
+    if kind not in (tuple, list, dict):
+        return kind.__name__
+    opening, closing = "()" if kind is tuple else "[]" if kind is list else "{}"
+    if depth == 0:
+        return f"{opening}...{closing}"
+    pairs = [("", each) for each in value] if kind is not dict else [(f"{named(key)}: ", each) for key, each in value.items()]
+    return opening + all_in_words(pairs, depth - 1) + closing
+
+
+def all_in_words(pairs: Sequence[tuple[str, Any]], depth: int) -> str:
+    words = [name + in_words(value, depth) for name, value in pairs[:MOST_IN_WORDS]]
+    left = len(pairs) - len(words)
+    return ", ".join([*words, f"and {left} more"] if left else words)
+
+
+def named(key: object) -> str:
+    return repr(key) if type(key) in (str, int) else type(key).__name__
+
+
+def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    return all_in_words([*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())], 2)
+
+
+def described(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # it is the user's code, and what the result is wanted for is an error's text
+        return object.__repr__(value)
 
 
 # --- last words

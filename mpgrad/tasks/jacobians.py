@@ -1,0 +1,580 @@
+"""Derivatives of a function, as a worker computes them for one item, or the caller in its place if there is no pool.
+
+`Arguments` say which arguments are differentiated, and what all items share. A task is called for
+one item at a time: for a share of the rows or columns of its Jacobian, or for its product with
+vectors. What it evaluates is a `Point`, the function at the item's arguments; a `Graph` is one
+evaluation there, from which rows can be had. Columns take dual numbers, and an evaluation each, or
+one for all under a vmap.
+
+Guarantees: every evaluation of an item meets the same random numbers, so that all rows and columns belong to one function.
+Assumes: `fn`, run twice with the same random numbers, is the same function.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpgrad.errors import contextmanager
+from mpgrad.pickling.streams import Streams
+from mpgrad.torch_state.modes import DIFFERENTIATING, draw_seed, seed_item
+from mpgrad.torch_state.private import grad_mode, has_tangent, refusing_no_grad, transforms_are_active
+from mpgrad.wire.tensor_refs import overlaps
+
+Argnums = int | tuple[int, ...] | None
+
+
+class Arguments:
+    """Arguments of all items: a list has one entry for each item, anything else they share. Some are differentiated.
+
+    `vectors` are those that a product is taken with; they have lists of their own.
+    """
+
+    def __init__(self, args: tuple[Any, ...], argnums: Argnums, vectors: tuple[Any, ...] = ()) -> None:
+        every = (*args, *vectors)
+        lengths = {len(each) for each in every if isinstance(each, list)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"lists must have one entry for each item, all the same number (lengths: {sorted(lengths)}); "
+                "pass what all items share as it is"
+            )
+        self.common = [None if isinstance(each, list) else each for each in every]
+        self.own = {number: each for number, each in enumerate(every) if isinstance(each, list)}
+        self.in_items = bool(lengths)
+        self.items = lengths.pop() if lengths else 1
+        self.count = len(args)
+        self.wanted = numbers_of(argnums, len(args))
+        self.alone = isinstance(argnums, int) or (argnums is None and len(args) == 1)  # no tuple over the arguments
+        for number in self.wanted:
+            for tensor in self.own.get(number, [args[number]]):
+                check_real(tensor, f"argument {number}", "leave it out of argnums")
+
+    def of(self, item: int) -> list[Any]:
+        """What the item does not share, in order."""
+        return [each[item] for each in self.own.values()]
+
+    def inputs(self, item: int) -> list[Tensor]:
+        every = filled(self.common, list(self.own), self.of(item))
+        return [every[number] for number in self.wanted]
+
+    def vectors(self, item: int) -> list[Any]:
+        return filled(self.common, list(self.own), self.of(item))[self.count :]
+
+    def sizes(self) -> list[int]:
+        """The number of elements that each item has for itself."""
+        return [sum(each.numel() for each in self.of(item) if isinstance(each, Tensor)) for item in range(self.items)]
+
+
+def numbers_of(argnums: Argnums, count: int) -> tuple[int, ...]:
+    """Of the arguments that are differentiated, from 0."""
+    if argnums is None:
+        argnums = tuple(range(count))
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise TypeError(f"argnums must be an integer, a tuple of integers, or None (argnums: {argnums!r})")
+    if not numbers or not all(-count <= number < count for number in numbers):
+        raise ValueError(f"argnums must name some of the {count} arguments, from 0 (argnums: {argnums!r})")
+    numbers = tuple(number % count for number in numbers)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"argnums must name each argument once (argnums: {argnums!r})")
+    return numbers
+
+
+def check_real(tensor: object, name: str, remedy: str) -> None:
+    """Raise a TypeError where it has no derivative; `name` and `remedy` are for the message."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a floating point tensor (given: {type(tensor).__name__}); {remedy}")
+    if tensor.is_complex():
+        raise TypeError(f"{name} must be real (dtype: {tensor.dtype}); differentiate by way of torch.view_as_real")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be floating point to have a derivative (dtype: {tensor.dtype}); {remedy}")
+
+
+def filled(common: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """`common` with `values` in some places."""
+    whole = list(common)
+    for number, value in zip(numbers, values, strict=True):
+        whole[number] = value
+    return whole
+
+
+# --- the function at one item
+
+
+FORWARD_MODE = threading.RLock()  # PyTorch has one level of dual numbers for all threads of a process
+PATIENCE = 120.0  # seconds to wait for another thread to leave forward mode, before it is taken for one that waits for us
+
+
+class Task(ABC):
+    """The function of an operation: holds what all items share; a call gets the item's number and what is its own."""
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool) -> None:
+        self.fn = fn
+        self.common = arguments.common
+        self.own = list(arguments.own)
+        self.count = arguments.count
+        self.wanted = arguments.wanted
+        self.create_graph = create_graph
+        self.seed = draw_seed()
+        self.streams = Streams()  # in a worker: of the generators that `fn` captures
+
+    def __call__(self, item: int, *own: Any) -> Any:
+        with DIFFERENTIATING.entered():
+            return self.answer(item, *own)
+
+    @abstractmethod
+    def answer(self, item: int, *own: Any) -> Any:
+        """The derivative of one item, or a share of it."""
+
+    def at(self, item: int, own: Sequence[Any]) -> tuple[Point, list[Any]]:
+        """The point, and the vectors that a product is taken with."""
+        every = filled(self.common, self.own, own)
+        return Point(self, item, every[: self.count]), every[self.count :]
+
+    def finished(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each in memory of its own, and without the history that captures would give them, unless it was asked for."""
+        if self.create_graph:
+            return list(tensors)
+        memory = set[int]()
+        return [apart(tensor.detach(), memory) for tensor in tensors]
+
+
+def apart(tensor: Tensor, memory: set[int]) -> Tensor:
+    """In memory that no other has, of which `memory` keeps account."""
+    if transforms_are_active() or tensor.layout is not torch.strided:
+        return tensor
+    pointer = tensor.untyped_storage().data_ptr()
+    if pointer in memory:
+        return tensor.clone()
+    memory.add(pointer)
+    return tensor
+
+
+class Point:
+    """A function at one place: the same function at every evaluation, because it meets the same random numbers."""
+
+    shapes: list[torch.Size]  # of what it returned last
+    several: bool  # whether that was a tuple
+
+    def __init__(self, task: Task, item: int, args: list[Any]) -> None:
+        self.task = task
+        self.item = item
+        self.args = args
+        self.inputs = [fit(args[number] if task.create_graph else args[number].detach()) for number in task.wanted]
+        self.size = sum(tensor.numel() for tensor in self.inputs)
+
+    def seed(self) -> None:
+        seed_item(self.task.seed, self.item)
+        self.task.streams.begin(self.item)
+
+    def evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, always a tuple, from the item's own random numbers; raises where one is no real tensor."""
+        self.seed()
+        # copies: fn may write into them, also where they are leaves or the caller's; a Jacobian is many times as large
+        outputs = self.task.fn(*filled(self.args, self.task.wanted, [tensor.clone() for tensor in inputs]))
+        self.several = isinstance(outputs, tuple)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        for number, output in enumerate(outputs):
+            check_real(output, f"output {number}", "the function must return tensors that depend smoothly on its arguments")
+        self.shapes = [output.shape for output in outputs]
+        return outputs
+
+    def moved(self, tangents: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Outputs, and their derivatives along the tangents of some inputs."""
+
+        def of_some(*some: Tensor) -> tuple[Tensor, ...]:
+            with refusing_no_grad():
+                return self.evaluate(*filled(self.inputs, list(tangents), some))
+
+        with grad_mode(True):
+            found: Any = torch.func.jvp(of_some, tuple(self.inputs[k] for k in tangents), tuple(tangents.values()))
+        outputs, moved = found
+        return outputs, moved
+
+
+def fit(tensor: Tensor) -> Tensor:
+    """Derivatives are not followed through inference tensors, and tangents are written into the memory layout of the value."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.clone()
+    if tensor.layout is torch.strided and overlaps(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+class Graph:
+    """One evaluation with a graph, from which any rows of the Jacobian can be had."""
+
+    def __init__(self, point: Point, history: bool = False) -> None:
+        self.point = point
+        self.history = history or point.task.create_graph  # whether gradients are differentiated in their turn
+        self._pull_back: Callable[..., tuple[Tensor, ...]] | None = None
+        with grad_mode(True):
+            if transforms_are_active():  # where nothing else may ask for gradients
+                self.inputs = point.inputs
+                found: Any = torch.func.vjp(point.evaluate, *point.inputs)
+                self.outputs, self._pull_back = found
+            else:
+                self.inputs = list(map(own, point.inputs))
+                self.outputs = point.evaluate(*self.inputs)
+        self.size = sum(output.numel() for output in self.outputs)
+
+    def pull(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """Gradients of the inputs; None stands for outputs that play no part."""
+        self.point.seed()
+        if self._pull_back is not None:
+            whole = [torch.zeros_like(out) if cot is None else cot for out, cot in zip(self.outputs, cotangents, strict=True)]
+            return list(self._pull_back(tuple(whole)))
+        pairs = [(out, cot) for out, cot in zip(self.outputs, cotangents, strict=True) if cot is not None and out.requires_grad]
+        if not pairs:
+            return list(map(torch.zeros_like, self.inputs))
+        outputs, incoming = zip(*pairs, strict=True)
+        return list(derivatives(outputs, self.inputs, incoming, self.history))
+
+    def row(self, start: int, stop: int) -> list[Tensor]:
+        one = [None if each is None else each[0] for each in basis(self.outputs, start, stop)]
+        return [grad.unsqueeze(0) for grad in self.pull(one)]
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        # not is_grads_batched, whose older vmap has fewer rules: ten times slower for 300 rows of a chain of tanh
+        blocks = basis(self.outputs, start, stop)
+        dims = [None if block is None else 0 for block in blocks]
+        return list(torch.func.vmap(self.pull, (dims,), randomness="same")(blocks))
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A tensor of ours that needs gradients, with the history and the tangent of this one."""
+    if tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return (tensor.clone() if has_tangent(tensor) else tensor.detach()).requires_grad_()
+
+
+def derivatives(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], history: bool
+) -> tuple[Tensor, ...]:
+    """Zeros where nothing depends on an input; the graph is kept."""
+    return torch.autograd.grad(
+        outputs, inputs, cotangents, retain_graph=True, create_graph=history, allow_unused=True, materialize_grads=True
+    )
+
+
+def push(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and their derivatives along the tangents of the inputs."""
+    with forward_mode():
+        outputs, moved = point.moved(dict(enumerate(tangents)))
+    return list(outputs), list(moved)
+
+
+def column(point: Point, start: int, stop: int) -> list[Tensor]:
+    """One column, for each output."""
+    tangents = {k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    with forward_mode():
+        return [tangent.unsqueeze(0) for tangent in point.moved(tangents)[1]]
+
+
+def columns(point: Point, start: int, stop: int) -> list[Tensor]:
+    """Several at once, for each output."""
+    tangents = {k: block for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None}
+    with forward_mode():
+        return list(torch.func.vmap(lambda tangents: point.moved(tangents)[1], randomness="same")(tangents))
+
+
+class ForwardModeBusyError(RuntimeError):
+    """No fault of the function's: no other way is taken for it."""
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """One thread at a time."""
+    if not FORWARD_MODE.acquire(timeout=PATIENCE):
+        raise ForwardModeBusyError(
+            f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this one, and PyTorch has one "
+            "level of it for all threads of a process; use mode='reverse', or a pool of processes"
+        )
+    try:
+        yield
+    finally:
+        FORWARD_MODE.release()
+
+
+def basis(likes: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
+    """Rows of the identity matrix over the elements of all `likes`, in their shapes; None where a tensor has no 1 in them."""
+    blocks: list[Tensor | None] = []
+    end = 0
+    for like in likes:
+        begin, end = end, end + like.numel()
+        if end <= start or stop <= begin:
+            blocks.append(None)
+            continue
+        block = like.new_zeros(stop - start, like.numel())
+        block.diagonal(start - begin).fill_(1)
+        blocks.append(block.view(stop - start, *like.shape))
+    return blocks
+
+
+# --- tasks
+
+
+ROWS_PER_COLUMN = 4  # where both are batched, a column costs as much as so many rows (scripts/benchmarks/batch_derivatives.py)
+
+
+class Gradient:
+    """The gradient of a function of one value, as a function; with `and_value`, the value comes last."""
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, and_value: bool = False) -> None:
+        self.fn = fn
+        self.wanted = arguments.wanted
+        self.alone = arguments.alone and not and_value
+        self.and_value = and_value
+
+    def __call__(self, *args: Any) -> Any:
+        inputs = [args[number] for number in self.wanted]
+
+        def value_of(*inputs: Tensor) -> Tensor:
+            value = self.fn(*filled(args, self.wanted, [tensor.clone() for tensor in inputs]))
+            check_real(value, "the output", "a Hessian is of one value")
+            if value.numel() != 1:
+                raise ValueError(f"the function must return one value (output shape: {tuple(value.shape)})")
+            one: Tensor = value.reshape(())
+            return one
+
+        if transforms_are_active():
+            gradients, value = torch.func.grad_and_value(value_of, tuple(range(len(inputs))))(*inputs)
+        else:
+            gradients, value = gradients_and_value(value_of, inputs)
+        if self.alone:
+            return gradients[0]
+        return (*gradients, value) if self.and_value else tuple(gradients)
+
+
+def gradients_and_value(value_of: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """By ordinary autograd, where no transform is running."""
+    history = torch.is_grad_enabled()
+    with grad_mode(True):
+        for each in inputs:
+            each.requires_grad_()
+        value = value_of(*inputs)
+        if not value.requires_grad:
+            return tuple(map(torch.zeros_like, inputs)), value
+        return torch.autograd.grad(value, inputs, create_graph=history, allow_unused=True, materialize_grads=True), value
+
+
+class Way(NamedTuple):
+    """How a Jacobian comes about, and the `mode` that asks for it."""
+
+    name: str
+    mode: str
+    by_rows: bool
+    batched: bool
+
+
+ROW = Way("one row at a time", "reverse", True, False)
+ROWS = Way("batched rows", "batched", True, True)
+COLUMN = Way("forward mode, one column at a time", "forward", False, False)
+COLUMNS = Way("batched forward mode", "forward", False, True)
+WAYS = {
+    "auto": [COLUMNS, COLUMN, ROWS, ROW],
+    "batched": [ROWS],
+    "forward": [COLUMNS, COLUMN],
+    "reverse": [ROW],
+}
+
+
+class Share(NamedTuple):
+    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each output."""
+
+    by_rows: bool
+    tensors: list[Tensor]
+    shapes: list[torch.Size]  # of the outputs
+    several: bool  # outputs: a tuple
+    said: str  # a warning, or ""
+
+
+class Jacobian(Task):
+    """Called for a share of the rows or columns of one item, in the best way that the function goes along with."""
+
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, create_graph: bool, mode: str, chunk_size: int | None
+    ) -> None:
+        super().__init__(fn, arguments, create_graph)
+        self.mode = mode
+        self.ways = WAYS[mode]
+        self.chunk_size = chunk_size
+
+    def by_rows(self) -> Jacobian:
+        """The same, by rows only: for shares of a matrix of which others could not be had by columns."""
+        other = copy.copy(self)
+        other.ways = [ROWS, ROW]
+        return other
+
+    def answer(self, item: int, share: int, shares: int, *own: Any) -> Share:
+        point, _ = self.at(item, own)
+        ways = self.ways
+        graph = Graph(point) if ways[-1].by_rows else None
+        if graph is not None and not ways[0].by_rows:
+            if graph.size > ROWS_PER_COLUMN * point.size:
+                graph = None  # not to be kept beside dual numbers; made again where these do not work
+            else:
+                ways = [ROWS, ROW]
+        failures: list[str] = []
+        for way in ways:
+            try:
+                graph = graph or (Graph(point) if way.by_rows else None)
+                tensors = self.part(way, graph or point, share, shares)
+                said = fallback(self.fn, failures, way.name, way.mode)
+                return Share(way.by_rows, self.finished(tensors), point.shapes, point.several, said)
+            except Exception as error:
+                if way is ROW or isinstance(error, MemoryError | ForwardModeBusyError):
+                    raise
+                failures.append(f"{way.name} ({first_line(error)})")
+                if way is ways[-1]:
+                    Graph(point).row(0, 1)  # raises where not the way but the function is at fault
+                    raise NotImplementedError(
+                        f"{name_of(self.fn)} does not go along with mode {self.mode!r}: {'; '.join(failures)}; "
+                        "use mode='auto' or mode='reverse'"
+                    ) from error
+        raise AssertionError("a way returns or raises")
+
+    def part(self, way: Way, source: Point | Graph, share: int, shares: int) -> list[Tensor]:
+        """Share `share` of `shares`: for each input [rows, *its shape]; by columns for each output [columns, *its shape]."""
+        start, stop = (source.size * number // shares for number in (share, share + 1))
+        step = (self.chunk_size or source.size) if way.batched else 1
+        if isinstance(source, Graph):
+            if start == stop:
+                return [each.new_zeros(0, *each.shape) for each in source.inputs]
+            of_batch = source.rows if way.batched else source.row
+            return gathered(of_batch, batches(source.outputs, start, stop, step), self.create_graph)
+        if start == stop:
+            return [each.new_zeros(0, *each.shape) for each in source.evaluate(*source.inputs)]
+        of_batch = functools.partial(columns if way.batched else column, source)
+        return gathered(of_batch, batches(source.inputs, start, stop, step), self.create_graph)
+
+
+def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    """Rows or columns `start` to `stop`, so many at a time, and of one tensor at a time.
+
+    A batch over two would bring zeros to each from the other's part, and 0 times an infinite derivative is not 0.
+    """
+    ends = itertools.accumulate(like.numel() for like in likes)
+    cuts = sorted({start, stop, *(end for end in ends if start < end < stop)})
+    return [(at, min(at + step, end)) for begin, end in itertools.pairwise(cuts) for at in range(begin, end, step)]
+
+
+def gathered(of_batch: Callable[[int, int], list[Tensor]], pieces: Sequence[tuple[int, int]], history: bool) -> list[Tensor]:
+    """All batches, one after another; copied to their place as they come, if they have no history."""
+    if len(pieces) == 1:
+        return [each.contiguous() for each in of_batch(*pieces[0])]
+    found = (of_batch(*piece) for piece in pieces)
+    if history:
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+    whole: list[Tensor] = []
+    first, last = pieces[0][0], pieces[-1][1]
+    for (start, stop), batch in zip(pieces, found, strict=True):
+        whole = whole or [each.new_empty(last - first, *each.shape[1:]) for each in batch]
+        for each, part in zip(whole, batch, strict=True):
+            each[start - first : stop - first] = part.detach()
+    return whole
+
+
+class Product(NamedTuple):
+    """What one item gives: the output, and the product of its derivative with vectors; both without structure."""
+
+    outputs: list[Tensor]
+    products: list[Tensor]
+    several: bool  # outputs: a tuple
+    said: str  # a warning, or ""
+
+
+class Jvp(Task):
+    """The output of one item, and the product of its Jacobian with tangents."""
+
+    def answer(self, item: int, *own: Any) -> Product:
+        point, tangents = self.at(item, own)
+        said = ""
+        try:
+            outputs, moved = push(point, tangents)
+        except ForwardModeBusyError:
+            raise
+        except Exception as error:  # or the function's own, which then comes again
+            outputs, moved = push_by_two_backwards(point, tangents)
+            said = fallback(self.fn, [f"forward mode ({first_line(error)})"], "two backwards")
+        return Product(self.finished(outputs), self.finished(moved), point.several, said)
+
+
+class Vjp(Task):
+    """The output of one item, and the product of cotangents with its Jacobian."""
+
+    def answer(self, item: int, *own: Any) -> Product:
+        point, cotangents = self.at(item, own)
+        graph = Graph(point)
+        check_alike("cotangents", cotangents, graph.outputs)
+        pulled = graph.pull(cotangents)
+        return Product(self.finished(graph.outputs), self.finished(pulled), point.several, "")
+
+
+class Hvp(Task):
+    """Of the function's gradient, whose derivative is symmetric: a product from the left is one from the right."""
+
+    def answer(self, item: int, *own: Any) -> Product:
+        point, vectors = self.at(item, own)
+        said = ""
+        try:
+            outputs, (*products, _) = push(point, vectors)
+        except ForwardModeBusyError:
+            raise
+        except Exception as error:
+            graph = Graph(point)
+            outputs, products = list(graph.outputs), graph.pull([*vectors, None])
+            said = fallback(self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse")
+        return Product(self.finished(outputs[-1:]), self.finished(products), False, said)
+
+
+def push_by_two_backwards(point: Point, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients are linear in the cotangents; their derivative along the tangents is the Jacobian's product."""
+    graph = Graph(point, history=True)
+    cotangents = [torch.zeros_like(output).requires_grad_() for output in graph.outputs]
+    pairs = [pair for pair in zip(graph.pull(cotangents), tangents, strict=True) if pair[0].requires_grad]
+    if not pairs:
+        return list(graph.outputs), list(map(torch.zeros_like, graph.outputs))
+    gradients, incoming = zip(*pairs, strict=True)
+    return list(graph.outputs), list(derivatives(gradients, cotangents, incoming, point.task.create_graph))
+
+
+def check_alike(name: str, vectors: Sequence[object], likes: Sequence[Tensor]) -> None:
+    if len(vectors) != len(likes):
+        raise ValueError(f"{name} must be {len(likes)} in number (given: {len(vectors)})")
+    for number, (vector, like) in enumerate(zip(vectors, likes, strict=True)):
+        if not isinstance(vector, Tensor) or (vector.shape, vector.dtype) != (like.shape, like.dtype):
+            raise ValueError(f"{name}[{number}] must be {described(like)} (given: {described(vector)})")
+
+
+def described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    if isinstance(fn, Gradient):
+        return f"the gradient of {name_of(fn.fn)}"
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def fallback(fn: Callable[..., Any], failures: Sequence[str], instead: str, mode: str = "") -> str:
+    """The words of a warning that another way was taken; "" where none failed."""
+    if not failures:
+        return ""
+    remedy = f"; mode={mode!r} goes there at once" if mode else ""
+    return f"{name_of(fn)} does not go along with {', nor with '.join(failures)}; {instead} took the place{remedy}"

@@ -1,0 +1,716 @@
+"""What a worker does for a chunk: its calls run, forward, and its backwards; and sums are handed over.
+
+    Forward ──► each call: views ──► dress ──► the function ──► result_structure ──► CallRun: tensors, shapes, graph
+                    results: lend ──► Results
+                    graph: keep; or the backward of a loss runs at once: gradients, lent too
+    Backwards ──► each: before: run the call again, or the backward that made its graph ──► differentiate ──► lend ──► Gradients
+                                                            captures' gradients: added up ──┘
+    Collect ──► the sum ──► lend ──► Collected
+
+An eager backward is run for a loss right after its forward, while the graph is hot in the cache, for
+the gradient that is predicted. Gradients of inputs travel with the result; those of captures too, or
+they are added up here until the caller collects them. Unless the graph is kept, it goes, and a
+caller whose backward turns out to be another one has it made again.
+
+Meanwhile the caller can read at any time which call this is at: a few numbers in shared memory, see
+`Whereabouts`. How far a call has come, for its failure, and what it took, is in its `Stage`; while
+the caller records a timeline, that also notes when.
+Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises.
+    Whoever reads the chunk, the position and the chunk again, and finds the same chunk twice, has a
+    pair that goes together. Each call of a forward is noted before the look whether it is skipped.
+Assumes: one thread, in which a chunk may come within another's call (inline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpgrad.environment import FOLLOWER
+from mpgrad.errors import SharedMemoryError, UncarriedResultError
+from mpgrad.memory.arena import Arena
+from mpgrad.pickling import classes, structure
+from mpgrad.pickling.modules import Live
+from mpgrad.pickling.state import loads_whole
+from mpgrad.pickling.streams import Streams
+from mpgrad.torch_state.modes import under
+from mpgrad.torch_state.private import plus
+from mpgrad.wire.asides import Whereabouts, in_order
+from mpgrad.wire.messages import (
+    BackwardCall,
+    Backwards,
+    Collect,
+    Collected,
+    Eager,
+    Failure,
+    Forward,
+    ForwardCall,
+    Gradients,
+    Missing,
+    Rederive,
+    Rerun,
+    Result,
+    Results,
+    Span,
+    Structure,
+)
+from mpgrad.wire.tensor_packing import Payload, Placed, Together
+from mpgrad.wire.tensor_refs import (
+    LEAF,
+    REQUIRES_GRAD,
+    TensorRef,
+    check_carriable,
+    flags_in,
+    flags_of,
+    have_attributes,
+    need_no_pickle,
+    with_more_behind,
+)
+from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
+from mpgrad.workers.device import Station
+from mpgrad.workers.functions import CaptureSums, Copies, Function, FunctionTable, copied_in
+from mpgrad.workers.graphs import (
+    CHECKPOINTS,
+    HOOKS,
+    Edge,
+    Entrance,
+    GraphEdges,
+    GraphTable,
+    dress,
+    edge_of,
+    edges_at,
+    gradients_at,
+    leaves_behind,
+    still_there,
+)
+from mpgrad.workers.memory import Loans
+
+__all__ = ["Runner", "Tracker"]
+
+LOSSES = (torch.float32, torch.float64)
+NOTHING = contextlib.nullcontext()
+WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
+
+
+# --- where a worker is
+
+
+class Tracker:
+    """Written by the worker, but for the chunks that are skipped: these are the caller's."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._slot = arena.allocate(8 * Whereabouts.COUNT)
+        self._numbers = self._slot.memory.cast("q")
+        self.address = self._slot.address
+        self.descriptor: int = self._slot.slab.descriptor
+
+    def is_skipped(self, chunk: int) -> bool:
+        return chunk in self._numbers[Whereabouts.SKIPPED :]
+
+    def begin(self, chunk: int, position: int) -> None:
+        """A call of the chunk begins."""
+        numbers = self._numbers
+        numbers[Whereabouts.STARTED] = time.monotonic_ns()
+        numbers[Whereabouts.OFFSET] = -1
+        if numbers[Whereabouts.CHUNK] == chunk:
+            numbers[Whereabouts.POSITION] = position
+        else:
+            # whoever reads both finds them to go together, or this
+            numbers[Whereabouts.CHUNK] = Whereabouts.BETWEEN
+            in_order()
+            numbers[Whereabouts.POSITION] = position
+            in_order()
+            numbers[Whereabouts.CHUNK] = chunk
+
+    def begin_item(self, offset: int) -> None:
+        """Note the item of a bundle: for who has to say which one a worker died of. -1: none."""
+        self._numbers[Whereabouts.OFFSET] = offset
+
+
+class Stage:
+    """How far a call has come, or the backwards of a chunk."""
+
+    def __init__(self, spans: list[Span] | None) -> None:
+        """`spans` are for a timeline, while the caller records one."""
+        self.phase = "forward"
+        self.position = 0  # of the call, in its chunk
+        self.offset = 0  # of the item, in a bundle
+        self.given = ""  # to the function, where it raised
+        self.own_seconds = 0.0  # in the function
+        self.backward_seconds = 0.0  # in PyTorch's engine
+        self._spans = spans
+
+    def ran(self, started: float) -> None:
+        """The function has run until now."""
+        self.own_seconds += self._since(started, "forward")
+
+    def differentiated(self, started: float) -> None:
+        """PyTorch's engine has run until now."""
+        self.backward_seconds += self._since(started, "backward")
+
+    def _since(self, started: float, phase: str) -> float:
+        seconds = time.perf_counter() - started
+        if self._spans is not None:
+            now = time.monotonic_ns()
+            self._spans.append((phase, self.position, self.offset, now - int(1e9 * seconds), now))
+        return seconds
+
+
+# --- one run of a function
+
+
+class CallRun:
+    """What a call is given and gives, where the gradients of those of its tensors that need them
+    enter its graph, and what eager backwards found."""
+
+    def __init__(
+        self,
+        call: ForwardCall,
+        function: Function,
+        refs: Sequence[TensorRef],
+        given: list[torch.Tensor],
+        entrances: Sequence[Entrance],
+        station: Station,
+        eager: Eager | None,
+    ) -> None:
+        """`given` are the tensors of `refs`, those of the call here; `entrances` lead to those that need gradients."""
+        self.shapes: list[tuple[Structure, int]] = []  # of each item: how its tensors go together, and how many there are
+        self.tensors: list[torch.Tensor] = []
+        self.flags: list[int] = []
+        self.inputs = edges_at(entrances) if call.bundle else []  # of bundles all of these are leaves
+        self.graph: GraphEdges | None = None  # of all items, at the end
+        self.unused: Sequence[int] = ()  # inputs that the graph does not lead to, see `Result`
+        self.strays: list[tuple[int, str]] = []  # see `Result`
+        self._call = call
+        self._refs = refs
+        self._given = given
+        self._entrances = entrances
+        self._function = function
+        self._station = station
+        self._outputs: list[Edge] = []  # those of losses whose backward was an eager one have gone
+        self._codes: list[int] = []  # where the outputs lie, in a pool with devices
+        self._has_graph = False
+        self._reentrant = False  # see `GraphEdges`
+        self._known: set[int] = set()  # ids of what it is given and captures, once that is asked
+        self._kept_leaves: list[torch.Tensor] = []  # results that are strays themselves: nodes of the graph, as captures are
+        # eager backwards: of the items' losses, from the first item on
+        self.eager = eager
+        self.gradients: list[torch.Tensor | None] = []  # of inputs; of captures too, unless these are added up
+        self.wanted: list[int] = []  # the inputs
+        self.has_begun = False  # so that the call's graph may not be whole any more
+        self.sums = None  # of this call: what others add to is right only if all of it gets there
+        if eager is not None and function.edges and not eager.apart:
+            self.sums = CaptureSums(len(function.edges))
+        self._own_inputs = own_inputs(call) if eager is not None else ()
+        self._differentiated = 0  # items
+
+    def items(self) -> Iterator[list[torch.Tensor]]:
+        """The tensors of the call, or of each item of a bundle."""
+        start = 0
+        for _, count in self._call.bundle:
+            yield self._given[start : start + count]
+            start += count
+        if not self._call.bundle:
+            yield self._given
+
+    def note_strays(self, found: Sequence[torch.Tensor], copied: Copies) -> None:
+        """Look behind what an item gave, which was given what was `copied`."""
+        if not self._known:
+            self._known = set(map(id, itertools.chain(self._given, self._function.captures)))
+        for number, words in self._function.strays.behind(found, self._known, copied).items():
+            self.strays.append((len(self.tensors) + number, words))
+            if found[number].is_leaf:
+                self._kept_leaves.append(found[number])
+
+    def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
+        """An item gave these tensors, or all items did. Returns those behind which there is a graph: see `enter`."""
+        flags = [flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves) for tensor in found]
+        self.flags += flags
+        outputs = [tensor for tensor, each in zip(found, flags, strict=True) if each & REQUIRES_GRAD and not each & LEAF]
+        alone = not self._call.bundle
+        if alone:
+            self._given.clear()  # now only what was made of an input, if that is no leaf, still holds it
+            self.inputs = edges_at(self._entrances)
+        if not outputs or torch.is_inference_mode_enabled():
+            return []
+        self._function.search.look(outputs, reentrant)
+        if alone:
+            self.unused = unused_inputs(self._refs, self.inputs, outputs, reentrant)
+        self._has_graph = True
+        return outputs
+
+    def enter(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
+        """Gradients may come to these."""
+        self._outputs += map(edge_of, outputs)
+        self._codes += self._station.codes_of(outputs)
+        self._reentrant = self._reentrant or reentrant
+
+    def take_eagerly(
+        self, item: int, found: list[torch.Tensor], reentrant: bool, hooks: int, stage: Stage
+    ) -> list[torch.Tensor]:
+        """Run the backward of what an item gave, if that is a loss; returns what is to be sent.
+
+        `hooks`: how many had been registered on tensors before the item began. If it registers
+        some, these are to be called when the caller's backward comes.
+        """
+        outputs = self.connect(found, reentrant)
+        if outputs and hooks == HOOKS.count and self._differentiate(item, found, reentrant, stage):
+            return [tensor.detach() for tensor in found]  # nothing holds the graph now: the next one gets its memory
+        if outputs:
+            self.enter(outputs, reentrant)
+        return found
+
+    def _differentiate(self, item: int, tensors: list[torch.Tensor], reentrant: bool, stage: Stage) -> bool:
+        """Whether the item's graph can go, as the backward of its loss was run."""
+        loss, captures, how = loss_of(tensors), self._function.edges, self.eager
+        if loss is None or how is None or item != self._differentiated:
+            return False
+        if HOOKS.count and any(isinstance(each, torch.Tensor) and each._backward_hooks for each in captures):
+            return False  # items to come may add to the hooks of a capture, and the caller's backward is to see them all
+        self.has_begun = True
+        started = time.perf_counter()
+        # the caller does not ask for those of unused inputs
+        wanted = [number for number in self._own_inputs[item] if number not in self.unused]
+        try:
+            edges = [*(still_there(self.inputs[number]) for number in wanted), *map(still_there, captures)]
+            gradient = torch.full_like(loss, how.gradient)
+            found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
+        except BaseException:  # it will be raised again by the caller's backward, which makes the graph again
+            return False
+        finally:
+            stage.differentiated(started)
+        for place, grad in enumerate(found):
+            if grad is not None and grad.layout is not torch.strided:
+                found[place] = grad.clone()  # its indices may be a tensor that the function keeps, and writes to again
+        if self.sums is not None:
+            self.sums.add(found[len(wanted) :])
+            del found[len(wanted) :]
+        self.gradients += found
+        self.wanted += wanted
+        self._differentiated += 1
+        return not how.keeps
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether the backwards of all items were eager ones."""
+        return self._differentiated == len(self._own_inputs)
+
+    def end(self) -> None:
+        """All items have run."""
+        if self._has_graph:
+            function = self._function
+            devices = self._station.device_map(self._codes, self._call.tensors, function.homes)
+            self.graph = GraphEdges(function, self._outputs, self.inputs, self._reentrant, devices)
+
+
+def structure_of(call: ForwardCall, offset: int) -> Structure:
+    return call.bundle[offset][0] if call.bundle else call.structure
+
+
+def arguments(
+    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Live
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
+    shape = structure_of(call, offset)
+    if not isinstance(shape, bytes):
+        return tensors, {}
+    own = len(tensors) - sum(count for _, count in call.claimed)
+    rest = iter(tensors[own:])
+    claimed = [structure.loads_result(shape, list(itertools.islice(rest, count))) for shape, count in call.claimed]
+    streams = Streams()
+    args, kwargs = loads_whole(shape, tensors[:own], claimed, modules, streams)
+    streams.begin(call.item + offset)  # of generators that code captures which comes with the item
+    return args, kwargs
+
+
+def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
+    """Of a result. A leaf that `fn` was given is a node of the graph; one that it made is a fresh leaf in the parent too."""
+    if type(tensor) is torch.Tensor:  # most are
+        if not tensor.requires_grad:
+            return LEAF
+        if tensor.grad_fn is not None:
+            return REQUIRES_GRAD
+    flags = flags_of(tensor)
+    if flags & LEAF and flags & REQUIRES_GRAD and any(tensor is each for each in itertools.chain(*given)):
+        flags &= ~LEAF
+    return flags
+
+
+def unused_inputs(
+    refs: Sequence[TensorRef], edges: Sequence[Edge | None], outputs: Sequence[torch.Tensor], reentrant: bool
+) -> list[int]:
+    """See `Result.unused`: of the leaves with hooks those that no output leads to, and what `edges_at` found no edge for."""
+    looked_for = {id(edge): number for number in with_more_behind(refs) if isinstance(edge := edges[number], torch.Tensor)}
+    unled_to = looked_for.keys() - leaves_behind(outputs, looked_for, reentrant)
+    return [number for number, edge in enumerate(edges) if edge is None] + [looked_for[each] for each in unled_to]
+
+
+def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tensor]]:
+    """How the tensors of a result go together, and these. `kind` is that of the pool's devices, if it has some.
+
+    Raises:
+        UncarriedResultError: it cannot be carried.
+    """
+    shape: Structure = None
+    if isinstance(value, torch.Tensor) and not have_attributes((value,)):
+        tensors = [value]
+    elif type(value) is tuple and value and need_no_pickle(value):
+        shape, tensors = len(value), list(value)
+    else:
+        try:
+            shape, tensors = structure.dumps(value)
+        except Exception as error:
+            from mpgrad.pickling.uncarried import why_not  # only an error needs it
+
+            raise UncarriedResultError(why_not(error, "the result", value), repr(error), described(value)) from error
+    try:
+        for tensor in tensors:
+            check_carriable(tensor, "the result", None, kind)
+    except TypeError as error:
+        raise UncarriedResultError(str(error), repr(error), described(value)) from error
+    return shape, tensors
+
+
+def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Of those that one item gave: the only one that needs a gradient, where it is a number."""
+    needing = [tensor for tensor in tensors if tensor.requires_grad]
+    if len(needing) != 1:
+        return None
+    loss = needing[0]
+    is_number = loss.numel() == 1 and loss.dtype in LOSSES and loss.layout is torch.strided
+    return loss if is_number else None
+
+
+def own_inputs(call: ForwardCall) -> Sequence[range]:
+    """For each item, the numbers of its tensors among those of the call that need gradients."""
+    # how many of those that need gradients come before each tensor
+    ends = [0, *itertools.accumulate(bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors))]
+    counts = [count for _, count in call.bundle] or [len(ends) - 1]
+    starts = itertools.accumulate(counts, initial=0)
+    return [range(ends[start], ends[stop]) for start, stop in itertools.pairwise(starts)]
+
+
+# --- chunks
+
+
+class Differentiated(NamedTuple):
+    """What came of one step of a backward."""
+
+    gradients: Sequence[torch.Tensor | None] = ()
+    homes: Sequence[int] | None = None  # where these are to be in the caller, in a pool with devices
+    reached: Sequence[int] = ()  # captures that they depend on, see `Gradients`
+
+
+class Runner:
+    """Answers `Forward`, `Backwards` and `Collect`. What stays of them is in the graph table, the
+    loans, and the sums of functions."""
+
+    def __init__(
+        self,
+        functions: FunctionTable,
+        graphs: GraphTable,
+        loans: Loans,
+        tracker: Tracker,
+        task_warnings: TaskWarnings,
+        station: Station,
+    ) -> None:
+        self._functions = functions
+        self._graphs = graphs
+        self._loans = loans
+        self._tracker = tracker
+        self._warnings = task_warnings
+        self._station = station
+        self.spans: list[Span] | None = None  # of the chunk that is being answered, for a timeline
+
+    # --- forward
+
+    def forward(self, message: Forward, incoming: memoryview) -> tuple[Results, Payload]:
+        chunk, calls = message.chunk, message.calls
+        found = self._functions[message.function]
+        function = found if isinstance(found, Function) else None
+        payload = Payload()
+        outcomes: list[Result | Failure] = []
+        own_seconds = eager_seconds = failed_seconds = 0.0
+        started = time.perf_counter()
+        with under(message.modes), NOTHING if function is None else function.running():
+            for position, call in enumerate(calls):
+                # noted before the look: the caller may have what was not, some time after it said that it is skipped
+                self._tracker.begin(chunk, position)
+                if self._tracker.is_skipped(chunk):
+                    break
+                stage, begun = Stage(self.spans), time.perf_counter()
+                stage.position = position
+                outcome = self._call(message, call, found, incoming, payload, stage) if isinstance(found, Function) else found
+                outcomes.append(outcome)
+                self._station.finish()  # raises where the device cannot go on after an error, which ends the worker
+                if function is None:
+                    self._loans.give_back_unread(call)
+                if isinstance(outcome, Result):
+                    own_seconds += stage.own_seconds
+                    eager_seconds += stage.backward_seconds
+                    continue
+                failed_seconds += time.perf_counter() - begun
+                if message.stop_at_failure:
+                    break
+        self._loans.give_back_unread(*calls[len(outcomes) :])
+        seconds = time.perf_counter() - started - failed_seconds
+        mutated = function is not None and function.has_written
+        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
+        reached = () if function is None else function.search.take_found()
+        warned = self._warnings.take()
+        return Results(chunk, outcomes, seconds, own_seconds, eager_seconds, mutated, warned, dropped, nbytes, reached), payload
+
+    def _call(
+        self, message: Forward, call: ForwardCall, function: Function, incoming: memoryview, payload: Payload, stage: Stage
+    ) -> Result | Failure:
+        """The outcome of a call. What was lent for it, and its graph where that is kept, are noted."""
+        before = self._graphs.memory_in_use()
+        try:
+            eager = None if function.code.is_cut_short else message.eager
+            run = self._run(message, call, function, incoming, stage, eager)
+            placed = self._place(run, call.origin, stage)
+            refs = self._loans.lend(placed, payload)
+            graph = run.graph
+            gradients = None
+            if graph is not None and eager is not None and run.has_begun:
+                gradients = self._lend_gradients(call.call, run, graph, payload)
+                graph = graph if eager.keeps else None
+            shape, bundle = (None, run.shapes) if call.bundle else (run.shapes[0][0], ())
+            result = Result(shape, refs, run.graph is not None, gradients, bundle, run.unused, run.strays)
+            sums = None if gradients is None else run.sums
+            del run, placed
+            if graph is not None:
+                self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
+                self._graphs.trim()
+            if sums is not None:  # last: of a call that fails nothing is in the sum
+                function.sums.of(None, (), len(sums.sums)).add(sums.sums)
+            return result
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the parent's to raise
+            return failure(error, stage.phase, stage.offset, stage.given)
+
+    def _run(
+        self,
+        message: Forward | Rerun,
+        call: ForwardCall,
+        function: Function,
+        payload: memoryview,
+        stage: Stage,
+        eager: Eager | None = None,
+    ) -> CallRun:
+        """Run a call, for its results or, a second time, for its graph. Notes in `stage` how far it came."""
+        station, kind, begin_item = self._station, self._loans.packer.kind, self._tracker.begin_item
+        refs = station.named(call.tensors, function.gathers)
+        given, entrances = dress(self._loans.views(refs, payload), flags_in(refs))
+        run = CallRun(call, function, refs, given, entrances, station, eager)
+        before = CHECKPOINTS.count
+        for stage.offset, own in enumerate(run.items()):
+            stage.phase = "forward"
+            if call.bundle:
+                begin_item(stage.offset)
+            hooks = HOOKS.count
+            args, kwargs = arguments(call, stage.offset, own, function.modules)
+            pickled = structure_of(call, stage.offset)
+            copied = copied_in((args, kwargs), pickled, own) if isinstance(pickled, bytes) else {}
+            item = call.item + stage.offset
+            if message.seed is not None:
+                station.seed_item(message.seed, item)
+            if function.streams:
+                function.streams.begin(item)
+            started = time.perf_counter()
+            try:
+                value = function.target(*args, **kwargs)
+            except BaseException:
+                stage.given = given_in_words(args, kwargs)
+                raise
+            stage.ran(started)
+            stage.phase = "result"
+            shape, found = result_structure(value, kind)
+            if isinstance(pickled, bytes) or function.strays.may_be_reached():
+                run.note_strays(found, copied)
+            del args, kwargs, own, value
+            run.shapes.append((shape, len(found)))
+            if eager is not None:
+                reentrant = CHECKPOINTS.count != before
+                found = run.take_eagerly(stage.offset, found, reentrant, hooks, stage)
+                before = CHECKPOINTS.count
+            run.tensors += found
+        if eager is None and (outputs := run.connect(run.tensors, reentrant := CHECKPOINTS.count != before)):
+            run.enter(outputs, reentrant)
+        begin_item(-1)
+        run.end()
+        return run
+
+    def _place(self, run: CallRun, origin: int, stage: Stage) -> list[Placed] | Together:
+        """Copies of the results' tensors, to be had where the call came from (`origin`)."""
+        packer = self._loans.packer
+        if len(run.shapes) > 1:
+            with contextlib.suppress(SharedMemoryError):  # there may be room for them one by one; if not, one of them is named
+                if (together := packer.together(run.tensors, run.flags)) is not None:
+                    return together
+        rows = zip(run.tensors, run.flags, self._station.homes_of(run.tensors, origin), strict=False)  # the last may be endless
+        placed: list[Placed] = []
+        for stage.offset, (_, count) in enumerate(run.shapes):
+            placed += itertools.starmap(packer.place, itertools.islice(rows, count))
+        return placed
+
+    def _lend_gradients(
+        self, call: int, run: CallRun, graph: GraphEdges, payload: Payload
+    ) -> Sequence[TensorRef | None] | None:
+        """Those of losses; None where not all could be had: the caller's backward is sent then."""
+        gradients = None
+        if run.is_differentiated:
+            homes = graph.homes(run.wanted, run.sums is None)
+            with contextlib.suppress(Exception):  # no room for them: there may be for the result, which matters more
+                gradients = self._loans.lend_all(run.gradients, homes, payload)
+        if gradients is None:
+            graph.function.code.is_cut_short = True
+            if run.eager is not None and not run.eager.keeps:
+                self._graphs.miss(call)
+        return gradients
+
+    # --- backward
+
+    def backward(self, message: Backwards, incoming: memoryview) -> tuple[Gradients, Payload]:
+        chunk, calls = message.chunk, message.calls
+        payload = Payload()
+        outcomes: list[Sequence[TensorRef | None] | Failure | Missing] = []
+        reached: list[tuple[int, Sequence[int]]] = []
+        stage = Stage(self.spans)
+        with under(message.modes):
+            for position, call in enumerate(calls):
+                if self._tracker.is_skipped(chunk):
+                    break
+                stage.position = position
+                steps = deque([*call.before, call])
+                try:
+                    found: Differentiated | None = None
+                    while steps:
+                        self._tracker.begin(chunk, position)
+                        found = self._step(steps.popleft(), incoming, stage)
+                        if found is None:
+                            break
+                    if found is not None and found.reached:
+                        reached.append((position, found.reached))
+                    outcomes.append(Missing() if found is None else self._loans.lend_all(found.gradients, found.homes, payload))
+                except BaseException as error:
+                    outcomes.append(failure(error, "backward"))
+                self._station.finish()
+                self._loans.give_back_unread(*steps)
+                self._graphs.trim()
+        for call in calls[len(outcomes) :]:
+            self._loans.give_back_unread(*call.before, call)
+        dropped, nbytes = self._graphs.take_dropped(), self._graphs.nbytes
+        return Gradients(chunk, outcomes, self._warnings.take(), dropped, nbytes, reached), payload
+
+    def _step(self, step: Rerun | Rederive | BackwardCall, incoming: memoryview, stage: Stage) -> Differentiated | None:
+        """A backward, or a step to the graph that it needs; None where one that it starts from is not here any more."""
+        if isinstance(step, BackwardCall):
+            return self._differentiate(step, incoming, stage)
+        with self._warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
+            if isinstance(step, Rederive):
+                return self._differentiate(step.call, incoming, stage)
+            return self._run_again(step, incoming, stage)
+
+    def _run_again(self, step: Rerun, incoming: memoryview, stage: Stage) -> Differentiated:
+        """Makes the graph of a call again, which is kept; a spent one is run through."""
+        call = step.call.call
+        if step.spent and call in self._graphs:  # the backward that was to be the last one has failed
+            self._loans.give_back_unread(step)
+            return Differentiated()
+        function = self._functions[step.function]
+        if isinstance(function, Failure):
+            self._loans.give_back_unread(step)
+            raise classes.loads(function.error)
+        before = self._graphs.memory_in_use()
+        with function.running():
+            run = self._run(step, step.call, function, incoming, stage)
+        if run.graph is None:
+            raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
+        if step.spent:
+            run_through(run, run.graph)
+        self._graphs.keep(call, run.graph, self._graphs.memory_in_use() - before)
+        if step.spent:
+            self._graphs.spend(call)
+        return Differentiated()
+
+    def _differentiate(self, call: BackwardCall, incoming: memoryview, stage: Stage) -> Differentiated | None:
+        """The gradients that are wanted; None where the graph is not there any more."""
+        graph = self._graphs.find(call.call)
+        if graph is None:
+            self._loans.give_back_unread(call)
+            return None
+        if len(graph.outputs) != len(call.parts):
+            self._loans.give_back_unread(call)
+            found, expected = len(graph.outputs), len(call.parts)
+            raise RuntimeError(f"{found} outputs of the function needed gradients, not {expected} as before, {WHEN_RUN_AGAIN}")
+        before = self._graphs.memory_in_use()
+        create = call.graph is not None
+        refs = call.grads if graph.devices is None else graph.devices.arriving(call.grads, call.parts)
+        given = self._loans.views(refs, incoming)
+        entrances: Sequence[Entrance] = ()
+        if create:
+            given, entrances = dress(given, flags_in(refs))
+        grads = added_up(given, call.parts)
+        started = time.perf_counter()
+        try:
+            with graph.function.running():
+                gradients = graph.run_backward(grads, call.wanted, call.captures, call.keep, create, call.levels)
+        finally:
+            stage.differentiated(started)
+        if call.captures and not call.apart:
+            gradients, of_captures = gradients[: len(call.wanted)], gradients[len(call.wanted) :]
+            graph.function.sums.of(call.graph_task, call.levels, len(of_captures)).add(of_captures)
+        reached: Sequence[int] = ()
+        if call.graph is not None:
+            connected = [grad for grad in gradients if grad is not None and grad.requires_grad]
+            if connected:
+                reached = graph.function.search.behind(connected, graph.reentrant)
+                derived = graph.derived(connected, edges_at(entrances), call.grads)
+                self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
+        elif call.last:
+            self._graphs.release(call.call)  # now, while it is in the cache, and the next one can have its memory
+        elif not call.keep:
+            self._graphs.spend(call.call)
+        return Differentiated(gradients, graph.homes(call.wanted, call.captures and call.apart), reached)
+
+    def collect(self, message: Collect, incoming: memoryview) -> tuple[Collected, Payload]:
+        """Hands over a sum, which is not here any more then; no gradients and 0 calls where there was none."""
+        payload = Payload()
+        function = self._functions.get(message.function)
+        if not isinstance(function, Function):
+            return Collected(message.chunk, [], 0), payload
+        sums = function.sums.take(message.graph_task, message.levels)
+        if sums is None:
+            return Collected(message.chunk, [], 0), payload
+        try:
+            return Collected(message.chunk, self._loans.lend_all(sums.sums, function.homes, payload), sums.calls), payload
+        except BaseException as error:
+            return Collected(message.chunk, failure(error, "backward"), 0), payload
+        finally:
+            self._station.finish()
+
+
+def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """One gradient for each output, of each the sum of as many as `parts` says; None where there is none."""
+    if set(parts) == {1}:
+        return given
+    rest = iter(given)
+    return [functools.reduce(plus, [next(rest) for _ in range(count)]) if count else None for count in parts]
+
+
+def run_through(run: CallRun, graph: GraphEdges) -> None:
+    """Run through a graph that was run through before, and dropped: what a second backward finds is PyTorch's own matter.
+
+    With gradients of one, of which whatever is said by code of the user's, or by anomaly mode, is of no interest to anybody.
+    """
+    pairs = zip(run.tensors, run.flags, strict=True)
+    grads = [torch.ones_like(tensor) for tensor, flags in pairs if flags & REQUIRES_GRAD and not flags & LEAF]
+    with contextlib.suppress(Exception), torch.autograd.set_detect_anomaly(False):
+        graph.run_backward(grads, range(len(graph.inputs)), True, keep=False, create=False, levels=())
