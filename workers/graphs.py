@@ -211,8 +211,11 @@ def run_whole(
     leaves = [edge for edge in edges if isinstance(edge, torch.Tensor)]
     for leaf in leaves:
         leaf.grad = None
-    torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
-    return [taken(edge) for edge in edges]
+    try:
+        torch.autograd.backward(outputs, grads, keep, create)  # type: ignore[arg-type]  # edges and tensors may be mixed
+    finally:
+        found = [taken(edge) for edge in edges]
+    return found
 
 
 def taken(edge: Edge) -> torch.Tensor | None:
@@ -251,6 +254,20 @@ class GraphEdges(NamedTuple):
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
         """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
+        if self.reentrant:  # what nobody took would be added to what comes next
+            found = self._run(grads, range(len(self.inputs)), True, keep, create, levels)
+            return [*(found[k] for k in wanted), *(found[len(self.inputs) :] if captures else ())]
+        return self._run(grads, wanted, captures, keep, create, levels)
+
+    def _run(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        wanted: Sequence[int],
+        captures: bool,
+        keep: bool,
+        create: bool,
+        levels: tuple[Level, ...],
+    ) -> list[torch.Tensor | None]:
         edges = [still_there(self.inputs[k]) for k in wanted]
         if captures:
             edges += map(still_there, self.function.edges)

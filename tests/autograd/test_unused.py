@@ -538,6 +538,28 @@ def test_an_input_used_inside_and_outside_of_a_reentrant_checkpoint(nursery: mpg
         same(gradients(pool.map), gradients(serial))
 
 
+@pytest.mark.parametrize("graphs", ["keep", "auto"])
+def test_parts_of_a_graph_with_a_reentrant_checkpoint(nursery: mpgrad.Pool, graphs: Any) -> None:
+    """A worker runs all of it for each part. What was not asked for goes neither into the next part nor into a capture."""
+    weight, one, other = leaf(3), leaf(3, seed=1), leaf(3, seed=2)
+
+    def fn(given: tuple[Tensor, Tensor]) -> Tensor:
+        assert weight.grad is None
+        return (checkpoint(lambda y: y * y * weight, given[0], use_reentrant=True) * given[1]).sum()
+
+    def parts(loop: Loop) -> list[Tensor | None]:
+        (result,) = loop(fn, [(one * 2, other * 3)])
+        wanted = [[one], [other], [weight], [one, other]]
+        return [grad for each in wanted for grad in torch.autograd.grad(result, each, retain_graph=True)]
+
+    def by_hand(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        return [(x * x * weight * y).sum() for x, y in items]
+
+    with mpgrad.Pool(1, graphs=graphs) as pool:
+        for _ in range(2):
+            same(parts(pool.map), parts(by_hand))
+
+
 def test_what_a_call_does_not_use_of_another(any_pool: mpgrad.Pool) -> None:
     """Neither the graph in the worker nor the history in the caller is run."""
     seen: list[Tensor] = []
