@@ -124,6 +124,8 @@ class CallingOff:
                 self.stop(operation)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
+            if not (worker.under_way.chunks or worker.doomed):
+                continue
             if overdue_at(worker) <= now:
                 self._end_overdue(worker, now)
             if worker.gone is None and worker.under_way.end_at <= now:
@@ -214,7 +216,7 @@ def overdue_at(worker: WorkerHandle) -> float:
     """When the call that it is at will have taken too long; where it has, when the worker must have ended."""
     if worker.doomed is not None and worker.gone is None:
         return worker.doomed.moment
-    chunk = worker.under_way.first
+    chunk = next(iter(worker.under_way.chunks.values()), None)
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf
     if worker.link.keeps_time:

@@ -100,10 +100,15 @@ class Line:
         that are at a call for longer than such calls take, as nobody knows when that ends. See `look_at`.
         """
         self.look_at = math.inf
-        dry = [worker for worker in workers if worker.ready and not (worker.under_way or worker.retiring)]
-        if not dry or self.has_calls:
+        dry, others = list[WorkerHandle](), list[WorkerHandle]()
+        for worker in workers:
+            if worker.under_way.chunks:
+                others.append(worker)
+            elif worker.ready and not worker.retiring:
+                dry.append(worker)
+        if not (dry and others) or self.has_calls:
             return []
-        others = [worker for worker in workers if worker.under_way.has_for_others]
+        others = [worker for worker in others if worker.under_way.has_for_others]
         if not others:
             return []
         loads = {worker: self._unbegun_seconds(worker) for worker in others}
