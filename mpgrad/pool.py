@@ -26,7 +26,7 @@ from torch.autograd import Function
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
-from mpgrad.cluster.options import Ray
+from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Wanted
 from mpgrad.errors import contextmanager
 from mpgrad.place import PLACE

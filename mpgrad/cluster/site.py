@@ -1,4 +1,5 @@
 """A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on the node; needs no torch.
+And what both ends of a site share: records as bytes, and their order.
 
     caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
@@ -17,6 +18,11 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
+What carries them may do so in any order, late, or twice. So both ends number what they say, and `Arriving` puts it into its
+order, each piece once. Memory stands behind the pickle of the records, as it is: it is copied once when it is packed, from
+where it lies, and not when it is unpacked.
+
+    number of buffers | size of each, and of the pickle | pickle | buffers
 A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the site has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
@@ -34,23 +40,28 @@ import os
 import pickle
 import platform
 import socket
+import struct
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpgrad.cluster.carrier import Arriving, Record, packed, unpacked
-from mpgrad.engines.launch import Launcher, process_launcher
+from mpgrad.engines.launch import Launcher, launched, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
 from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
 __all__ = [
+    "Arriving",
     "Hello",
     "Pieces",
+    "Record",
     "Site",
     "SiteWorker",
     "hello",
+    "packed",
+    "unpacked",
 ]
 
 PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
@@ -78,6 +89,85 @@ def hello() -> Hello:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "none"
     return Hello(socket.gethostname(), versions)
+
+
+# --- records as bytes
+
+
+Record = tuple[Any, ...]
+COUNT = struct.Struct("<Q")
+
+
+def packed(records: Sequence[Record]) -> bytes:
+    """What is a `PickleBuffer` in them is a memoryview at the other end. No bytes say nothing."""
+    if not records:
+        return b""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(records, protocol=5, buffer_callback=buffers.append)
+    pieces: list[bytes | memoryview] = [pickled, *(buffer.raw() for buffer in buffers)]
+    head = struct.pack(f"<{1 + len(pieces)}Q", len(pieces), *map(len, pieces))
+    return b"".join((head, *pieces))
+
+
+def unpacked(content: bytes) -> Sequence[Record]:
+    if not content:
+        return ()
+    view = memoryview(content)
+    (count,) = COUNT.unpack_from(view)
+    start = COUNT.size * (1 + count)
+    pieces: list[memoryview] = []
+    for size in struct.unpack_from(f"<{count}Q", view, COUNT.size):
+        pieces.append(view[start : start + size])
+        start += size
+    records: Sequence[Record] = pickle.loads(pieces[0], buffers=pieces[1:])
+    return records
+
+
+# --- numbered pieces in their order
+
+
+class Arriving:
+    """What one end hears. What is missing is waited for; `missing_for` and `silent_for` say how long already, for who gives
+    up some time.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+        self._coming: set[int] = set()
+        self._since = 0.0  # on the clock of time.monotonic: when the next became the next, or the first came early
+        self._heard_at = time.monotonic()
+
+    def expect(self, number: int) -> None:
+        """That piece is on its way, and may take long."""
+        self._heard_at = time.monotonic()
+        self._coming.add(number)
+
+    def records(self, number: int, piece: bytes) -> Iterator[Record]:
+        """A piece has come: the records of those that are now in turn. A number that has come before says nothing new."""
+        self._heard_at = time.monotonic()
+        if number > self._next and not self._early:
+            self._since = time.monotonic()
+        if number >= self._next:
+            self._early.setdefault(number, piece)
+        while self._next in self._early:
+            self._coming.discard(self._next)
+            self._next += 1
+            if len(self._early) > 1:
+                self._since = time.monotonic()
+            yield from unpacked(self._early.pop(self._next - 1))
+
+    @property
+    def silent_for(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    @property
+    def missing_for(self) -> float:
+        """Seconds for which others have been there before the next, of which nobody knows."""
+        return time.monotonic() - self._since if self._early and self._next not in self._coming else 0.0
+
+
+# --- on the node
 
 
 class MirroredSlab:
@@ -133,13 +223,12 @@ class Site:
         self._workers: dict[int, SiteWorker] = {}
         self._slabs: dict[int, MirroredSlab] = {}
         self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
-        self._arriving = Arriving()
+        self.arriving = Arriving()
         self._next_number = 0
         self._news: list[Record] = [("hello", hello())]
         self._burials: set[asyncio.Task[None]] = set()
         self._is_closing = False  # nobody is to be left, and the caller waits for that
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._heard_at = time.monotonic()
         self._answered_at = 0.0
         self._gathering = False  # an answer will be given soon
         self._loop = asyncio.get_running_loop()
@@ -149,17 +238,10 @@ class Site:
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
-    def expect(self, number: int) -> None:
-        """Its content is on its way here."""
-        self._heard_at = time.monotonic()
-        self._arriving.expect(number)
-
     async def exchange(self, number: int, content: bytes) -> tuple[int, bytes]:
         """Obey, and say what is new, with a number of its own."""
-        self._heard_at = time.monotonic()
-        for piece in self._arriving.arrange(number, content):
-            for record in unpacked(piece) if piece else ():
-                self._obey(*record)
+        for record in self.arriving.records(number, content):
+            self._obey(*record)
         if not self._news:
             news: asyncio.Future[None] = self._loop.create_future()
             self._waiting.append(news)
@@ -169,7 +251,7 @@ class Site:
                 await asyncio.wait_for(news, min(PATIENCE, self._patience / 4))
         said, self._news = self._news, []
         self._next_number += 1
-        return self._next_number - 1, packed(said) if said else b""
+        return self._next_number - 1, packed(said)
 
     def close(self) -> None:
         for number in list(self._workers):
@@ -236,17 +318,10 @@ class Site:
 
     def _start(self, number: int) -> None:
         try:
-            ours, theirs = socket.socketpair()
+            self._workers[number] = worker = SiteWorker(launched(self._launcher, number))
         except OSError as error:
             self._say("refused", number, str(error))
             return
-        try:
-            self._launcher.launch(number, theirs)
-        except OSError as error:
-            ours.close()
-            self._say("refused", number, str(error))
-            return
-        self._workers[number] = worker = SiteWorker(ours)
         self._loop.add_reader(worker.fileno(), self._read, number)
 
     def _pass_on(self, number: int, frame: memoryview, slabs: list[int]) -> None:
@@ -407,7 +482,7 @@ class Site:
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:
-        silence = max(time.monotonic() - self._heard_at, self._arriving.missing_for)
+        silence = max(self.arriving.silent_for, self.arriving.missing_for)
         if silence >= self._patience:
             os._exit(1)  # the nursery dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.engines.protocol import WorkerLink
+from mpgrad.engines.kinds import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.wire.asides import Whereabouts, in_order
 

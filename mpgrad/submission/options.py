@@ -13,10 +13,9 @@ from typing import Any, Literal, TypedDict, get_args
 
 from mpgrad.calls.packing import Device
 from mpgrad.calls.seconds import seconds_or_none
-from mpgrad.cluster.options import Ray
+from mpgrad.cluster.ray import Ray
 from mpgrad.cpus import usable_cpus
-from mpgrad.engines.kinds import EngineName, traits_of
-from mpgrad.engines.protocol import Traits
+from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import Since
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried

@@ -29,10 +29,9 @@ from conftest import alive, first_are_quick, gone, linux_only, passes_with
 
 import mpgrad
 from mpgrad.cluster import site
-from mpgrad.cluster.carrier import Arriving, Node, Reply, SiteOptions, packed, unpacked
+from mpgrad.cluster.carrier import LocalCarrier, Node, Reply, SiteOptions
 from mpgrad.cluster.engine import ClusterEngine, placed
-from mpgrad.cluster.local import LocalCarrier
-from mpgrad.cluster.site import SiteWorker
+from mpgrad.cluster.site import Arriving, SiteWorker, packed, unpacked
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
@@ -674,8 +673,8 @@ def test_pieces_are_put_in_order_once() -> None:
     numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
     arriving, found = Arriving(), []
     for number in numbers:
-        found += arriving.arrange(number, bytes([number]))
-    assert b"".join(found) == bytes(range(5))
+        found += arriving.records(number, packed([(number,)]))
+    assert found == [(number,) for number in range(5)]
 
 
 @pytest.mark.quick
@@ -697,11 +696,12 @@ def test_memory_is_packed_from_where_it_lies() -> None:
 @pytest.mark.quick
 def test_what_is_missing() -> None:
     arriving = Arriving()
-    assert list(arriving.arrange(0, b"0")) == [b"0"] and arriving.missing_for == 0
-    assert list(arriving.arrange(2, b"2")) == [] and arriving.missing_for > 0
+    pieces = [packed([(number,)]) for number in range(3)]
+    assert list(arriving.records(0, pieces[0])) == [(0,)] and arriving.missing_for == 0
+    assert list(arriving.records(2, pieces[2])) == [] and arriving.missing_for > 0
     arriving.expect(1)
     assert arriving.missing_for == 0
-    assert list(arriving.arrange(1, b"1")) == [b"1", b"2"] and arriving.missing_for == 0
+    assert list(arriving.records(1, pieces[1])) == [(1,), (2,)] and arriving.missing_for == 0
 
 
 @pytest.mark.slow
@@ -857,7 +857,7 @@ def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch:
 @pytest.mark.slow
 def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool goes on with the nodes that it has."""
-    from mpgrad.cluster.site_handle import SiteHandle
+    from mpgrad.cluster.engine import SiteHandle
 
     obey = SiteHandle._obey
 

@@ -17,8 +17,7 @@ import torch
 from test_cluster import ONE_EACH, chain, cluster, eventually, grad_of, leaf, serial, staffed
 
 import mpgrad
-from mpgrad.cluster.carrier import Node, SiteOptions
-from mpgrad.cluster.local import LocalCarrier
+from mpgrad.cluster.carrier import LocalCarrier, Node, SiteOptions
 
 
 class Crowded(LocalCarrier):

@@ -25,8 +25,7 @@ import pytest
 from conftest import alive, first_are_quick, gone, linux_only
 
 import mpgrad
-from mpgrad.engines.launch import Exit, NurseryLauncher, SpawnLauncher, process_launcher
-from mpgrad.engines.programs import is_python
+from mpgrad.engines.launch import Exit, NurseryLauncher, SpawnLauncher, is_python, process_launcher
 from mpgrad.inherited import Inherited, inherited, take_over
 from mpgrad.system import PORTABLE
 
