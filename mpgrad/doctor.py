@@ -142,9 +142,8 @@ def software() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    from mpgrad.cpus import THREAD_VARIABLES, cgroup_quota, own_cpus, usable_cpus
     from mpgrad.others_clock import OthersClock
-    from mpgrad.system import own_cgroups
+    from mpgrad.system import THREAD_VARIABLES, cgroup_quota, own_cgroups, own_cpus, usable_cpus
 
     usable, allowed = usable_cpus(), len(own_cpus())
     limits = f"affinity: {allowed}, cgroup quota: {cgroup_quota(own_cgroups('cpu')):g}"
@@ -202,8 +201,7 @@ def limits() -> Iterator[Finding]:
 
     import psutil
 
-    from mpgrad.cpus import usable_cpus
-    from mpgrad.system import own_cgroups, read_words
+    from mpgrad.system import own_cgroups, read_words, usable_cpus
 
     workers = usable_cpus()
     wanted = POOL_DESCRIPTORS + WORKER_DESCRIPTORS * workers

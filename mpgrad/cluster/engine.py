@@ -22,10 +22,10 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpgrad.callbacks import report
 from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
@@ -71,9 +71,9 @@ class ClusterEngine:
         """
         self.traffic = Traffic()
         self.room: int | None = None
-        self._carrier = carrier
-        self._patience = patience
-        self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
+        self.carrier = carrier
+        self.patience = patience
+        self.inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
         self._avoided: dict[str, float] = {}  # nodes by id, until when on the clock of time.monotonic
@@ -90,7 +90,7 @@ class ClusterEngine:
             if workers is None:
                 self.room = slots
             for node, number in placed(nodes, slots if workers is None else workers):
-                self._open_site(node, number)
+                self._new_handle(node, number)
             for target in (self._ask_for_nodes, self._beat):
                 threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
         except BaseException:
@@ -113,20 +113,20 @@ class ClusterEngine:
         """For a worker for which there is no room."""
         alive = any(not site.lost for site in self._sites)
         nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
-        planned = [site for site in self._sites if site.is_planned]
         node = max(nodes, key=lambda node: node.slots, default=None)
         may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
         if self.room is None and (node is not None or not may_have_room_soon):
-            return self._enlarged(planned, node)
+            return self._enlarged(node)
         if node is None:  # a site wherever there is room would take that of one which is to have the whole node
             raise OSError("no node has room for a worker now")
-        return self._open_site(node, node.slots)
+        return self._new_handle(node, node.slots)
 
-    def _enlarged(self, planned: Sequence[SiteHandle], node: Node | None) -> SiteHandle:
+    def _enlarged(self, node: Node | None) -> SiteHandle:
         """A site that is to be started on that node, or wherever there is room, with room for one more worker."""
         largest = max((each.slots for each in self._nodes), default=0) or 1
-        for site in planned:
-            if site.on(node) and (node is not None or site.slots < largest):
+        for site in self._sites:
+            has_space = node is not None or site.slots < largest
+            if site.is_planned and site.on(node) and has_space:
                 site.slots += 1
                 return site
         return self._new_handle(node, 1)
@@ -140,30 +140,19 @@ class ClusterEngine:
         for site in self._sites:
             if site.node is not None and not site.lost:
                 taken[site.node.id] += site.slots
-        nodes = [node for node in self._nodes if self._may_use(node) or not avoiding]
         found = []
-        for node in nodes:
+        for node in self._nodes:
+            if avoiding and self._avoided.get(node.id, 0.0) > time.monotonic():
+                continue
             left = node.slots - taken[node.id]
             if avoiding and node.free is not None:
                 left = min(left, node.free)
             found.append(node._replace(slots=max(0, left)))
         return found
 
-    def _may_use(self, node: Node) -> bool:
-        return self._avoided.get(node.id, 0.0) <= time.monotonic()
-
-    def _open_site(self, node: Node | None, slots: int) -> SiteHandle:
-        site = self._new_handle(node, slots)
-        try:
-            site.open()
-        except BaseException:
-            self._sites.remove(site)
-            raise
-        site.flush()
-        return site
-
     def _new_handle(self, node: Node | None, slots: int) -> SiteHandle:
-        site = SiteHandle(self._carrier, node, slots, self._patience, self.traffic, self._inbox.put, self._look)
+        """A site that the next `wait` starts."""
+        site = SiteHandle(self, node, slots)
         self._sites.append(site)
         return site
 
@@ -175,17 +164,17 @@ class ClusterEngine:
                 try:
                     site.open()
                 except OSError as error:
-                    self._lose(site, str(error))
+                    self.lose(site, str(error))
             site.flush()
         self.traffic.system_calls += 1
-        patience = self._patience / 4 if seconds is None else min(seconds, self._patience / 4)
+        patience = self.patience / 4 if seconds is None else min(seconds, self.patience / 4)
         if patience > 0 and not any(link.frames for site in self._sites for link in site.links.values()):
             with contextlib.suppress(queue.Empty):
-                self._take(*self._inbox.get(timeout=patience))
-        self._look()
+                self._take(*self.inbox.get(timeout=patience))
+        self.look()
         for site in self._sites:
-            if not site.lost and site.hello is not None and (why := site.is_silent(self._patience)):
-                self._lose(site, why)
+            if not site.lost and site.hello is not None and (why := site.is_silent(self.patience)):
+                self.lose(site, why)
             self._look_after(site)
             site.flush()
         links = [link for site in self._sites for link in site.links.values() if link.frames or link.ended]
@@ -208,32 +197,26 @@ class ClusterEngine:
                 WAITING,
             )
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Take what is there."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._take(*self._inbox.get_nowait())
+                self._take(*self.inbox.get_nowait())
 
     def _take(self, site: SiteHandle | None, news: Any) -> None:
         if site is not None:
-            was_new, was_lost = site.hello is None, site.lost
             site.take(*news)
-            if was_new and site.hello is not None:
-                self._check(site, site.hello)
-            if site.lost and not was_lost:
-                self._lose(site, site.lost)
         elif news is not None:
             self._nodes = news
             there = {node.id for node in news}
             for each in self._sites:
                 if each.node is not None and each.node.id not in there and not each.lost:
-                    self._lose(each, "its node has left the cluster")
+                    self.lose(each, "its node has left the cluster")
             if self.room is not None and not self._closing.is_set():
                 self._follow()
 
-    def _lose(self, site: SiteHandle, why: str) -> None:
-        if not site.lost:
-            site.lose(why)
+    def lose(self, site: SiteHandle, why: str) -> None:
+        site.lose(why)
         first_line, _, _ = why.partition("\n")
         report(logging.WARNING, "a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
         if site.node is not None:
@@ -241,7 +224,7 @@ class ClusterEngine:
         self._count_room()
         self._ask_now.set()
 
-    def _check(self, site: SiteHandle, theirs: Hello) -> None:
+    def check(self, site: SiteHandle, theirs: Hello) -> None:
         """A node where something else is installed would read other things than were sent."""
         for name in SAME:
             here, there = self._ours.versions[name], theirs.versions[name]
@@ -251,7 +234,7 @@ class ClusterEngine:
                     remedy = f"install the same there (pip install {name}=={here}, or the runtime_env of mpgrad.Ray)"
                 site.refusal = f"node {theirs.host} has {name} {there}, and the caller {here}; {remedy}"
                 if any(each.hello is not None and not each.refusal and not each.lost for each in self._sites):
-                    self._lose(site, site.refusal)  # the others can be used
+                    self.lose(site, site.refusal)  # the others can be used
                     if site.node is not None:
                         self._avoided[site.node.id] = math.inf
                     return
@@ -263,8 +246,7 @@ class ClusterEngine:
         """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
         for node in self._free_nodes(avoiding=True):
             if node.slots:
-                with contextlib.suppress(OSError):  # asked again soon
-                    self._open_site(node, node.slots)
+                self._new_handle(node, node.slots)
         self._count_room()
 
     def _count_room(self) -> None:
@@ -276,18 +258,18 @@ class ClusterEngine:
             self._ask_now.wait(NODES_EVERY)
             self._ask_now.clear()
             try:
-                self._inbox.put((None, list(self._carrier.nodes())))
+                self.inbox.put((None, list(self.carrier.nodes())))
             except ConnectionError as error:  # its sites will be missed, if they are gone, too
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
         """Sites must hear of us also while the other thread is busy."""
-        while not self._closing.wait(self._patience / 4):
+        while not self._closing.wait(self.patience / 4):
             for site in list(self._sites):
                 site.beat()
 
     def wake(self) -> None:
-        self._inbox.put((None, None))
+        self.inbox.put((None, None))
 
     def close(self) -> None:
         self._closing.set()
@@ -299,10 +281,10 @@ class ClusterEngine:
             for site in self._sites:
                 site.flush()
             with contextlib.suppress(queue.Empty):
-                self._take(*self._inbox.get(timeout=left))
+                self._take(*self.inbox.get(timeout=left))
         for site in self._sites:
             site.close()
-        self._carrier.close()
+        self.carrier.close()
 
 
 def placed(nodes: Sequence[Node], workers: int) -> list[tuple[Node | None, int]]:
@@ -333,43 +315,27 @@ AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0  # seconds for which no worker is start
 class SiteHandle:
     """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its workers."""
 
-    def __init__(
-        self,
-        carrier: Carrier,
-        node: Node | None,
-        slots: int,
-        patience: float,
-        traffic: Traffic,
-        inbox: Callable[[Any], None],
-        look: Callable[[], None],
-    ) -> None:
-        """`inbox`: what a reply has is put there, in a thread of the carrier's; `look`: what is there now is taken."""
-        self.look = look
+    def __init__(self, engine: ClusterEngine, node: Node | None, slots: int) -> None:
+        self.engine = engine
         self.node = node
         self.slots = slots
-        self._patience = patience
         self.links: dict[int, SiteLink] = {}
         self.lost = ""  # why; else it is there, or will be
         self.hello: Hello | None = None
-        self.traffic = traffic
-        self._carrier = carrier
         self._site: Any = None  # what the carrier knows it by
         self.opened_at = math.inf  # on the clock of time.monotonic, as the next
         self.idle_since = math.inf  # its last worker is gone
         self.is_missed = False  # it was said that it does not come
-        self._inbox = inbox
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = Arriving()
         self._numbering = threading.Lock()
         self._pending: set[int] = set()  # exchanges
         self.refusals = 0  # in a row
-        self._full_until = 0.0  # no worker could be started, on the clock of time.monotonic
+        self.full_until = 0.0  # no worker could be started, on the clock of time.monotonic
         self.is_closing = False  # its workers have been asked to end, and not all have
         self.refusal = ""  # why what is installed there cannot be used
-        self._lent: Counter[int] = Counter()  # address -> how often it is lent to workers of the site
-        self._lent_of: Counter[int] = Counter()  # slab -> how many of these addresses lie there
-        self._slabs: dict[int, set[int]] = {}  # mirrored there -> workers that know it
+        self._slabs: dict[int, SlabThere] = {}  # by number
 
     @property
     def free(self) -> int:
@@ -378,7 +344,7 @@ class SiteHandle:
     @property
     def is_refusing(self) -> bool:
         """No worker could be started a moment ago."""
-        return not self.lost and time.monotonic() < self._full_until
+        return not self.lost and time.monotonic() < self.full_until
 
     @property
     def name(self) -> str:
@@ -401,7 +367,8 @@ class SiteHandle:
         Raises:
             OSError: it cannot be started now.
         """
-        self._site = self._carrier.start_site(SiteOptions(self.node, self.slots, self._patience))
+        options = SiteOptions(self.node, self.slots, self.engine.patience)
+        self._site = self.engine.carrier.start_site(options)
         self.opened_at = time.monotonic()
 
     # --- what is told
@@ -426,13 +393,13 @@ class SiteHandle:
             self._exchange(b"")
 
     def _exchange(self, content: bytes) -> None:
-        self.traffic.system_calls += 1
-        self.traffic.bytes_sent += len(content)
+        self.engine.traffic.system_calls += 1
+        self.engine.traffic.bytes_sent += len(content)
         with self._numbering:
             number, self._next_number = self._next_number, self._next_number + 1
             self._pending.add(number)
         try:
-            self._carrier.exchange(self._site, number, content, partial(self._put_reply, number))
+            self.engine.carrier.exchange(self._site, number, content, partial(self._put_reply, number))
         except Exception as error:  # of the carrier's kinds
             self._put_reply(number, error)
 
@@ -441,7 +408,7 @@ class SiteHandle:
             is_first = exchange in self._pending
             if isinstance(reply, BaseException) or reply[1] is not None:
                 self._pending.discard(exchange)
-        self._inbox((self, (is_first, reply)))
+        self.engine.inbox.put((self, (is_first, reply)))
 
     # --- what is heard
 
@@ -459,13 +426,13 @@ class SiteHandle:
             return
         if isinstance(reply, BaseException):
             if is_first:
-                self.lose(f"{type(reply).__name__}: {reply}")
+                self.engine.lose(self, f"{type(reply).__name__}: {reply}")
             return
         number, content = reply
         if content is None:
             self._arriving.expect(number)
             return
-        self.traffic.bytes_received += len(content)
+        self.engine.traffic.bytes_received += len(content)
         for record in self._arriving.records(number, content):
             self._obey(*record)
 
@@ -473,6 +440,7 @@ class SiteHandle:
         match kind:
             case "hello":
                 (self.hello,) = rest
+                self.engine.check(self, self.hello)
             case "closed":
                 self.is_closing = False
             case "resident":
@@ -480,29 +448,7 @@ class SiteHandle:
                     if number in self.links:
                         self.links[number].nbytes_resident = nbytes
             case _ if (link := self.links.get(rest[0])) is not None:
-                self._obey_for(link, kind, *rest[1:])
-
-    def _obey_for(self, link: SiteLink, kind: str, *rest: Any) -> None:
-        match kind:
-            case "frame":
-                link.frames.append(rest)
-                link.overrun = None  # it has gone on since
-            case "at":
-                (numbers,) = rest
-                # what the worker has written, by its own clock
-                link.whereabouts[: len(numbers)] = array.array("q", numbers)
-            case "skipped":
-                place, chunk = rest
-                link.skipped[place] = chunk
-            case "overrun":
-                link.overrun = rest
-            case "gone":
-                code, link.last_words = rest
-                link.end_with(code)
-            case "refused":
-                self.refusals += 1
-                self._full_until = time.monotonic() + (AFTER_REFUSAL if self.refusals == 1 else AFTER_REFUSALS)
-                link.end_with(None, f"no process can be started there: {rest[0]}")
+                link.obey(kind, *rest[1:])
 
     def lose(self, why: str) -> None:
         """It does not answer any more: neither will its workers."""
@@ -510,7 +456,7 @@ class SiteHandle:
         for link in self.links.values():
             link.ended = True
         if not was_planned:
-            self._carrier.kill_site(self._site)
+            self.engine.carrier.kill_site(self._site)
 
     def ask_to_close(self) -> None:
         """After its workers were told to end."""
@@ -525,49 +471,50 @@ class SiteHandle:
 
     # --- memory that is mirrored there
 
-    def mirror(self, slab: Any) -> None:
+    def mirror(self, slab: Any) -> SlabThere:
         if slab.number not in self._slabs:
-            self._slabs[slab.number] = set()
+            self._slabs[slab.number] = SlabThere(set(), Counter())
             self.tell("slab", slab.number, slab.nbytes)
+        return self._slabs[slab.number]
 
     def introduce(self, worker: int, slabs: Sequence[int]) -> None:
         """The worker learns of them with the next frame."""
         for number in slabs:
-            self._slabs[number].add(worker)
+            self._slabs[number].workers.add(worker)
 
     def carry(self, holder: Slot | Borrowed) -> None:
-        address = address_of(holder)
-        self.mirror(holder.slab)
-        if not self._lent[address] or isinstance(holder, Borrowed):  # who has what is not ours may have written there
+        address, lent = address_of(holder), self.mirror(holder.slab).lent
+        # who has what is not ours may have written there
+        if not lent[address] or isinstance(holder, Borrowed):
             self.tell("write", address, PickleBuffer(holder.memory))
-        if not self._lent[address]:
-            self._lent_of[holder.slab.number] += 1
-        self._lent[address] += 1
+        lent[address] += 1
 
     def drop(self, holder: Slot | Borrowed, times: int) -> None:
         address = address_of(holder)
-        self._lent[address] -= times
-        if not self._lent[address]:
-            del self._lent[address]
-            slab = slab_of(address)
-            self._lent_of[slab] -= 1
-            self._forget_if_unused(slab)
+        lent = self._slabs[slab_of(address)].lent
+        lent[address] -= times
+        if not lent[address]:
+            del lent[address]
+            self._forget_if_unused(slab_of(address))
 
-    def part(self, worker: int, slabs: Sequence[int]) -> None:
-        """The worker forgets them; after the frame that says so."""
-        for number in slabs:
+    def part(self, worker: int, slabs: Sequence[int] | None = None) -> None:
+        """The worker forgets them, after the frame that says so; None: all, it is gone."""
+        for number in list(self._slabs) if slabs is None else slabs:
             if number in self._slabs:
-                self._slabs[number].discard(worker)
+                self._slabs[number].workers.discard(worker)
                 self._forget_if_unused(number)
 
-    def leave(self, worker: int) -> None:
-        """The worker is gone."""
-        self.part(worker, list(self._slabs))
-
     def _forget_if_unused(self, slab: int) -> None:
-        if not self._slabs[slab] and not self._lent_of[slab]:
-            del self._slabs[slab], self._lent_of[slab]
+        if not any(self._slabs[slab]):
+            del self._slabs[slab]
             self.tell("forget", slab)
+
+
+class SlabThere(NamedTuple):
+    """A slab of the caller's that is mirrored at a site. Neither is there: the site can forget it."""
+
+    workers: set[int]  # that know it
+    lent: Counter[int]  # address -> how often it is lent to workers of the site
 
 
 class SiteLink:
@@ -614,12 +561,37 @@ class SiteLink:
     def could_start(self) -> bool:
         return bool(self.site.lost) and self.site.hello is not None
 
+    def obey(self, kind: str, *rest: Any) -> None:
+        """What the site has said of this worker."""
+        match kind:
+            case "frame":
+                self.frames.append(rest)
+                self.overrun = None  # it has gone on since
+            case "at":
+                (numbers,) = rest  # as the worker has written them, by its own clock
+                self.whereabouts[: len(numbers)] = array.array("q", numbers)
+            case "skipped":
+                place, chunk = rest
+                self.skipped[place] = chunk
+            case "overrun":
+                self.overrun = rest
+            case "gone":
+                code, self.last_words = rest
+                self.ended = True
+                self._exit_code = self._exit_code if code is None else code
+            case "refused":
+                self._refused = f"no process can be started there: {rest[0]}"
+                self.ended = True
+                self.site.refusals += 1
+                pause = AFTER_REFUSAL if self.site.refusals == 1 else AFTER_REFUSALS
+                self.site.full_until = time.monotonic() + pause
+
     def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         if self.ended:
             raise ConnectionError(self.site.lost or "the worker is gone")
         new = [message.number for message in messages if isinstance(message, NewSlab)]
         self.site.introduce(self.number, new)
-        self.site.traffic.frames_sent += 1
+        self.site.engine.traffic.frames_sent += 1
         self.site.tell("frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new)
         for message in messages:
             if isinstance(message, SlabsGone):
@@ -642,7 +614,7 @@ class SiteLink:
                 raise EOFError
             return None
         header, body = self.frames.popleft()
-        self.site.traffic.frames_received += 1
+        self.site.engine.traffic.frames_received += 1
         body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
         messages, payload, mirrors = self._mirror.open(*unframed(header, body))
         self._descriptors.extend(mirrors)
@@ -656,7 +628,7 @@ class SiteLink:
         return self._descriptors.popleft()
 
     def has_more(self) -> bool:
-        self.site.look()
+        self.site.engine.look()
         return bool(self.frames) or self.ended
 
     def skip(self, place: int, chunk: int) -> None:
@@ -685,18 +657,12 @@ class SiteLink:
         if not self.ended:
             self.site.tell("end", self.number)
             self.ended = True
-        self.site.leave(self.number)
+        self.site.part(self.number)
         del self.site.links[self.number]
         if not self.site.links:
             self.site.idle_since = time.monotonic()
         self.close()
         self.exit = Exit(self._exit_code)
-
-    def end_with(self, code: int | None, why: str = "") -> None:
-        self.ended = True
-        self._refused = why
-        if code is not None:
-            self._exit_code = code
 
     def refuse(self, why: str) -> None:
         """What is there cannot be used: no worker can start."""

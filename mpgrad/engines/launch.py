@@ -37,11 +37,18 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
-from mpgrad.cpus import thread_variables
+from mpgrad.environment import Inherited, credentials, inherited, working_directory
 from mpgrad.errors import contextmanager
-from mpgrad.inherited import Inherited, credentials, inherited
-from mpgrad.place import working_directory
-from mpgrad.system import NO_SIGNAL, PORTABLE, PROC, Kept, has_calls_of_linux, receive_descriptors, remove_name
+from mpgrad.system import (
+    NO_SIGNAL,
+    PORTABLE,
+    PROC,
+    Kept,
+    has_calls_of_linux,
+    receive_descriptors,
+    remove_name,
+    thread_variables,
+)
 from mpgrad.wire.pipe import OPEN
 
 __all__ = [

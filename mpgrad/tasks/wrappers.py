@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpgrad.place import PLACE
+from mpgrad.environment import PLACE
 
 __all__ = [
     "Delayed",

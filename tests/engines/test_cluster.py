@@ -125,7 +125,7 @@ def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     pool.map(lambda x: x + 1, [torch.ones(5000) for _ in range(8)], 1)
     sites = pool._scheduler.engine._sites  # type: ignore[attr-defined]
-    assert pool._scheduler.wait_until(lambda: not any(site._lent for site in sites), 10)
+    assert pool._scheduler.wait_until(lambda: not any(each.lent for site in sites for each in list(site._slabs.values())), 10)
     pool._scheduler.memory.arena._most_idle = 0  # slabs go when nobody needs them
     pool.map(torch.sum, [torch.ones(20_000_000) for _ in range(2)], 1)
 
