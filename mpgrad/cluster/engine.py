@@ -81,16 +81,14 @@ class ClusterEngine:
         self._ask_now = threading.Event()  # for the nodes
         try:
             self._nodes = list(carrier.nodes())
-            nodes = self._free_nodes(avoiding=True)
-            if not any(node.slots for node in nodes):
-                nodes = self._nodes  # others hold all of it: wait for them
-            slots = sum(node.slots for node in nodes)
-            if not slots and workers is None:
-                raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+            if not any(node.slots for node in self._free_nodes(avoiding=True)):
+                # others hold all of it: wait for them
+                self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
-                self.room = slots
-            for node, number in placed(nodes, slots if workers is None else workers):
-                self._new_handle(node, number)
+                if not any(node.slots for node in self._nodes):
+                    raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+                self._follow()
+                self.room = self._room()
             for target in (self._ask_for_nodes, self._beat):
                 threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
         except BaseException:
@@ -110,37 +108,43 @@ class ClusterEngine:
         return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
 
     def _new_site(self) -> SiteHandle:
-        """For a worker for which there is no room."""
+        """For a worker for which there is no room: a site that has a place more, if it is still to be started."""
         alive = any(not site.lost for site in self._sites)
         nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
-        node = max(nodes, key=lambda node: node.slots, default=None)
+        if self.room is not None:
+            # a site wherever there is room would take that of one which is to have the whole node
+            if not nodes:
+                raise OSError("no node has room for a worker now")
+            node = max(nodes, key=lambda node: node.slots)
+            return self._new_handle(node, node.slots)
+        taken = self._taken()
+        chosen = min(nodes, key=lambda node: taken[node.id], default=None)
         may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
-        if self.room is None and (node is not None or not may_have_room_soon):
-            return self._enlarged(node)
-        if node is None:  # a site wherever there is room would take that of one which is to have the whole node
+        if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
-        return self._new_handle(node, node.slots)
-
-    def _enlarged(self, node: Node | None) -> SiteHandle:
-        """A site that is to be started on that node, or wherever there is room, with room for one more worker."""
+        # nobody says how large nodes will be that an autoscaler adds: one of no room has room for a worker
         largest = max((each.slots for each in self._nodes), default=0) or 1
         for site in self._sites:
-            has_space = node is not None or site.slots < largest
-            if site.is_planned and site.on(node) and has_space:
+            has_space = chosen is not None or site.slots < largest
+            if site.is_planned and site.on(chosen) and has_space:
                 site.slots += 1
                 return site
-        return self._new_handle(node, 1)
+        return self._new_handle(chosen, 1)
+
+    def _taken(self) -> Counter[str]:
+        """Places on nodes, by their ids, that our sites have."""
+        taken: Counter[str] = Counter()
+        for site in self._sites:
+            if site.node is not None and not site.lost:
+                taken[site.node.id] += site.slots
+        return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
         """Nodes, with the room that our sites and others have left there; `avoiding` those whose sites were lost just now.
 
         Where it is not avoided, what others hold is not counted either: it may be our own, that was lost.
         """
-        taken: Counter[str] = Counter()
-        for site in self._sites:
-            if site.node is not None and not site.lost:
-                taken[site.node.id] += site.slots
-        found = []
+        taken, found = self._taken(), []
         for node in self._nodes:
             if avoiding and self._avoided.get(node.id, 0.0) > time.monotonic():
                 continue
@@ -214,6 +218,7 @@ class ClusterEngine:
                     self.lose(each, "its node has left the cluster")
             if self.room is not None and not self._closing.is_set():
                 self._follow()
+                self.room = self._room()
 
     def lose(self, site: SiteHandle, why: str) -> None:
         site.lose(why)
@@ -221,7 +226,8 @@ class ClusterEngine:
         report(logging.WARNING, "a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
         if site.node is not None:
             self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
-        self._count_room()
+        if self.room is not None:  # else the number is the user's by now
+            self.room = self._room()
         self._ask_now.set()
 
     def check(self, site: SiteHandle, theirs: Hello) -> None:
@@ -247,11 +253,9 @@ class ClusterEngine:
         for node in self._free_nodes(avoiding=True):
             if node.slots:
                 self._new_handle(node, node.slots)
-        self._count_room()
 
-    def _count_room(self) -> None:
-        if self.room is not None:  # else the number is the user's by now
-            self.room = max(1, sum(site.slots for site in self._sites if not site.lost))
+    def _room(self) -> int:
+        return max(1, sum(site.slots for site in self._sites if not site.lost))
 
     def _ask_for_nodes(self) -> None:
         while not self._closing.is_set():
@@ -285,26 +289,6 @@ class ClusterEngine:
         for site in self._sites:
             site.close()
         self.carrier.close()
-
-
-def placed(nodes: Sequence[Node], workers: int) -> list[tuple[Node | None, int]]:
-    """So many workers, evenly over the nodes that have room; for the rest there will be room somewhere."""
-    given = {node.id: 0 for node in nodes}
-    left = workers
-    while left and (open_nodes := [node for node in nodes if given[node.id] < node.slots]):
-        share = max(1, left // len(open_nodes))
-        for node in open_nodes:
-            number = min(share, left, node.slots - given[node.id])
-            given[node.id] += number
-            left -= number
-    found: list[tuple[Node | None, int]] = [(node, given[node.id]) for node in nodes if given[node.id]]
-    # where no node has room, nobody says how large those will be that an autoscaler adds: any of them has room for one worker
-    largest = max((node.slots for node in nodes), default=0) or 1
-    while left:
-        number = min(left, largest)
-        found.append((None, number))
-        left -= number
-    return found
 
 
 POLLS = 2  # exchanges that wait at the site for news

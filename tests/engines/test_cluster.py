@@ -30,7 +30,7 @@ from conftest import alive, first_are_quick, gone, linux_only, passes_with
 import mpgrad
 from mpgrad.cluster import site
 from mpgrad.cluster.carrier import LocalCarrier, Node, Reply, SiteOptions
-from mpgrad.cluster.engine import ClusterEngine, placed
+from mpgrad.cluster.engine import ClusterEngine
 from mpgrad.cluster.site import Arriving, SiteWorker, packed, unpacked
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.engines.launch import Exit
@@ -830,11 +830,22 @@ def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.Mon
 @pytest.mark.quick
 def test_where_workers_are_placed() -> None:
     small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
-    assert placed([small, large], 4) == [(small, 2), (large, 2)]
-    assert placed([small, large], 9) == [(small, 2), (large, 7)]
-    assert placed([small, large], 12) == [(small, 2), (large, 8), (None, 2)]
-    assert placed([small._replace(slots=0)], 3) == [(None, 1)] * 3  # nobody knows how large nodes will be
-    assert placed([small], 7) == [(small, 2), (None, 2), (None, 2), (None, 1)]
+
+    def placed(nodes: list[Node], workers: int) -> list[tuple[str, int]]:
+        engine = ClusterEngine(LocalCarrier(nodes), workers, 60.0)
+        for number in range(workers):
+            engine.start(number)
+        found = [(site.name, site.slots) for site in engine._sites]
+        engine.close()
+        return found
+
+    assert placed([small, large], 4) == [("alpha", 2), ("beta", 2)]
+    assert placed([small, large], 9) == [("alpha", 2), ("beta", 7)]
+    assert placed([small, large], 12) == [("alpha", 2), ("beta", 8), ("", 2)]
+    assert placed([small._replace(slots=0)], 3) == [("", 1)] * 3  # nobody knows how large nodes will be
+    assert placed([small], 7) == [("alpha", 2), ("", 2), ("", 2), ("", 1)]
+    held = [small._replace(free=0), large._replace(free=0)]
+    assert placed(held, 4) == [("alpha", 2), ("beta", 2)]  # waits for those who hold them
 
 
 def test_no_room(nursery: mpgrad.Pool) -> None:

@@ -112,7 +112,7 @@ def worker(_):
 
 doctor.FAILURES.clear()
 doctor.FAILURES[breaks] = doctor.Finding("pool", "", "running a pool", "mend it", fatal=True)
-doctor.trial(pathlib.Path(sys.argv[2]))
+doctor.trial()
 """
 
 
@@ -157,14 +157,14 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> Any:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refused)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
     (finding,) = tried([sys.executable, "-c", ""], 1.0)
-    assert finding.fatal and finding.problem.startswith("no temporary folder can be made")
+    assert finding.fatal and finding.problem == "starting Python failed ([Errno 2] No usable temporary directory found)"
 
 
 def test_no_process_can_be_started() -> None:
     (finding,) = tried(["/no/such/program"], 1.0)
-    assert finding.fatal and finding.problem.startswith("no process can be started")
+    assert finding.fatal and finding.problem.startswith("starting Python failed ([Errno 2] No such file")
 
 
 AS_WINDOWS = """
