@@ -122,7 +122,8 @@ class ClusterEngine:
         may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
         if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
-        # nobody says how large nodes will be that an autoscaler adds: one of no room has room for a worker
+        # Nobody says how large the nodes will be that an autoscaler adds: where those that are there
+        # have no room for any worker, each site asks for that of one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
         for site in self._sites:
             has_space = chosen is not None or site.slots < largest

@@ -287,16 +287,10 @@ def is_large(pieces: Sequence[Any]) -> bool:
     return len(pieces) == 1 and isinstance(pieces[0], list)
 
 
-def joined(pieces: Sequence[Any], get: Callable[[Any], Any]) -> bytes:
-    if is_large(pieces):
-        return bytes(get(pieces[0][0]))
-    return b"".join(pieces)
-
-
 def replied(future: Any, get: Callable[[Any], Any]) -> tuple[int, bytes] | BaseException:
     try:
         number, *pieces = future.result()
-        return number, joined(pieces, get)
+        return number, bytes(get(pieces[0][0])) if is_large(pieces) else b"".join(pieces)
     except BaseException as error:  # of Ray's kinds: the actor died, its node did, it cannot be reached
         return error
 

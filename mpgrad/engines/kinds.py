@@ -60,63 +60,50 @@ class WorkerLink(Link, Protocol):
     @property
     def whereabouts(self) -> memoryview | None:
         """A copy of the worker's `Whereabouts`, of int64; None: they are shared."""
-        ...
 
     @property
     def node(self) -> str:
         """The name of the machine that it is on; "" for this one."""
-        ...
 
     @property
     def has_place(self) -> bool:
         """The worker is there, or will be in a moment; else it waits for room on a cluster, for ever perhaps."""
-        ...
 
     @property
     def lost(self) -> str:
         """Why it is not the worker's fault that it has ended, where it is known not to be."""
-        ...
 
     @property
     def last_words(self) -> str:
         """Its Python stack, as faulthandler writes it; "" where it left none, or left it to us (see `asides.LastWords`)."""
-        ...
 
     @property
     def could_start(self) -> bool:
         """Its machine was lost, but is known to start workers: that it has ended is no sign that none can be started."""
-        ...
 
     def resident_bytes(self, pid: int) -> int:
         """Memory of the worker's process, which is `pid`; 0 where it has ended, or nobody knows yet. Any thread."""
-        ...
 
     def has_more(self) -> bool:
         """Whether there is something to `receive` at this moment, or the end."""
-        ...
 
     def skip(self, place: int, chunk: int) -> None:
         """Write that into the worker's `Whereabouts`, which it does not share with us; or do nothing, where it does."""
-        ...
 
     def follow(self, seconds: float) -> None:
         """Keep the copy of the `whereabouts` up to date for so long; else it is what it was at an overrun, or at the end."""
-        ...
 
     def limit(self, chunk: int, seconds: float | None) -> None:
         """Each call of the chunk, which is sent next, may take so many seconds; None: it is answered. Where it `keeps_time`."""
-        ...
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         """End the worker by a signal, also in the middle of a call; what is no process ends after the call that it is in."""
-        ...
 
     def end(self) -> None:
         """The worker has died or was told to stop: give up the link. Where its `exit` is still to come, `wait` returns it then.
 
         What does not end by itself may be killed meanwhile.
         """
-        ...
 
 
 class Engine(Protocol):
@@ -133,18 +120,15 @@ class Engine(Protocol):
             OSError: the system refuses; it may be tried again.
             RuntimeError: none can be started any more.
         """
-        ...
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
         """Sleep until workers have answered or ended, whose links it returns, or somebody calls `wake`; at most so long.
 
         A link that was given up is returned once more, when its worker's `exit` has come.
         """
-        ...
 
     def wake(self) -> None:
         """End a `wait`, this one or the next. Any thread, with any lock held; it neither waits nor raises."""
-        ...
 
     def close(self) -> None: ...
 

@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from mpgrad.environment import Inherited, credentials, inherited, working_directory
 from mpgrad.errors import contextmanager
@@ -81,17 +81,16 @@ class Exit(NamedTuple):
     refusal: OSError | None = None  # why the system would not start it
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
 
-    can_kill: bool  # a worker that runs a call
-    copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
+    can_kill = True  # a worker that runs a call
+    # a worker begins as what this process is at that moment: nothing else should go on in it
+    copies_caller = False
+    # its `answer` is to be called when there is something to read
+    tracker: SharedTracker | None = None
 
-    @property
-    def tracker(self) -> SharedTracker | None:
-        """Its `answer` is to be called when there is something to read."""
-        ...
-
+    @abstractmethod
     def launch(self, number: int, end: socket.socket) -> None:
         """Start worker `number` with its `end` of the socket pair, which is the launcher's to close.
 
@@ -99,17 +98,18 @@ class Launcher(Protocol):
             OSError: the system refuses; it may be tried again.
             RuntimeError: it cannot be what it should be, now or later.
         """
-        ...
 
+    @abstractmethod
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         """End a worker by a signal."""
-        ...
 
+    @abstractmethod
     def exited(self, number: int) -> Exit | None:
         """How a worker has ended, which is then forgotten; None where it has not yet."""
-        ...
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """End what was launched."""
 
 
 def launched(launcher: Launcher, number: int) -> socket.socket:
@@ -223,14 +223,13 @@ class NurseryProcess:
             self._process.wait()
 
 
-class NurseryLauncher:
+class NurseryLauncher(Launcher):
     """Workers forked from a nursery, which are what this process is now, and not what it was when the nursery began.
 
     Where they cannot take that over, the workers that a pool has stay with their nursery, and successors come from another one.
     """
 
-    can_kill = True
-    copies_caller = False
+    tracker: SharedTracker
     _lock = threading.Lock()
     _open: ClassVar[list[NurseryProcess]] = []
     _owner_pid = 0
@@ -317,17 +316,14 @@ class NurseryLauncher:
 P = TypeVar("P")
 
 
-class OwnChildren(ABC, Generic[P]):
+class OwnChildren(Launcher, Generic[P]):
     """Workers that are children of this process."""
 
-    can_kill = True
+    tracker: SharedTracker
 
     def __init__(self) -> None:
         self._processes: dict[int, P] = {}
         self.tracker = SharedTracker()
-
-    @abstractmethod
-    def kill(self, number: int, by: int = signal.SIGKILL) -> None: ...
 
     @abstractmethod
     def _ended(self, number: int, timeout: float) -> Exit | None:
@@ -349,8 +345,6 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     multiprocessing's "spawn" would have each import the parent's main module, lets none have children of its own, and starts
     none where the parent is a worker of a pool itself.
     """
-
-    copies_caller = False
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables`: for the environment of workers."""
@@ -442,12 +436,10 @@ def hidden_main_module() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-class ThreadLauncher:
+class ThreadLauncher(Launcher):
     """Workers in threads of this process. They cannot be killed, only asked."""
 
     can_kill = False
-    copies_caller = False
-    tracker = None
 
     def __init__(self) -> None:
         self._threads: dict[int, threading.Thread] = {}
@@ -463,7 +455,7 @@ class ThreadLauncher:
         self._threads[number] = thread
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
-        pass  # its pipe is closed next, and it ends after the call it is in
+        """Its pipe is closed next, and it ends after the call that it is in."""
 
     def exited(self, number: int) -> Exit | None:
         if self._threads[number].is_alive():
