@@ -254,8 +254,6 @@ class Site:
         return self._next_number - 1, packed(said)
 
     def close(self) -> None:
-        for number in list(self._workers):
-            self._launcher.kill(number)
         if self._launcher.tracker is not None:
             self._loop.remove_reader(self._launcher.tracker.fileno())
         self._launcher.close()
@@ -274,33 +272,36 @@ class Site:
             case "forget":
                 self._slabs.pop(rest[0]).close()
                 self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
-            case "frame":
-                self._pass_on(*rest)
-            case "skip" if rest[0] in self._workers:
-                number, place, chunk = rest
-                if (whereabouts := self._workers[number].whereabouts) is not None:
-                    whereabouts[place] = chunk
-                    self._read(number)  # what it answered before it could see that
-                    self._say("skipped", number, place, chunk)
-            case "limit" if rest[0] in self._workers:
-                self._set_limit(*rest)
-            case "follow" if rest[0] in self._workers:
-                number, seconds = rest
-                is_followed = self._workers[number].followed_until
-                self._workers[number].followed_until = time.monotonic() + seconds
-                if not is_followed:
-                    self._follow(number)
-            case "kill" if rest[0] in self._workers:
-                self._launcher.kill(*rest)
-            case "watch" if rest[0] in self._workers:
-                self._workers[rest[0]].pid = rest[1]
-                self._say("resident", {rest[0]: resident_bytes(rest[1])})
-            case "end" if rest[0] in self._workers:
-                self._bury(rest[0])
             case "close":
                 self._is_closing = True
                 if not self._burials:
                     self._say("closed")
+            case _ if (worker := self._workers.get(rest[0])) is not None:
+                self._obey_for(worker, kind, *rest[1:])
+
+    def _obey_for(self, worker: SiteWorker, kind: str, *rest: Any) -> None:
+        match kind:
+            case "frame":
+                self._pass_on(worker, *rest)
+            case "skip" if worker.whereabouts is not None:
+                place, chunk = rest
+                worker.whereabouts[place] = chunk
+                self._read(worker)  # what it answered before it could see that
+                self._say("skipped", worker.number, place, chunk)
+            case "limit":
+                self._set_limit(worker, *rest)
+            case "follow":
+                is_followed = worker.followed_until
+                worker.followed_until = time.monotonic() + rest[0]
+                if not is_followed:
+                    self._follow(worker)
+            case "kill":
+                self._launcher.kill(worker.number, *rest)
+            case "watch":
+                (worker.pid,) = rest
+                self._say("resident", {worker.number: resident_bytes(worker.pid)})
+            case "end":
+                self._bury(worker)
 
     def _write_mirror(self, address: int, content: memoryview) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
@@ -313,25 +314,23 @@ class Site:
         self._lacking = lacking
         if slab.descriptor >= 0 and slab.awaited:
             awaited, slab.awaited = slab.awaited, []
-            for worker, frame in awaited:
-                self._pass_on(worker, frame, [slab_of(address)])
+            for number, frame in awaited:
+                self._obey("frame", number, frame, [slab_of(address)])
 
     def _start(self, number: int) -> None:
         try:
-            self._workers[number] = worker = SiteWorker(launched(self._launcher, number))
+            worker = SiteWorker(number, launched(self._launcher, number))
         except OSError as error:
             self._say("refused", number, str(error))
             return
-        self._loop.add_reader(worker.fileno(), self._read, number)
+        self._workers[number] = worker
+        self._loop.add_reader(worker.fileno(), self._read, worker)
 
-    def _pass_on(self, number: int, frame: memoryview, slabs: list[int]) -> None:
-        worker = self._workers.get(number)
-        if worker is None:
-            return
+    def _pass_on(self, worker: SiteWorker, frame: memoryview, slabs: list[int]) -> None:
         new = [self._slabs[each] for each in slabs]
         for slab in new:
             if slab.descriptor < 0:
-                slab.awaited.append((number, frame))  # alone in its frame; what lies there lacks until then
+                slab.awaited.append((worker.number, frame))  # alone in its frame; what lies there lacks until then
                 return
         try:
             if worker.has_started and worker.lacking != self._lacking:
@@ -342,40 +341,37 @@ class Site:
         except ConnectionError:
             return  # the end of its pipe is read next, and says so
         except OSError:  # what it was sent is not whole
-            self._launcher.kill(number)
+            self._launcher.kill(worker.number)
             return
         if worker.has_outgoing:
-            self._loop.add_writer(worker.fileno(), self._write, number)
+            self._loop.add_writer(worker.fileno(), self._write, worker)
 
     # --- what workers say
 
-    def _read(self, number: int) -> None:
-        worker = self._workers[number]
+    def _read(self, worker: SiteWorker) -> None:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
                 if frame.header[2]:  # with descriptors, which end at this machine's border
                     worker.hear(frame)
                     continue
-                self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
+                self._say("frame", worker.number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:
-            self._bury(number)
+            self._bury(worker)
             return
         if worker.limits:
-            self._keep_time(number)
+            self._keep_time(worker)
 
-    def _set_limit(self, number: int, chunk: int, seconds: float | None) -> None:
-        worker = self._workers[number]
+    def _set_limit(self, worker: SiteWorker, chunk: int, seconds: float | None) -> None:
         worker.heard_at = time.monotonic()
         if seconds is None:
             worker.limits.pop(chunk, None)
         else:
             worker.limits[chunk] = seconds
-        self._look_at_clock(number)
+        self._read(worker)  # it may have answered in this moment
 
-    def _keep_time(self, number: int) -> None:
+    def _keep_time(self, worker: SiteWorker) -> None:
         """Say which call of the worker takes too long, by the clock of this machine, or look again when it will have."""
-        worker = self._workers[number]
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
@@ -384,35 +380,27 @@ class Site:
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
         if left > 0 or comes:  # what comes may be its answer
             worker.bytes_seen = worker.bytes_waiting
-            worker.alarm = self._loop.call_later(left if left > 0 else AMID_FRAME, self._look_at_clock, number)
+            worker.alarm = self._loop.call_later(left if left > 0 else AMID_FRAME, self._read, worker)
         else:
             worker.overrun = chunk, position
-            self._tell_where(number, worker)
-            self._say("overrun", number, chunk, position)
+            self._tell_where(worker)
+            self._say("overrun", worker.number, chunk, position)
 
-    def _tell_where(self, number: int, worker: SiteWorker) -> None:
+    def _tell_where(self, worker: SiteWorker) -> None:
         """Before anything is said of the call that it is at."""
         if (found := worker.where()) and found != worker.told:
             worker.told = found
-            self._say("at", number, found)
+            self._say("at", worker.number, found)
 
-    def _follow(self, number: int) -> None:
+    def _follow(self, worker: SiteWorker) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
-        worker = self._workers.get(number)
-        if worker is None:
-            return
-        self._tell_where(number, worker)
+        self._tell_where(worker)
         if time.monotonic() < worker.followed_until:
-            self._loop.call_later(FOLLOWING_EVERY, self._follow, number)
+            self._loop.call_later(FOLLOWING_EVERY, self._follow, worker)
         else:
             worker.followed_until = 0.0
 
-    def _look_at_clock(self, number: int) -> None:
-        if number in self._workers:
-            self._read(number)  # it may have answered in this moment
-
-    def _write(self, number: int) -> None:
-        worker = self._workers[number]
+    def _write(self, worker: SiteWorker) -> None:
         try:
             worker.flush()
         except ConnectionError:
@@ -421,19 +409,23 @@ class Site:
         if not worker.has_outgoing:
             self._loop.remove_writer(worker.fileno())
 
-    def _bury(self, number: int) -> None:
+    def _bury(self, worker: SiteWorker) -> None:
         """It has ended, or is to end; who waits for that must not have the others wait."""
-        worker = self._workers.pop(number)
+        del self._workers[worker.number]
+        self._tell_where(worker)
+        worker.followed_until = 0.0
+        if worker.alarm is not None:
+            worker.alarm.cancel()
         self._loop.remove_reader(worker.fileno())
         self._loop.remove_writer(worker.fileno())
         worker.close()
-        self._tell_where(number, worker)
-        burial = self._loop.create_task(self._see_end(number, worker))
+        burial = self._loop.create_task(self._see_end(worker))
         self._burials.add(burial)
         burial.add_done_callback(self._buried)
 
-    async def _see_end(self, number: int, worker: SiteWorker) -> None:
+    async def _see_end(self, worker: SiteWorker) -> None:
         """Say how it has ended; of one that has not after a while, and is killed, that nobody knows it."""
+        number = worker.number
         since = time.monotonic()
         found, waited, is_said = self._launcher.exited(number), 0.0, False
         while found is None:
@@ -477,8 +469,8 @@ class Site:
     def _tell_resident(self) -> None:
         if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
             self._news.append(("resident", found))  # which can wait for something to ride with
-        for number, worker in self._workers.items():  # should this site be lost, nobody else could say
-            self._tell_where(number, worker)
+        for worker in self._workers.values():  # should this site be lost, nobody else could say
+            self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:
@@ -513,8 +505,9 @@ Pieces = list[tuple[int, int, str]]  # see `Lacking`
 class SiteWorker(Pipe):
     """The site's end of the pipe of a worker."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, number: int, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
+        self.number = number
         self.pid = 0  # once the caller has heard it
         self.whereabouts: memoryview | None = None  # of int64, once the worker has shown them
         self._last_words: int | None = None  # a pipe

@@ -328,7 +328,7 @@ def test_time_is_kept_on_the_node(nursery: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_the_call_that_is_next_to_take_too_long() -> None:
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(SiteWorker(ours)) as worker:
+    with theirs, contextlib.closing(SiteWorker(1, ours)) as worker:
         assert worker.next_overrun()[2] == float("inf")
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
@@ -359,14 +359,14 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(monkeypatch: pytest.
         there._start(1)
         frame = framed(["an answer"], ())
         ends[1].sendall(frame[:-1])
-        there._set_limit(1, 7, -1.0)  # over when it begins
+        there._obey("limit", 1, 7, -1.0)  # over when it begins
         assert there._news[1:] == []
-        there._look_at_clock(1)  # nothing more has come
+        there._read(there._workers[1])  # nothing more has come
         assert there._news[1:] == [("overrun", 1, 7, -1)]
         ends[1].sendall(frame[-1:])
-        there._look_at_clock(1)
+        there._read(there._workers[1])
         assert there._news[2][:2] == ("frame", 1)
-        there._bury(1)
+        there._obey("end", 1)
         await asyncio.gather(*there._burials)
         ends[1].close()
 
@@ -660,7 +660,7 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
         while (news := await said()) == []:
             pass
         assert news == [("gone", 1, 7, "")]
-        there._bury(2)
+        there._obey("end", 2)
         await asyncio.gather(*there._burials)
         ends[2].close()
 
