@@ -43,6 +43,12 @@ LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
 # a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so does the rest of a program
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # that a pool may want beside its workers
+NEEDED = {
+    "mpgrad.workers": "ln -s ../workers mpgrad/workers in the clone, whose link it is, or install mpgrad again",
+    "torch": "pip install torch",
+    "cloudpickle": "pip install cloudpickle",
+    "psutil": "pip install psutil",
+}
 MARK = "mpgrad doctor: "  # of a finding, between whatever else the trial's process writes
 
 
@@ -120,23 +126,19 @@ def software() -> Iterator[Finding]:
         yield Finding("system", name, f"mpgrad cannot work here: {error}", remedy, fatal=True)
     else:
         yield Finding("system", name)
-    if importlib.util.find_spec("mpgrad.workers") is None:
-        remedy = "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again"
-        problem = "mpgrad.workers is missing: was a clone copied without its link mpgrad/workers?"
-        yield Finding("mpgrad.workers", "missing", problem, remedy, fatal=True)
-    for package in ("torch", "cloudpickle", "psutil"):
+    for package, remedy in NEEDED.items():
         if importlib.util.find_spec(package) is None:
-            yield Finding(package, "not installed", f"mpgrad needs {package}", f"pip install {package}", fatal=True)
+            yield Finding(package, "missing", f"mpgrad needs {package}", remedy, fatal=True)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         yield Finding("ray", importlib.metadata.version("ray"))
 
 
 def processors() -> Iterator[Finding]:
-    from mpgrad.others_clock import OthersClock
-    from mpgrad.system import THREAD_VARIABLES, cgroup_quota, own_cgroups, own_cpus, usable_cpus
+    from mpgrad import others_clock, system
 
-    usable, allowed = usable_cpus(), len(own_cpus())
-    limits = f"affinity: {allowed}, cgroup quota: {cgroup_quota(own_cgroups('cpu')):g}"
+    usable, allowed = system.usable_cpus(), len(system.own_cpus())
+    quota = system.cgroup_quota(system.own_cgroups("cpu"))
+    limits = f"affinity: {allowed}, cgroup quota: {quota:g}"
     yield judged(
         "CPUs",
         f"{usable} of the machine's {os.cpu_count()} ({limits})",
@@ -144,7 +146,7 @@ def processors() -> Iterator[Finding]:
         "on one CPU a pool is no faster than the serial loop",
         "give this process more: taskset, docker run --cpus, or --cpus-per-task in a batch system",
     )
-    clock = OthersClock()
+    clock = others_clock.OthersClock()
     time.sleep(LOOK_SECONDS)
     taken = clock.cpus()
     yield judged(
@@ -154,7 +156,7 @@ def processors() -> Iterator[Finding]:
         "other programs, or the host's other machines, take much of the time of these CPUs",
         "end what need not run (top shows it), or measure again later",
     )
-    for name in THREAD_VARIABLES:
+    for name in system.THREAD_VARIABLES:
         value = os.environ.get(name, "")
         if value.isdigit() and int(value) > usable:
             problem = "in each worker, libraries will use more threads than there are CPUs"
