@@ -233,21 +233,22 @@ class ClusterEngine:
 
     def check(self, site: SiteHandle, theirs: Hello) -> None:
         """A node where something else is installed would read other things than were sent."""
-        for name in SAME:
-            here, there = self._ours.versions[name], theirs.versions[name]
-            if here != there:
-                remedy = "use one minor version of Python everywhere"
-                if name != "Python":
-                    remedy = f"install the same there (pip install {name}=={here}, or the runtime_env of mpgrad.Ray)"
-                site.refusal = f"node {theirs.host} has {name} {there}, and the caller {here}; {remedy}"
-                if any(each.hello is not None and not each.refusal and not each.lost for each in self._sites):
-                    self.lose(site, site.refusal)  # the others can be used
-                    if site.node is not None:
-                        self._avoided[site.node.id] = math.inf
-                    return
-                for link in site.links.values():
-                    link.refuse(site.refusal)
-                return
+        here, there = self._ours.versions, theirs.versions
+        name = next((each for each in SAME if here[each] != there[each]), None)
+        if name is None:
+            return
+        remedy = "use one minor version of Python everywhere"
+        if name != "Python":
+            remedy = f"install the same there (pip install {name}=={here[name]}, or the runtime_env of mpgrad.Ray)"
+        site.refusal = f"node {theirs.host} has {name} {there[name]}, and the caller {here[name]}; {remedy}"
+        if not any(each.hello is not None and not each.refusal and not each.lost for each in self._sites):
+            for link in site.links.values():
+                link.refuse(site.refusal)
+            return
+        # the others can be used
+        self.lose(site, site.refusal)
+        if site.node is not None:
+            self._avoided[site.node.id] = math.inf
 
     def _follow(self) -> None:
         """Nodes have joined or left: have a site on each, and as many workers as they have room for."""

@@ -46,7 +46,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpgrad.engines.launch import Launcher, launched, process_launcher
+from mpgrad.engines.launch import Launcher, exit_gap, launched, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
 from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
@@ -68,7 +68,6 @@ PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
 MOST_WAITING = 4  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
-EXIT_GAP = 0.5e-3  # seconds between the first two looks for it; later ones are a quarter of the time since its pipe ended
 RESIDENT_EVERY = 1.0  # seconds
 FOLLOWING_EVERY = 0.02  # seconds
 AMID_FRAME = 1.0  # seconds in which more of a frame has to come that is on its way, or its worker is at a call for too long
@@ -425,21 +424,17 @@ class Site:
 
     async def _see_end(self, worker: SiteWorker) -> None:
         """Say how it has ended; of one that has not after a while, and is killed, that nobody knows it."""
-        number = worker.number
-        since = time.monotonic()
-        found, waited, is_said = self._launcher.exited(number), 0.0, False
-        while found is None:
-            if waited > EXIT_PATIENCE and not is_said:
-                self._launcher.kill(number)
-                self._say("gone", number, None, worker.take_last_words())
+        since, is_said = time.monotonic(), False
+        while (found := self._launcher.exited(worker.number)) is None:
+            if time.monotonic() - since > EXIT_PATIENCE and not is_said:
+                self._launcher.kill(worker.number)
+                self._say("gone", worker.number, None, worker.take_last_words())
                 is_said = True
-            await asyncio.sleep(max(EXIT_GAP, waited / 4))
-            waited = time.monotonic() - since
-            found = self._launcher.exited(number)
+            await asyncio.sleep(exit_gap(since))
         if found.refusal is not None:
-            self._say("refused", number, str(found.refusal))
+            self._say("refused", worker.number, str(found.refusal))
         elif not is_said:
-            self._say("gone", number, found.code, worker.take_last_words())
+            self._say("gone", worker.number, found.code, worker.take_last_words())
 
     def _buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)

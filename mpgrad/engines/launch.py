@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ __all__ = [
     "ThreadLauncher",
     "check_fork_server",
     "enter",
+    "exit_gap",
     "is_python",
     "launched",
     "process_launcher",
@@ -71,6 +73,7 @@ __all__ = [
 
 MAIN_MODULE = threading.Lock()  # while it is hidden
 NURSERY_PATIENCE = 2.0  # seconds for it to end
+EXIT_GAP = 0.5e-3  # seconds between the first two looks at how a worker has ended
 LAST_STANDARD_STREAM = 2
 
 
@@ -121,6 +124,15 @@ def launched(launcher: Launcher, number: int) -> socket.socket:
         ours.close()
         raise
     return ours
+
+
+def exit_gap(since: float) -> float:
+    """Seconds until the next look at how a worker has ended, that has begun to end `since`, on the clock of time.monotonic.
+
+    Nothing can be waited for that says of every kind of worker, and on every system, that it has ended. So it is looked for, at
+    gaps of a quarter of the time since.
+    """
+    return max(EXIT_GAP, (time.monotonic() - since) / 4)
 
 
 def enter(module: str, function: str, *arguments: Any) -> None:

@@ -11,16 +11,13 @@ import socket
 import time
 from collections.abc import Sequence
 
-from mpgrad.engines.launch import Exit, Launcher, launched
+from mpgrad.engines.launch import Exit, Launcher, exit_gap, launched
 from mpgrad.system import Kept, resident_bytes
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
 from mpgrad.wire.pipe import Traffic
 
 __all__ = ["LocalLink", "SocketEngine"]
-
-# Nothing can be waited for that says of every kind of worker, and on every system, that it has ended. So it is looked for.
-EXIT_GAP = 0.5e-3  # seconds between the first two looks; later ones are a quarter of the time since the worker began to end
 
 
 class LocalLink:
@@ -112,7 +109,7 @@ class SocketEngine:
         self.traffic.system_calls += 1
         found = []
         if self._ending:
-            gap = max(EXIT_GAP, (time.monotonic() - max(self._ending.values())) / 4)
+            gap = exit_gap(max(self._ending.values()))
             seconds = gap if seconds is None else min(seconds, gap)
         for key, mask in self._selector.select(seconds):
             link: SocketLink | None = key.data
