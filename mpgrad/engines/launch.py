@@ -338,17 +338,14 @@ class OwnChildren(Launcher, Generic[P]):
         self.tracker = SharedTracker()
 
     @abstractmethod
-    def _ended(self, number: int, timeout: float) -> Exit | None:
-        """Wait for a worker's end, and forget it then."""
-
-    def exited(self, number: int) -> Exit | None:
-        return self._ended(number, timeout=0)
+    def exited(self, number: int, timeout: float = 0) -> Exit | None:
+        """As `Launcher.exited` says, which waits so many seconds for the end here."""
 
     def close(self) -> None:
         self.tracker.close()
         for number in list(self._processes):
             self.kill(number)
-            self._ended(number, timeout=5)
+            self.exited(number, timeout=5)
 
 
 class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
@@ -371,7 +368,7 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
 
-    def _ended(self, number: int, timeout: float) -> Exit | None:
+    def exited(self, number: int, timeout: float = 0) -> Exit | None:
         try:
             code = self._processes[number].wait(timeout)
         except subprocess.TimeoutExpired:
@@ -416,7 +413,7 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
             with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
                 os.kill(process.pid, by)
 
-    def _ended(self, number: int, timeout: float) -> Exit | None:
+    def exited(self, number: int, timeout: float = 0) -> Exit | None:
         process = self._processes[number]
         process.join(timeout)
         code = process.exitcode
