@@ -44,7 +44,7 @@ LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # that a pool may want beside its workers
 NEEDED = {
-    "mpgrad.workers": "ln -s ../workers mpgrad/workers in the clone, whose link it is, or install mpgrad again",
+    "mpgrad.workers": "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again",
     "torch": "pip install torch",
     "cloudpickle": "pip install cloudpickle",
     "psutil": "pip install psutil",

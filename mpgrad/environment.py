@@ -11,11 +11,12 @@ Guarantees: what mpgrad or an initializer has set in a worker stays. While nothi
     does nothing.
 Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does nothing.
 
-What it inherits: who it is, what it may, and where it stands. (Linux only.) Whoever starts a worker would have it be what a
-child would be at that moment. A fork server passes on what it was given when it began, which may be another user, other limits
-or another root. So it is compared with what its user is now. A fork takes over what a process can change of itself; where more
-differs, or it may not, another fork server is needed. A program that root starts has all rights again, whatever root had given
-up: so each fork compares itself with what the caller is.
+What it inherits: who it is, what it may, and where it stands. (Linux only.) Whoever starts a worker
+would have it be what a child would be at that moment. A fork server passes on what it was given when
+it began, which may be another user, other limits or another root. So it is compared with what its
+user is now. A fork takes over what a process can change of itself; where more differs, or it may
+not, another fork server is needed. A program that root starts has all rights again, whatever root
+had given up: so each fork compares itself with what the caller is.
 """
 
 from __future__ import annotations

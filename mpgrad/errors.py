@@ -1,8 +1,8 @@
 """Errors by blame: what the caller did, what the outside did, what we did.
 
 multiprocessing raises whatever type is at hand; here the class already says whose move it is. Wrong arguments stay
-`TypeError` and `ValueError`, and an exception of the user's function keeps its own type. An argument that we do not have gets
-an error that names ours (`suggests`).
+`TypeError` and `ValueError`, and an exception of the user's function keeps its own type. An argument
+that we do not have gets an error that names ours (`suggests`).
 """
 
 from __future__ import annotations

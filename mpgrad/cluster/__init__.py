@@ -1,9 +1,9 @@
 """Workers on other machines: an engine whose frames and memory travel through sites, one on each
 node.
 
-Caller only, but for `site`, and for the carriers' other ends. A site is a process on a node: it starts workers as
-this machine would, mirrors the memory that the caller lends them, and passes frames on as they are.
-What carries all that there and back is a carrier.
+Caller only, but for `site`, and for the carriers' other ends. A site is a process on a node: it
+starts workers as this machine would, mirrors the memory that the caller lends them, and passes
+frames on as they are. What carries all that there and back is a carrier.
 
     engine    the engine: places workers on sites, notices which are gone; the caller's end of a site
               and of the links to its workers: what was sent, lent and heard

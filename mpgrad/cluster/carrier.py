@@ -1,12 +1,12 @@
-"""What carries bytes between the caller and the sites of a cluster, starts sites, and says which nodes there are: what a
-carrier is, and one without a cluster. Both sides; needs no torch.
+"""What carries bytes between the caller and the sites of a cluster, starts sites, and says which
+nodes there are: what a carrier is, and one without a cluster. Both sides; needs no torch.
 
                        ClusterEngine ── nodes, start_site, exchange, kill_site ──► Carrier ═══ Site, on a node
 A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
 late, or twice (see `site.Arriving`).
 
-`LocalCarrier`: nodes are names, and sites programs on this machine, over a pipe each. For tests of everything that is not the
-cluster's, and as the smallest example of a carrier.
+`LocalCarrier` has names for nodes, and programs on this machine for sites, with a pipe to each. It
+is for tests of everything that is not the cluster's, and the smallest example of a carrier.
 """
 
 from __future__ import annotations

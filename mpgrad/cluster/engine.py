@@ -8,7 +8,8 @@ Two threads of its own ask for the nodes, and keep the sites from taking us for 
 What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
 workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`).
 
-Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a carrier gives.
+Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
+    carrier gives.
 """
 
 from __future__ import annotations
@@ -108,7 +109,11 @@ class ClusterEngine:
         return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
 
     def _new_site(self) -> SiteHandle:
-        """For a worker for which there is no room: a site that has a place more, if it is still to be started."""
+        """For a worker for which there is no room.
+
+        Where nodes are followed, a site has the whole of one. Elsewhere one that is still to be
+        started gets a place more, on the node that has the fewest of ours.
+        """
         alive = any(not site.lost for site in self._sites)
         nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
         if self.room is not None:
@@ -122,8 +127,8 @@ class ClusterEngine:
         may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
         if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
-        # Nobody says how large the nodes will be that an autoscaler adds: where those that are there
-        # have no room for any worker, each site asks for that of one.
+        # Nobody says how large the nodes will be that an autoscaler adds. Where those that are
+        # there have no room for any worker, each site asks for that of one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
         for site in self._sites:
             has_space = chosen is not None or site.slots < largest
@@ -239,9 +244,11 @@ class ClusterEngine:
             return
         remedy = "use one minor version of Python everywhere"
         if name != "Python":
-            remedy = f"install the same there (pip install {name}=={here[name]}, or the runtime_env of mpgrad.Ray)"
-        site.refusal = f"node {theirs.host} has {name} {there[name]}, and the caller {here[name]}; {remedy}"
-        if not any(each.hello is not None and not each.refusal and not each.lost for each in self._sites):
+            same = f"pip install {name}=={here[name]}, or the runtime_env of mpgrad.Ray"
+            remedy = f"install the same there ({same})"
+        differ = f"{name} {there[name]}, and the caller {here[name]}"
+        site.refusal = f"node {theirs.host} has {differ}; {remedy}"
+        if not any(each.hello and not each.refusal and not each.lost for each in self._sites):
             for link in site.links.values():
                 link.refuse(site.refusal)
             return
@@ -385,7 +392,8 @@ class SiteHandle:
             number, self._next_number = self._next_number, self._next_number + 1
             self._pending.add(number)
         try:
-            self.engine.carrier.exchange(self._site, number, content, partial(self._put_reply, number))
+            reply = partial(self._put_reply, number)
+            self.engine.carrier.exchange(self._site, number, content, reply)
         except Exception as error:  # of the carrier's kinds
             self._put_reply(number, error)
 
@@ -497,7 +505,7 @@ class SiteHandle:
 
 
 class SlabThere(NamedTuple):
-    """A slab of the caller's that is mirrored at a site. Neither is there: the site can forget it."""
+    """A slab of the caller's that is mirrored at a site, which can forget it when both are empty."""
 
     workers: set[int]  # that know it
     lent: Counter[int]  # address -> how often it is lent to workers of the site

@@ -1,5 +1,6 @@
 """A carrier through Ray: sites are actors on its nodes; it places them, carries bytes, and says which are dead. Both sides.
-And what a pool is told of the Ray cluster that it is to use. Imports nothing of Ray's before it is asked for.
+And what a pool is told of the Ray cluster that it is to use. Imports nothing of Ray's before it is
+asked for.
 
 Ray sends what is small within the call of an actor's method, and whatever is larger through its object store, which costs
 more (measured, an echo to another raylet of the same machine: 90 KB 1.6 ms, 110 KB 17 ms). So content goes in pieces up to

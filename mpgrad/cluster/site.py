@@ -18,9 +18,9 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
-What carries them may do so in any order, late, or twice. So both ends number what they say, and `Arriving` puts it into its
-order, each piece once. Memory stands behind the pickle of the records, as it is: it is copied once when it is packed, from
-where it lies, and not when it is unpacked.
+What carries them may do so in any order, late, or twice. So both ends number what they say, and
+`Arriving` puts it into its order, each piece once. Memory stands behind the pickle of the records,
+as it is: it is copied once when it is packed, from where it lies, and not when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
 A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the site has to say of it.
@@ -126,8 +126,9 @@ def unpacked(content: bytes) -> Sequence[Record]:
 
 
 class Arriving:
-    """What one end hears. What is missing is waited for; `missing_for` and `silent_for` say how long already, for who gives
-    up some time.
+    """What one end hears. It waits for what is missing.
+
+    `missing_for` and `silent_for` say for how long already, since whoever asks gives up some time.
     """
 
     def __init__(self) -> None:
@@ -143,7 +144,10 @@ class Arriving:
         self._coming.add(number)
 
     def records(self, number: int, piece: bytes) -> Iterator[Record]:
-        """A piece has come: the records of those that are now in turn. A number that has come before says nothing new."""
+        """A piece has come: the records of those that are now in turn.
+
+        A number that has come before says nothing new.
+        """
         self._heard_at = time.monotonic()
         if number > self._next and not self._early:
             self._since = time.monotonic()
@@ -329,7 +333,8 @@ class Site:
         new = [self._slabs[each] for each in slabs]
         for slab in new:
             if slab.descriptor < 0:
-                slab.awaited.append((worker.number, frame))  # alone in its frame; what lies there lacks until then
+                # alone in its frame; what lies there lacks until then
+                slab.awaited.append((worker.number, frame))
                 return
         try:
             if worker.has_started and worker.lacking != self._lacking:
@@ -379,7 +384,8 @@ class Site:
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
         if left > 0 or comes:  # what comes may be its answer
             worker.bytes_seen = worker.bytes_waiting
-            worker.alarm = self._loop.call_later(left if left > 0 else AMID_FRAME, self._read, worker)
+            pause = left if left > 0 else AMID_FRAME
+            worker.alarm = self._loop.call_later(pause, self._read, worker)
         else:
             worker.overrun = chunk, position
             self._tell_where(worker)

@@ -1,4 +1,5 @@
-"""What an engine is: it starts workers and says when they have answered. And which there are, by name. Caller's side.
+"""What an engine is: it starts workers and says when they have answered. And which there are, by
+name. Caller's side.
 
                          scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop

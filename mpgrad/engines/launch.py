@@ -5,9 +5,10 @@ workers are forked from a process that has imported torch and nothing of the use
 each worker is a program of its own. `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the
 same loop in threads.
 
-Fresh interpreters are started only where there is one to start. A frozen program, or one that embeds Python, is what
-`sys.executable` names: started in the place of Python it would do what it always does, such as to start workers.
-multiprocessing's own processes, its fork server and its resource tracker, are not ours to start or end.
+Fresh interpreters are started only where there is one to start. A frozen program, or one that
+embeds Python, is what `sys.executable` names: started in the place of Python it would do what it
+always does, such as to start workers. multiprocessing's own processes, its fork server and its
+resource tracker, are not ours to start or end.
 """
 
 from __future__ import annotations
@@ -127,10 +128,11 @@ def launched(launcher: Launcher, number: int) -> socket.socket:
 
 
 def exit_gap(since: float) -> float:
-    """Seconds until the next look at how a worker has ended, that has begun to end `since`, on the clock of time.monotonic.
+    """Seconds until the next look at how a worker has ended, which began to end at `since`.
 
-    Nothing can be waited for that says of every kind of worker, and on every system, that it has ended. So it is looked for, at
-    gaps of a quarter of the time since.
+    That is on the clock of time.monotonic. Nothing can be waited for that says of every kind of
+    worker, and on every system, that it has ended. So it is looked for, at gaps of a quarter of the
+    time since.
     """
     return max(EXIT_GAP, (time.monotonic() - since) / 4)
 

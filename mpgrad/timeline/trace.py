@@ -1,4 +1,5 @@
-"""What is noted while a timeline is recorded, and that as Chrome's trace events, which Perfetto (ui.perfetto.dev) opens.
+"""What is noted while a timeline is recorded, and that as Chrome's trace events, which Perfetto
+(ui.perfetto.dev) opens.
 
     a thread of the caller ──► `lap` ──► Lap
     the scheduling thread (`scheduling.notes`) ──► NotedChunk ◄── a worker's `Recorded`
