@@ -15,7 +15,7 @@ if _typing.TYPE_CHECKING:
     from mpgrad import nn, testing
     from mpgrad.advice import Advice, advise
     from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
-    from mpgrad.cluster.options import Ray
+    from mpgrad.cluster.ray import Ray
     from mpgrad.derivatives.jacobians import hessian, hvp, jacobian, jvp, vjp
     from mpgrad.derivatives.per_item import per_item_grad
     from mpgrad.errors import (
@@ -54,7 +54,7 @@ _HOMES = {
     "Pool": "mpgrad.pool",
     "PoolClosedError": "mpgrad.errors",
     "PoolStats": "mpgrad.stats",
-    "Ray": "mpgrad.cluster.options",
+    "Ray": "mpgrad.cluster.ray",
     "RemoteError": "mpgrad.errors",
     "RemoteTraceback": "mpgrad.errors",
     "ResultIterator": "mpgrad.calls.results",

@@ -1,4 +1,4 @@
-"""`python -m mpgrad`: the commands."""
+"""`python -m mpgrad`: the command line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ INTERRUPTED = 130  # as a shell has it
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mpgrad", description="A worker pool for PyTorch, with gradients.")
     parser.add_argument("--version", action="version", version=f"mpgrad {mpgrad.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor.add_command(commands)
-    options = parser.parse_args(arguments)
+    summary = "doctor: whether a pool works here, what is amiss, and what to do about it; "
+    summary += "exit status 1 where no pool can work"
+    parser.add_argument("command", metavar="COMMAND", choices=["doctor"], help=summary)
+    parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding is no reason to fail
     try:
-        status: int = options.run(options)
+        status = doctor.run()
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -18,11 +18,11 @@ import torch
 
 from mpgrad.calls.packing import pickled_function
 from mpgrad.calls.seconds import seconds_given
-from mpgrad.cpus import usable_cpus
 from mpgrad.others_clock import OthersClock
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive
 from mpgrad.submission.starting import callable_of, iterator
+from mpgrad.system import usable_cpus
 from mpgrad.testing import differentiable, tensors_of
 from mpgrad.torch_state.modes import kept_random_state
 

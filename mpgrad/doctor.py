@@ -2,13 +2,13 @@
 
 The page has to come out whatever is broken. So the probes of the machine need no torch. To import torch, to start a pool and to
 look for GPUs may hang or crash: these are steps of a trial, in a process of its own, which writes each finding as it is made.
+
+    trial, in a process ──► lines of a file: MARK, and a finding as JSON ──► `tried`
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -22,17 +22,13 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import mpgrad
 from mpgrad.stats import size_of
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-__all__ = ["add_command"]
+__all__ = ["run"]
 
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH, NAME_WIDTH = 100, 12
@@ -47,10 +43,16 @@ LEAST_FILE_SIZE = 64 * MIB  # of one piece of a pool's shared memory
 # a pool of one opens 11, a further worker 4; a tensor above 32 MiB opens some of its own, and so does the rest of a program
 POOL_DESCRIPTORS, WORKER_DESCRIPTORS = 32, 8
 POOL_THREADS = 8  # that a pool may want beside its workers
+NEEDED = {
+    "mpgrad.workers": "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again",
+    "torch": "pip install torch",
+    "cloudpickle": "pip install cloudpickle",
+    "psutil": "pip install psutil",
+}
+MARK = "mpgrad doctor: "  # of a finding, between whatever else the trial's process writes
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A line of the page; with what is amiss, if anything is, and the remedy."""
 
     name: str
@@ -63,13 +65,7 @@ class Finding:
 Probe = Callable[[], Iterator[Finding]]
 
 
-def add_command(commands: Commands) -> None:
-    summary = "whether a pool works here, what is amiss, and what to do about it"
-    parser = commands.add_parser("doctor", help=summary, description=f"Shows {summary}. Exit status 1 where no pool can work.")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
+def run() -> int:
     """The exit status."""
     if sys.stderr.isatty():
         print("mpgrad doctor: trying a pool, some seconds ...", file=sys.stderr)
@@ -77,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if not any(finding.fatal for finding in findings):
         findings += tried([sys.executable, "-m", "mpgrad.doctor"], TRIAL_SECONDS)
     print(page(findings))
-    return 1 if any(finding.fatal for finding in findings) else 0
+    return int(any(finding.fatal for finding in findings))
 
 
 def page(findings: Sequence[Finding]) -> str:
@@ -108,7 +104,7 @@ def found_by(probes: Iterable[Probe]) -> Iterator[Finding]:
         except Exception as error:
             failure = FAILURES.get(probe, Finding(probe.__name__, "", "this probe", "please report this page"))
             text = " ".join(str(error).split())
-            yield dataclasses.replace(failure, problem=f"{failure.problem} failed ({type(error).__name__}: {text})")
+            yield failure._replace(problem=f"{failure.problem} failed ({type(error).__name__}: {text})")
 
 
 def judged(name: str, value: str, is_fine: bool, problem: str, remedy: str) -> Finding:
@@ -130,24 +126,19 @@ def software() -> Iterator[Finding]:
         yield Finding("system", name, f"mpgrad cannot work here: {error}", remedy, fatal=True)
     else:
         yield Finding("system", name)
-    if importlib.util.find_spec("mpgrad.workers") is None:
-        remedy = "ln -s ../workers mpgrad/workers in the clone, or install mpgrad again"
-        problem = "mpgrad.workers is missing: was a clone copied without its link mpgrad/workers?"
-        yield Finding("mpgrad.workers", "missing", problem, remedy, fatal=True)
-    for package in ("torch", "cloudpickle", "psutil"):
+    for package, remedy in NEEDED.items():
         if importlib.util.find_spec(package) is None:
-            yield Finding(package, "not installed", f"mpgrad needs {package}", f"pip install {package}", fatal=True)
+            yield Finding(package, "missing", f"mpgrad needs {package}", remedy, fatal=True)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         yield Finding("ray", importlib.metadata.version("ray"))
 
 
 def processors() -> Iterator[Finding]:
-    from mpgrad.cpus import THREAD_VARIABLES, cgroup_quota, own_cpus, usable_cpus
-    from mpgrad.others_clock import OthersClock
-    from mpgrad.system import own_cgroups
+    from mpgrad import others_clock, system
 
-    usable, allowed = usable_cpus(), len(own_cpus())
-    limits = f"affinity: {allowed}, cgroup quota: {cgroup_quota(own_cgroups('cpu')):g}"
+    usable, allowed = system.usable_cpus(), len(system.own_cpus())
+    quota = system.cgroup_quota(system.own_cgroups("cpu"))
+    limits = f"affinity: {allowed}, cgroup quota: {quota:g}"
     yield judged(
         "CPUs",
         f"{usable} of the machine's {os.cpu_count()} ({limits})",
@@ -155,7 +146,7 @@ def processors() -> Iterator[Finding]:
         "on one CPU a pool is no faster than the serial loop",
         "give this process more: taskset, docker run --cpus, or --cpus-per-task in a batch system",
     )
-    clock = OthersClock()
+    clock = others_clock.OthersClock()
     time.sleep(LOOK_SECONDS)
     taken = clock.cpus()
     yield judged(
@@ -165,7 +156,7 @@ def processors() -> Iterator[Finding]:
         "other programs, or the host's other machines, take much of the time of these CPUs",
         "end what need not run (top shows it), or measure again later",
     )
-    for name in THREAD_VARIABLES:
+    for name in system.THREAD_VARIABLES:
         value = os.environ.get(name, "")
         if value.isdigit() and int(value) > usable:
             problem = "in each worker, libraries will use more threads than there are CPUs"
@@ -202,8 +193,7 @@ def limits() -> Iterator[Finding]:
 
     import psutil
 
-    from mpgrad.cpus import usable_cpus
-    from mpgrad.system import own_cgroups, read_words
+    from mpgrad.system import own_cgroups, read_words, usable_cpus
 
     workers = usable_cpus()
     wanted = POOL_DESCRIPTORS + WORKER_DESCRIPTORS * workers
@@ -313,31 +303,30 @@ FAILURES = {
 NO_PYTHON = Finding("trial", "", "starting Python", "see memory and limits above", fatal=True)
 
 
-def trial(file: Path) -> None:
-    """Write into the file, as lines of JSON, what would be said if the step that begins failed, and what it finds."""
-    with file.open("w", buffering=1) as lines:
-        for step, failure in FAILURES.items():
-            print(json.dumps({"begins": dataclasses.asdict(failure)}), file=lines)
-            for finding in found_by([step]):
-                print(json.dumps({"found": dataclasses.asdict(finding)}), file=lines)
-                if finding.fatal:
-                    return
+def trial() -> None:
+    """Write what would be said if the step that begins failed, and what it finds."""
+    for step, failure in FAILURES.items():
+        tell("begins", failure)
+        for finding in found_by([step]):
+            tell("found", finding)
+            if finding.fatal:
+                return
+
+
+def tell(kind: str, finding: Finding) -> None:
+    print(f"\n{MARK}{json.dumps([kind, *finding])}", flush=True)
 
 
 def tried(command: Sequence[str], limit: float) -> list[Finding]:
     """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed, and its workers end."""
+    failure, findings = NO_PYTHON, list[Finding]()
     with contextlib.ExitStack() as stack:
+        # no pipe: what the trial has started may outlive it, and hold that open
         try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            output = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         except OSError as error:
-            return [dataclasses.replace(NO_PYTHON, problem=f"no temporary folder can be made ({error})")]
-        file, output = Path(folder, "findings"), Path(folder, "output")
-        file.touch()
-        with output.open("wb") as told:  # no pipe: what the trial has started may outlive it, and hold that open
-            try:
-                process = subprocess.Popen([*command, str(file)], stdin=subprocess.DEVNULL, stdout=told, stderr=told)
-            except OSError as error:
-                return [dataclasses.replace(NO_PYTHON, problem=f"no process can be started ({error})")]
+            return [failure._replace(problem=f"{failure.problem} failed ({error})")]
         try:
             ended = ending(process.wait(limit))
         except subprocess.TimeoutExpired:
@@ -345,14 +334,19 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        words = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    findings = [Finding(**line["found"]) for line in lines if "found" in line]
+        output.seek(0)
+        lines = [line.strip() for line in output if line.strip()]
+    for line in lines:
+        if line.startswith(MARK):
+            kind, *fields = json.loads(line.removeprefix(MARK))
+            if kind == "begins":
+                failure = Finding(*fields)
+            else:
+                findings.append(Finding(*fields))
     if ended:
-        begun = [Finding(**line["begins"]) for line in lines if "begins" in line]
-        failure = begun[-1] if begun else NO_PYTHON
-        said = f"; it said: {' / '.join(words[-2:])}" if words else ""
-        findings.append(dataclasses.replace(failure, problem=f"{failure.problem} {ended}{said}"))
+        words = " / ".join([line for line in lines if not line.startswith(MARK)][-2:])
+        said = f"; it said: {words}" if words else ""
+        findings.append(failure._replace(problem=f"{failure.problem} {ended}{said}"))
     return findings
 
 
@@ -364,4 +358,4 @@ def ending(status: int) -> str:
 
 
 if __name__ == "__main__":
-    trial(Path(sys.argv[1]))
+    trial()

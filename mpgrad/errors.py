@@ -1,20 +1,23 @@
 """Errors by blame: what the caller did, what the outside did, what we did.
 
 multiprocessing raises whatever type is at hand; here the class already says whose move it is. Wrong arguments stay
-`TypeError` and `ValueError`, and an exception of the user's function keeps its own type.
+`TypeError` and `ValueError`, and an exception of the user's function keeps its own type. An argument
+that we do not have gets an error that names ours (`suggests`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import inspect
 import logging
 import multiprocessing.pool
 import pickle
 import signal
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -38,10 +41,10 @@ __all__ = [
     "error_in_words",
     "kind_name",
     "read",
+    "suggests",
     "traceback_of",
     "write",
 ]
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -429,3 +432,51 @@ def add_note(error: BaseException, note: str) -> None:
 def note_stack(error: BaseException, stack: str) -> None:
     if stack:
         add_note(error, f"the worker's Python stack:\n{stack}")
+
+
+# --- arguments that other libraries call otherwise
+
+# what numbers of workers are called in joblib, concurrent.futures, torch, multiprocess libraries; and other arguments
+WORKERS = "processes", "max_workers", "n_jobs", "num_workers", "nprocs", "workers", "n_workers", "n_processes", "num_processes"
+ELSEWHERE = {
+    "max_tasks_per_child": "maxtasksperchild",
+    "maxtasksperchild": "max_tasks_per_child",
+    "mp_context": "context",
+    "context": "mp_context",
+    "start_method": "context",
+    "backend": "engine",
+    "num_threads": "threads_per_worker",
+    "n_threads": "threads_per_worker",
+    "device": "devices",
+}
+
+
+def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises:
+    TypeError: a name that is given is not known; says which known one may be meant.
+    """
+    known = list(known)
+    for name in given:
+        if name in known:
+            continue
+        meant = [each for each in (*(WORKERS if name in WORKERS else ()), ELSEWHERE.get(name, "")) if each in known]
+        close = (meant or difflib.get_close_matches(name, known, 1))[:1]
+        hint = f"; did you mean {close[0]!r}?" if close else f" (there are: {', '.join(known)})"
+        raise TypeError(f"{subject} got an unexpected keyword argument {name!r}{hint}")
+
+
+def suggests(subject: str, *options: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a method refuse unknown keyword arguments; those that it passes on are the `options`."""
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        _, *parameters = inspect.signature(function).parameters.values()  # but for self
+        known = [*(each.name for each in parameters if each.kind is not each.VAR_KEYWORD), *options]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            refuse_unknown(subject, kwargs, known)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated

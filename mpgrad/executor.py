@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import DifferentiableFuture, LateError, ResultIterator
 from mpgrad.calls.seconds import seconds_or_none
-from mpgrad.errors import RemoteTraceback, traceback_of, write
+from mpgrad.errors import RemoteTraceback, suggests, traceback_of, write
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.stats import PoolStats
 from mpgrad.submission.options import CallOptions, MoreOptions, positive
 from mpgrad.submission.starting import Source, callable_of, iterator
-from mpgrad.suggestions import suggests
 from mpgrad.tasks.wrappers import Initializer
 from mpgrad.timeline.timeline import Timeline
 from mpgrad.tracebacks import hide_own_frames, without_own_frames

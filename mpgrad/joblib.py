@@ -28,13 +28,13 @@ import torch
 
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import AsyncResult
-from mpgrad.cpus import THREAD_VARIABLES, usable_cpus
 from mpgrad.engines.kinds import traits_of
+from mpgrad.environment import PLACE
 from mpgrad.pickling.item_streams import ItemStreams
-from mpgrad.place import PLACE
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
 from mpgrad.submission.starting import Source
+from mpgrad.system import THREAD_VARIABLES, usable_cpus
 from mpgrad.tasks.wrappers import Delayed
 from mpgrad.torch_state.modes import current_modes, under
 from mpgrad.torch_state.private import saved_tensor_hooks

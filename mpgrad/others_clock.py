@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from mpgrad.cpus import own_cpus
+from mpgrad.system import own_cpus
 
 __all__ = ["OthersClock"]
 

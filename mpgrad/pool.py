@@ -26,10 +26,10 @@ from torch.autograd import Function
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator
-from mpgrad.cluster.options import Ray
+from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Wanted
-from mpgrad.errors import contextmanager
-from mpgrad.place import PLACE
+from mpgrad.environment import PLACE
+from mpgrad.errors import contextmanager, suggests
 from mpgrad.progress import Progress, Standing, reported
 from mpgrad.scheduling.dispatcher import scheduler_for
 from mpgrad.scheduling.scheduler import Scheduler
@@ -45,7 +45,6 @@ from mpgrad.submission.options import (
 )
 from mpgrad.submission.starting import Source, iterator
 from mpgrad.submission.submitter import Submitter, folded_into, mapped_and_folded
-from mpgrad.suggestions import suggests
 from mpgrad.timeline.timeline import Timeline
 from mpgrad.torch_state import behaviours
 from mpgrad.torch_state.modes import load_generators

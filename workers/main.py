@@ -28,13 +28,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpgrad.cpus import thread_variables
-from mpgrad.environment import FOLLOWER
+from mpgrad.environment import FOLLOWER, PLACE
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import PLACED, run_initializer
-from mpgrad.place import PLACE
-from mpgrad.system import PORTABLE
+from mpgrad.system import PORTABLE, thread_variables
 from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
 from mpgrad.wire.frames import Channel, Frame, drained

@@ -22,7 +22,7 @@ import signal
 import socket
 from typing import Any, NoReturn
 
-from mpgrad.inherited import take_over
+from mpgrad.environment import take_over
 from mpgrad.system import NO_SIGNAL, receive_descriptors
 
 __all__ = [

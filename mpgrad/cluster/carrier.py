@@ -1,35 +1,29 @@
 """What carries bytes between the caller and the sites of a cluster, starts sites, and says which
-nodes there are. Both sides; needs no torch.
+nodes there are: what a carrier is, and one without a cluster. Both sides; needs no torch.
 
                        ClusterEngine ── nodes, start_site, exchange, kill_site ──► Carrier ═══ Site, on a node
 A carrier knows neither frames nor workers. Replies and errors may come in any order, in any thread,
-late, or twice. So both ends number what they send, and `Arriving` puts the pieces into their order,
-each once.
+late, or twice (see `site.Arriving`).
 
-What is sent is records, as bytes. Memory stands behind the pickle, as it is: it is copied once when
-it is packed, from where it lies, and not when it is unpacked.
-
-    number of buffers | size of each, and of the pickle | pickle | buffers
+`LocalCarrier` has names for nodes, and programs on this machine for sites, with a pipe to each. It
+is for tests of everything that is not the cluster's, and the smallest example of a carrier.
 """
 
 from __future__ import annotations
 
-import pickle
-import struct
-import time
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-__all__ = [
-    "Arriving",
-    "Carrier",
-    "Node",
-    "Record",
-    "Reply",
-    "SiteOptions",
-    "packed",
-    "unpacked",
-]
+from mpgrad.cluster.site import Site
+from mpgrad.engines.launch import program
+
+__all__ = ["Carrier", "LocalCarrier", "Node", "Reply", "SiteOptions", "serve"]
 
 # the content is None where it is on its way and takes some time; it comes with a second reply
 Reply = Callable[["tuple[int, bytes | None] | BaseException"], None]
@@ -61,7 +55,6 @@ class Carrier(Protocol):
         Raises:
             ConnectionError: the cluster cannot be reached.
         """
-        ...
 
     def start_site(self, options: SiteOptions) -> Any:
         """What the other two know the site by; returns at once. What is sent before it has started waits for it.
@@ -69,79 +62,123 @@ class Carrier(Protocol):
         Raises:
             OSError: it cannot be started now.
         """
-        ...
 
     def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
         """Have `Site.exchange(number, content)` run there; `reply` gets what it returns, or why there will be nothing."""
-        ...
 
     def kill_site(self, site: Any) -> None:
         """End it and its workers, whatever they do; it may have ended already. Its replies are errors."""
-        ...
 
     def close(self) -> None:
         """End what the carrier itself has started."""
-        ...
 
 
-# --- records as bytes
+# --- without a cluster
 
 
-Record = tuple[Any, ...]
-COUNT = struct.Struct("<Q")
+class LocalSite:
+    """The caller's end of one: a thread writes, and another one reads."""
+
+    def __init__(self, options: SiteOptions) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            patience = round(1000 * options.patience)
+            self.process = program("mpgrad.cluster.carrier", "serve", theirs, patience)
+        self.connection = Connection(ours.detach())
+        self.to_send: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.replies: dict[int, Reply] = {}  # of exchanges under way
+        self.ended: ConnectionError | None = None
+        self.threads = [threading.Thread(target=each, name="mpgrad-site", daemon=True) for each in (self.write, self.read)]
+        for thread in self.threads:
+            thread.start()
+
+    def exchange(self, number: int, content: bytes, reply: Reply) -> None:
+        with self.lock:
+            if self.ended is None:
+                self.replies[number] = reply
+                self.to_send.put((number, content))
+                return
+        reply(self.ended)
+
+    def write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader sees it, too
+            while (exchange := self.to_send.get()) is not None:
+                self.connection.send(exchange)
+
+    def read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                exchange, said = self.connection.recv()
+                self.replies.pop(exchange)(said)
+        with self.lock:
+            self.ended = ConnectionError("its process has ended")
+        for reply in self.replies.values():
+            reply(self.ended)
+        self.to_send.put(None)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for thread in self.threads:
+            thread.join()
+        self.connection.close()
 
 
-def packed(records: Sequence[Record]) -> bytes:
-    """What is a `PickleBuffer` in them is a memoryview at the other end."""
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(records, protocol=5, buffer_callback=buffers.append)
-    pieces: list[bytes | memoryview] = [pickled, *(buffer.raw() for buffer in buffers)]
-    head = struct.pack(f"<{1 + len(pieces)}Q", len(pieces), *map(len, pieces))
-    return b"".join((head, *pieces))
+class LocalCarrier:
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = list(nodes)
+        self.sites: list[LocalSite] = []
+
+    def nodes(self) -> Sequence[Node]:
+        return list(self._nodes)
+
+    def join(self, node: Node) -> None:
+        self._nodes.append(node)
+
+    def part(self, node: str) -> None:
+        self._nodes = [each for each in self._nodes if each.id != node]
+
+    def start_site(self, options: SiteOptions) -> LocalSite:
+        site = LocalSite(options)
+        self.sites.append(site)
+        return site
+
+    def exchange(self, site: Any, number: int, content: bytes, reply: Reply) -> None:
+        site.exchange(number, content, reply)
+
+    def kill_site(self, site: Any) -> None:
+        site.kill()
+        self.sites.remove(site)
+
+    def close(self) -> None:
+        for site in list(self.sites):
+            self.kill_site(site)
 
 
-def unpacked(content: bytes) -> Sequence[Record]:
-    view = memoryview(content)
-    (count,) = COUNT.unpack_from(view)
-    start = COUNT.size * (1 + count)
-    pieces: list[memoryview] = []
-    for size in struct.unpack_from(f"<{count}Q", view, COUNT.size):
-        pieces.append(view[start : start + size])
-        start += size
-    records: Sequence[Record] = pickle.loads(pieces[0], buffers=pieces[1:])
-    return records
+# --- in the site's process
 
 
-# --- numbered pieces in their order
+def serve(descriptor: int, milliseconds: int) -> None:
+    asyncio.run(serve_site(Connection(descriptor), milliseconds / 1000))
 
 
-class Arriving:
-    """What is missing is waited for; `missing_for` says how long already, for who gives up some time."""
+async def serve_site(connection: Connection, patience: float) -> None:
+    """Until the caller's end is closed."""
+    site = Site(patience)
+    tasks: set[asyncio.Task[None]] = set()
 
-    def __init__(self) -> None:
-        self._next = 0
-        self._early: dict[int, bytes] = {}
-        self._coming: set[int] = set()
-        self._since = 0.0  # on the clock of time.monotonic: when the next became the next, or the first came early
+    async def answer(exchange: int, content: bytes) -> None:
+        connection.send((exchange, await site.exchange(exchange, content)))
 
-    def expect(self, number: int) -> None:
-        """That piece is on its way, and may take long."""
-        self._coming.add(number)
+    def finished(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        task.result()  # an error is the loop's, which ends the site
 
-    def arrange(self, number: int, piece: bytes) -> Iterator[bytes]:
-        """The piece comes: those that are now in turn. A number that has come before says nothing new."""
-        if number > self._next and not self._early:
-            self._since = time.monotonic()
-        if number >= self._next:
-            self._early.setdefault(number, piece)
-        while self._next in self._early:
-            self._coming.discard(self._next)
-            self._next += 1
-            if len(self._early) > 1:
-                self._since = time.monotonic()
-            yield self._early.pop(self._next - 1)
-
-    @property
-    def missing_for(self) -> float:
-        """Seconds for which others have been there before the next, of which nobody knows."""
-        return time.monotonic() - self._since if self._early and self._next not in self._coming else 0.0
+    try:
+        while True:
+            task = asyncio.create_task(answer(*await asyncio.to_thread(connection.recv)))
+            tasks.add(task)
+            task.add_done_callback(finished)
+    except (EOFError, OSError):  # the caller is gone
+        site.close()

@@ -1,30 +1,51 @@
 """The engine of workers on other machines: places them on sites, one for each node, and notices which are gone. Caller's side.
 
     start ──► a site with room, or a new one ──► SiteLink          carrier's threads ──► inbox ──► wait ──► links with news
+    SiteLink.send ──► records ──► flush ──► Carrier.exchange ══► Site ══► reply ──► take ──► frames of a SiteLink
 Where no number of workers was asked for, there are as many as the nodes have room for, and nodes that join or leave change it.
 Two threads of its own ask for the nodes, and keep the sites from taking us for dead.
-Assumes: one thread uses it, but for `wake`.
+
+What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
+workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`).
+
+Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
+    carrier gives.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import logging
 import math
 import queue
+import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any, NamedTuple
 
 from mpgrad.callbacks import report
-from mpgrad.cluster.carrier import Carrier, Node
-from mpgrad.cluster.site import Hello, hello
-from mpgrad.cluster.site_handle import SiteHandle, SiteLink
-from mpgrad.wire.pipe import Traffic
+from mpgrad.cluster.carrier import Carrier, Node, SiteOptions
+from mpgrad.cluster.site import Arriving, Hello, Record, hello, packed
+from mpgrad.engines.launch import Exit
+from mpgrad.memory.addresses import slab_of
+from mpgrad.memory.arena import Borrowed, Slot
+from mpgrad.pickling.exceptions import carried
+from mpgrad.wire.asides import Whereabouts
+from mpgrad.wire.frames import Frame, unframed
+from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
+from mpgrad.wire.mirror import Mirror, address_of
+from mpgrad.wire.pipe import Traffic, framed, parts_of
 
-__all__ = ["ClusterEngine"]
+__all__ = [
+    "ClusterEngine",
+    "SiteHandle",
+    "SiteLink",
+]
 
 log = logging.getLogger("mpgrad")
 
@@ -51,9 +72,9 @@ class ClusterEngine:
         """
         self.traffic = Traffic()
         self.room: int | None = None
-        self._carrier = carrier
-        self._patience = patience
-        self._inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
+        self.carrier = carrier
+        self.patience = patience
+        self.inbox: queue.SimpleQueue[tuple[SiteHandle | None, Any]] = queue.SimpleQueue()
         self._sites: list[SiteHandle] = []
         self._ours = hello()
         self._avoided: dict[str, float] = {}  # nodes by id, until when on the clock of time.monotonic
@@ -61,16 +82,14 @@ class ClusterEngine:
         self._ask_now = threading.Event()  # for the nodes
         try:
             self._nodes = list(carrier.nodes())
-            nodes = self._free_nodes(avoiding=True)
-            if not any(node.slots for node in nodes):
-                nodes = self._nodes  # others hold all of it: wait for them
-            slots = sum(node.slots for node in nodes)
-            if not slots and workers is None:
-                raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+            if not any(node.slots for node in self._free_nodes(avoiding=True)):
+                # others hold all of it: wait for them
+                self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
-                self.room = slots
-            for node, number in placed(nodes, slots if workers is None else workers):
-                self._open_site(node, number)
+                if not any(node.slots for node in self._nodes):
+                    raise RuntimeError("no node of the cluster has room for a worker; free some CPUs, or ask for `processes`")
+                self._follow()
+                self.room = self._room()
             for target in (self._ask_for_nodes, self._beat):
                 threading.Thread(target=target, name="mpgrad-cluster", daemon=True).start()
         except BaseException:
@@ -90,60 +109,60 @@ class ClusterEngine:
         return SiteLink(number, max(sites, key=lambda site: site.free / site.slots))
 
     def _new_site(self) -> SiteHandle:
-        """For a worker for which there is no room."""
+        """For a worker for which there is no room.
+
+        Where nodes are followed, a site has the whole of one. Elsewhere one that is still to be
+        started gets a place more, on the node that has the fewest of ours.
+        """
         alive = any(not site.lost for site in self._sites)
         nodes = [node for node in self._free_nodes(avoiding=alive or self.room is None) if node.slots]
-        planned = [site for site in self._sites if site.is_planned]
-        node = max(nodes, key=lambda node: node.slots, default=None)
+        if self.room is not None:
+            # a site wherever there is room would take that of one which is to have the whole node
+            if not nodes:
+                raise OSError("no node has room for a worker now")
+            node = max(nodes, key=lambda node: node.slots)
+            return self._new_handle(node, node.slots)
+        taken = self._taken()
+        chosen = min(nodes, key=lambda node: taken[node.id], default=None)
         may_have_room_soon = any(site.is_refusing and site.refusals == 1 for site in self._sites)
-        if self.room is None and (node is not None or not may_have_room_soon):
-            return self._enlarged(planned, node)
-        if node is None:  # a site wherever there is room would take that of one which is to have the whole node
+        if chosen is None and may_have_room_soon:
             raise OSError("no node has room for a worker now")
-        return self._open_site(node, node.slots)
-
-    def _enlarged(self, planned: Sequence[SiteHandle], node: Node | None) -> SiteHandle:
-        """A site that is to be started on that node, or wherever there is room, with room for one more worker."""
+        # Nobody says how large the nodes will be that an autoscaler adds. Where those that are
+        # there have no room for any worker, each site asks for that of one.
         largest = max((each.slots for each in self._nodes), default=0) or 1
-        for site in planned:
-            if site.on(node) and (node is not None or site.slots < largest):
+        for site in self._sites:
+            has_space = chosen is not None or site.slots < largest
+            if site.is_planned and site.on(chosen) and has_space:
                 site.slots += 1
                 return site
-        return self._new_handle(node, 1)
+        return self._new_handle(chosen, 1)
+
+    def _taken(self) -> Counter[str]:
+        """Places on nodes, by their ids, that our sites have."""
+        taken: Counter[str] = Counter()
+        for site in self._sites:
+            if site.node is not None and not site.lost:
+                taken[site.node.id] += site.slots
+        return taken
 
     def _free_nodes(self, avoiding: bool) -> list[Node]:
         """Nodes, with the room that our sites and others have left there; `avoiding` those whose sites were lost just now.
 
         Where it is not avoided, what others hold is not counted either: it may be our own, that was lost.
         """
-        taken: Counter[str] = Counter()
-        for site in self._sites:
-            if site.node is not None and not site.lost:
-                taken[site.node.id] += site.slots
-        nodes = [node for node in self._nodes if self._may_use(node) or not avoiding]
-        found = []
-        for node in nodes:
+        taken, found = self._taken(), []
+        for node in self._nodes:
+            if avoiding and self._avoided.get(node.id, 0.0) > time.monotonic():
+                continue
             left = node.slots - taken[node.id]
             if avoiding and node.free is not None:
                 left = min(left, node.free)
             found.append(node._replace(slots=max(0, left)))
         return found
 
-    def _may_use(self, node: Node) -> bool:
-        return self._avoided.get(node.id, 0.0) <= time.monotonic()
-
-    def _open_site(self, node: Node | None, slots: int) -> SiteHandle:
-        site = self._new_handle(node, slots)
-        try:
-            site.open()
-        except BaseException:
-            self._sites.remove(site)
-            raise
-        site.flush()
-        return site
-
     def _new_handle(self, node: Node | None, slots: int) -> SiteHandle:
-        site = SiteHandle(self._carrier, node, slots, self._patience, self.traffic, self._inbox.put, self._look)
+        """A site that the next `wait` starts."""
+        site = SiteHandle(self, node, slots)
         self._sites.append(site)
         return site
 
@@ -155,17 +174,17 @@ class ClusterEngine:
                 try:
                     site.open()
                 except OSError as error:
-                    self._lose(site, str(error))
+                    self.lose(site, str(error))
             site.flush()
         self.traffic.system_calls += 1
-        patience = self._patience / 4 if seconds is None else min(seconds, self._patience / 4)
+        patience = self.patience / 4 if seconds is None else min(seconds, self.patience / 4)
         if patience > 0 and not any(link.frames for site in self._sites for link in site.links.values()):
             with contextlib.suppress(queue.Empty):
-                self._take(*self._inbox.get(timeout=patience))
-        self._look()
+                self._take(*self.inbox.get(timeout=patience))
+        self.look()
         for site in self._sites:
-            if not site.lost and site.hello is not None and (why := site.is_silent(self._patience)):
-                self._lose(site, why)
+            if not site.lost and site.hello is not None and (why := site.is_silent(self.patience)):
+                self.lose(site, why)
             self._look_after(site)
             site.flush()
         links = [link for site in self._sites for link in site.links.values() if link.frames or link.ended]
@@ -188,86 +207,82 @@ class ClusterEngine:
                 WAITING,
             )
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Take what is there."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._take(*self._inbox.get_nowait())
+                self._take(*self.inbox.get_nowait())
 
     def _take(self, site: SiteHandle | None, news: Any) -> None:
         if site is not None:
-            was_new, was_lost = site.hello is None, site.lost
             site.take(*news)
-            if was_new and site.hello is not None:
-                self._check(site, site.hello)
-            if site.lost and not was_lost:
-                self._lose(site, site.lost)
         elif news is not None:
             self._nodes = news
             there = {node.id for node in news}
             for each in self._sites:
                 if each.node is not None and each.node.id not in there and not each.lost:
-                    self._lose(each, "its node has left the cluster")
+                    self.lose(each, "its node has left the cluster")
             if self.room is not None and not self._closing.is_set():
                 self._follow()
+                self.room = self._room()
 
-    def _lose(self, site: SiteHandle, why: str) -> None:
-        if not site.lost:
-            site.lose(why)
+    def lose(self, site: SiteHandle, why: str) -> None:
+        site.lose(why)
         first_line, _, _ = why.partition("\n")
         report(logging.WARNING, "a site is gone (%s: %s)", site.name or "on a node that was to come", first_line)
         if site.node is not None:
             self._avoided[site.node.id] = time.monotonic() + (AFTER_FAILURE if site.hello is None else AFTER_LOSS)
-        self._count_room()
+        if self.room is not None:  # else the number is the user's by now
+            self.room = self._room()
         self._ask_now.set()
 
-    def _check(self, site: SiteHandle, theirs: Hello) -> None:
+    def check(self, site: SiteHandle, theirs: Hello) -> None:
         """A node where something else is installed would read other things than were sent."""
-        for name in SAME:
-            here, there = self._ours.versions[name], theirs.versions[name]
-            if here != there:
-                remedy = "use one minor version of Python everywhere"
-                if name != "Python":
-                    remedy = f"install the same there (pip install {name}=={here}, or the runtime_env of mpgrad.Ray)"
-                site.refusal = f"node {theirs.host} has {name} {there}, and the caller {here}; {remedy}"
-                if any(each.hello is not None and not each.refusal and not each.lost for each in self._sites):
-                    self._lose(site, site.refusal)  # the others can be used
-                    if site.node is not None:
-                        self._avoided[site.node.id] = math.inf
-                    return
-                for link in site.links.values():
-                    link.refuse(site.refusal)
-                return
+        here, there = self._ours.versions, theirs.versions
+        name = next((each for each in SAME if here[each] != there[each]), None)
+        if name is None:
+            return
+        remedy = "use one minor version of Python everywhere"
+        if name != "Python":
+            same = f"pip install {name}=={here[name]}, or the runtime_env of mpgrad.Ray"
+            remedy = f"install the same there ({same})"
+        differ = f"{name} {there[name]}, and the caller {here[name]}"
+        site.refusal = f"node {theirs.host} has {differ}; {remedy}"
+        if not any(each.hello and not each.refusal and not each.lost for each in self._sites):
+            for link in site.links.values():
+                link.refuse(site.refusal)
+            return
+        # the others can be used
+        self.lose(site, site.refusal)
+        if site.node is not None:
+            self._avoided[site.node.id] = math.inf
 
     def _follow(self) -> None:
         """Nodes have joined or left: have a site on each, and as many workers as they have room for."""
         for node in self._free_nodes(avoiding=True):
             if node.slots:
-                with contextlib.suppress(OSError):  # asked again soon
-                    self._open_site(node, node.slots)
-        self._count_room()
+                self._new_handle(node, node.slots)
 
-    def _count_room(self) -> None:
-        if self.room is not None:  # else the number is the user's by now
-            self.room = max(1, sum(site.slots for site in self._sites if not site.lost))
+    def _room(self) -> int:
+        return max(1, sum(site.slots for site in self._sites if not site.lost))
 
     def _ask_for_nodes(self) -> None:
         while not self._closing.is_set():
             self._ask_now.wait(NODES_EVERY)
             self._ask_now.clear()
             try:
-                self._inbox.put((None, list(self._carrier.nodes())))
+                self.inbox.put((None, list(self.carrier.nodes())))
             except ConnectionError as error:  # its sites will be missed, if they are gone, too
                 log.debug("the cluster does not answer (%s)", error)
 
     def _beat(self) -> None:
         """Sites must hear of us also while the other thread is busy."""
-        while not self._closing.wait(self._patience / 4):
+        while not self._closing.wait(self.patience / 4):
             for site in list(self._sites):
                 site.beat()
 
     def wake(self) -> None:
-        self._inbox.put((None, None))
+        self.inbox.put((None, None))
 
     def close(self) -> None:
         self._closing.set()
@@ -279,27 +294,372 @@ class ClusterEngine:
             for site in self._sites:
                 site.flush()
             with contextlib.suppress(queue.Empty):
-                self._take(*self._inbox.get(timeout=left))
+                self._take(*self.inbox.get(timeout=left))
         for site in self._sites:
             site.close()
-        self._carrier.close()
+        self.carrier.close()
 
 
-def placed(nodes: Sequence[Node], workers: int) -> list[tuple[Node | None, int]]:
-    """So many workers, evenly over the nodes that have room; for the rest there will be room somewhere."""
-    given = {node.id: 0 for node in nodes}
-    left = workers
-    while left and (open_nodes := [node for node in nodes if given[node.id] < node.slots]):
-        share = max(1, left // len(open_nodes))
-        for node in open_nodes:
-            number = min(share, left, node.slots - given[node.id])
-            given[node.id] += number
-            left -= number
-    found: list[tuple[Node | None, int]] = [(node, given[node.id]) for node in nodes if given[node.id]]
-    # where no node has room, nobody says how large those will be that an autoscaler adds: any of them has room for one worker
-    largest = max((node.slots for node in nodes), default=0) or 1
-    while left:
-        number = min(left, largest)
-        found.append((None, number))
-        left -= number
-    return found
+POLLS = 2  # exchanges that wait at the site for news
+MOST_PENDING = 8  # of them, if a site does not answer
+AFTER_REFUSAL, AFTER_REFUSALS = 1.0, 5.0  # seconds for which no worker is started where one, or several in a row, could not be
+
+
+class SiteHandle:
+    """Guarantees: what is told is told in order, once; or the site is lost, and so is each of its workers."""
+
+    def __init__(self, engine: ClusterEngine, node: Node | None, slots: int) -> None:
+        self.engine = engine
+        self.node = node
+        self.slots = slots
+        self.links: dict[int, SiteLink] = {}
+        self.lost = ""  # why; else it is there, or will be
+        self.hello: Hello | None = None
+        self._site: Any = None  # what the carrier knows it by
+        self.opened_at = math.inf  # on the clock of time.monotonic, as the next
+        self.idle_since = math.inf  # its last worker is gone
+        self.is_missed = False  # it was said that it does not come
+        self._records: list[Record] = []
+        self._next_number = 0
+        self._arriving = Arriving()
+        self._numbering = threading.Lock()
+        self._pending: set[int] = set()  # exchanges
+        self.refusals = 0  # in a row
+        self.full_until = 0.0  # no worker could be started, on the clock of time.monotonic
+        self.is_closing = False  # its workers have been asked to end, and not all have
+        self.refusal = ""  # why what is installed there cannot be used
+        self._slabs: dict[int, SlabThere] = {}  # by number
+
+    @property
+    def free(self) -> int:
+        return 0 if self.lost or self.is_refusing else self.slots - sum(not link.is_leaving for link in self.links.values())
+
+    @property
+    def is_refusing(self) -> bool:
+        """No worker could be started a moment ago."""
+        return not self.lost and time.monotonic() < self.full_until
+
+    @property
+    def name(self) -> str:
+        """Of its node; "" while nobody knows which that will be."""
+        if self.node is not None:
+            return self.node.name
+        return "" if self.hello is None else self.hello.host
+
+    def on(self, node: Node | None) -> bool:
+        """It is to be there; None: wherever there is room."""
+        return (self.node and self.node.id) == (node and node.id)
+
+    @property
+    def is_planned(self) -> bool:
+        """It was not started yet: more workers may be added."""
+        return self.opened_at == math.inf and not self.lost
+
+    def open(self) -> None:
+        """
+        Raises:
+            OSError: it cannot be started now.
+        """
+        options = SiteOptions(self.node, self.slots, self.engine.patience)
+        self._site = self.engine.carrier.start_site(options)
+        self.opened_at = time.monotonic()
+
+    # --- what is told
+
+    def tell(self, *record: Any) -> None:
+        self._records.append(record)
+
+    def flush(self) -> None:
+        """Send what has been told; or have the site say what is new."""
+        if self.is_planned:
+            return
+        if self._records and not self.lost:
+            records, self._records = self._records, []
+            self._exchange(packed(records))
+        # no more than that: where each is answered at once, with an error, there would be no end
+        for _ in range(0 if self.lost else POLLS - len(self._pending)):
+            self._exchange(b"")
+
+    def beat(self) -> None:
+        """Be heard, though the thread that uses the engine may be busy with something else. Any thread."""
+        if not self.lost and not self.is_planned and len(self._pending) < MOST_PENDING:
+            self._exchange(b"")
+
+    def _exchange(self, content: bytes) -> None:
+        self.engine.traffic.system_calls += 1
+        self.engine.traffic.bytes_sent += len(content)
+        with self._numbering:
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pending.add(number)
+        try:
+            reply = partial(self._put_reply, number)
+            self.engine.carrier.exchange(self._site, number, content, reply)
+        except Exception as error:  # of the carrier's kinds
+            self._put_reply(number, error)
+
+    def _put_reply(self, exchange: int, reply: tuple[int, bytes | None] | BaseException) -> None:
+        with self._numbering:
+            is_first = exchange in self._pending
+            if isinstance(reply, BaseException) or reply[1] is not None:
+                self._pending.discard(exchange)
+        self.engine.inbox.put((self, (is_first, reply)))
+
+    # --- what is heard
+
+    def is_silent(self, patience: float) -> str:
+        """Why it has to be taken for dead, after so many seconds; "" where it has not."""
+        if self._arriving.silent_for > patience:
+            return f"it has said nothing for {patience:g} s"
+        if self._arriving.missing_for > patience:
+            return f"something that it said was lost {patience:g} s ago"
+        return ""
+
+    def take(self, is_first: bool, reply: tuple[int, bytes | None] | BaseException) -> None:
+        """What was put into the inbox; the same may have been there before."""
+        if self.lost:
+            return
+        if isinstance(reply, BaseException):
+            if is_first:
+                self.engine.lose(self, f"{type(reply).__name__}: {reply}")
+            return
+        number, content = reply
+        if content is None:
+            self._arriving.expect(number)
+            return
+        self.engine.traffic.bytes_received += len(content)
+        for record in self._arriving.records(number, content):
+            self._obey(*record)
+
+    def _obey(self, kind: str, *rest: Any) -> None:
+        match kind:
+            case "hello":
+                (self.hello,) = rest
+                self.engine.check(self, self.hello)
+            case "closed":
+                self.is_closing = False
+            case "resident":
+                for number, nbytes in rest[0].items():
+                    if number in self.links:
+                        self.links[number].nbytes_resident = nbytes
+            case _ if (link := self.links.get(rest[0])) is not None:
+                link.obey(kind, *rest[1:])
+
+    def lose(self, why: str) -> None:
+        """It does not answer any more: neither will its workers."""
+        was_planned, self.lost = self.is_planned, why
+        for link in self.links.values():
+            link.ended = True
+        if not was_planned:
+            self.engine.carrier.kill_site(self._site)
+
+    def ask_to_close(self) -> None:
+        """After its workers were told to end."""
+        if self.hello is not None and not self.lost:
+            self.is_closing = True
+            self.tell("close")
+
+    def close(self) -> None:
+        """Nobody needs it any more."""
+        if not self.lost:
+            self.lose("closed")
+
+    # --- memory that is mirrored there
+
+    def mirror(self, slab: Any) -> SlabThere:
+        if slab.number not in self._slabs:
+            self._slabs[slab.number] = SlabThere(set(), Counter())
+            self.tell("slab", slab.number, slab.nbytes)
+        return self._slabs[slab.number]
+
+    def introduce(self, worker: int, slabs: Sequence[int]) -> None:
+        """The worker learns of them with the next frame."""
+        for number in slabs:
+            self._slabs[number].workers.add(worker)
+
+    def carry(self, holder: Slot | Borrowed) -> None:
+        address, lent = address_of(holder), self.mirror(holder.slab).lent
+        # who has what is not ours may have written there
+        if not lent[address] or isinstance(holder, Borrowed):
+            self.tell("write", address, PickleBuffer(holder.memory))
+        lent[address] += 1
+
+    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+        address = address_of(holder)
+        lent = self._slabs[slab_of(address)].lent
+        lent[address] -= times
+        if not lent[address]:
+            del lent[address]
+            self._forget_if_unused(slab_of(address))
+
+    def part(self, worker: int, slabs: Sequence[int] | None = None) -> None:
+        """The worker forgets them, after the frame that says so; None: all, it is gone."""
+        for number in list(self._slabs) if slabs is None else slabs:
+            if number in self._slabs:
+                self._slabs[number].workers.discard(worker)
+                self._forget_if_unused(number)
+
+    def _forget_if_unused(self, slab: int) -> None:
+        if not any(self._slabs[slab]):
+            del self._slabs[slab]
+            self.tell("forget", slab)
+
+
+class SlabThere(NamedTuple):
+    """A slab of the caller's that is mirrored at a site, which can forget it when both are empty."""
+
+    workers: set[int]  # that know it
+    lent: Counter[int]  # address -> how often it is lent to workers of the site
+
+
+class SiteLink:
+    """The caller's end of the link to a worker at a site, a `WorkerLink`."""
+
+    shares_memory = False
+    keeps_time = True
+
+    def __init__(self, number: int, site: SiteHandle) -> None:
+        self.number = number
+        self.site = site
+        self.frames: deque[tuple[tuple[int, int, int], memoryview]] = deque()  # headers and bodies
+        self._refused = ""  # why it could not be started
+        self.is_leaving = False
+        self.ended = False  # the worker is gone, and `frames` has its last words
+        self.exit: Exit | None = None
+        self._exit_code: int | None = None  # as far as it is known
+        self.last_words = ""
+        self.nbytes_resident = 0
+        self.overrun: tuple[int, int] | None = None
+        self.whereabouts = memoryview(bytearray(8 * Whereabouts.COUNT)).cast("q")
+        self.skipped: dict[int, int] = {}
+        self._mirror = Mirror()  # of the worker's slabs
+        self._descriptors: deque[int] = deque()
+        site.links[number] = self
+        site.idle_since = math.inf
+        site.tell("start", number)
+        if site.refusal:
+            self.refuse(site.refusal)
+
+    @property
+    def node(self) -> str:
+        return self.site.name
+
+    @property
+    def has_place(self) -> bool:
+        return self.site.hello is not None and not self.ended
+
+    @property
+    def lost(self) -> str:
+        return f"its site was lost: {self.site.lost}" if self.site.lost else self._refused
+
+    @property
+    def could_start(self) -> bool:
+        return bool(self.site.lost) and self.site.hello is not None
+
+    def obey(self, kind: str, *rest: Any) -> None:
+        """What the site has said of this worker."""
+        match kind:
+            case "frame":
+                self.frames.append(rest)
+                self.overrun = None  # it has gone on since
+            case "at":
+                (numbers,) = rest  # as the worker has written them, by its own clock
+                self.whereabouts[: len(numbers)] = array.array("q", numbers)
+            case "skipped":
+                place, chunk = rest
+                self.skipped[place] = chunk
+            case "overrun":
+                self.overrun = rest
+            case "gone":
+                code, self.last_words = rest
+                self.ended = True
+                self._exit_code = self._exit_code if code is None else code
+            case "refused":
+                self._refused = f"no process can be started there: {rest[0]}"
+                self.ended = True
+                self.site.refusals += 1
+                pause = AFTER_REFUSAL if self.site.refusals == 1 else AFTER_REFUSALS
+                self.site.full_until = time.monotonic() + pause
+
+    def send(self, messages: list[Message], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        if self.ended:
+            raise ConnectionError(self.site.lost or "the worker is gone")
+        new = [message.number for message in messages if isinstance(message, NewSlab)]
+        self.site.introduce(self.number, new)
+        self.site.engine.traffic.frames_sent += 1
+        self.site.tell("frame", self.number, PickleBuffer(framed(messages, payload, len(new))), new)
+        for message in messages:
+            if isinstance(message, SlabsGone):
+                self.site.part(self.number, message.numbers)
+
+    def introduce(self, slabs: Sequence[Any]) -> None:
+        for slab in slabs:
+            self.site.mirror(slab)
+            self.send([NewSlab(slab.number, slab.nbytes)])  # alone in its frame, which may have to wait at the site
+
+    def carry(self, holder: Slot | Borrowed) -> None:
+        self.site.carry(holder)
+
+    def drop(self, holder: Slot | Borrowed, times: int) -> None:
+        self.site.drop(holder, times)
+
+    def receive(self) -> Frame | None:
+        if not self.frames:
+            if self.ended:
+                raise EOFError
+            return None
+        header, body = self.frames.popleft()
+        self.site.engine.traffic.frames_received += 1
+        body = memoryview(bytearray(body))  # writable, and aligned, as what a socket gives
+        messages, payload, mirrors = self._mirror.open(*unframed(header, body))
+        self._descriptors.extend(mirrors)
+        for message in messages:
+            if isinstance(message, Ready):
+                self.site.refusals = 0
+                self.site.tell("watch", self.number, message.pid)
+        return Frame(messages, payload)
+
+    def take_descriptor(self) -> int | None:
+        return self._descriptors.popleft()
+
+    def has_more(self) -> bool:
+        self.site.engine.look()
+        return bool(self.frames) or self.ended
+
+    def skip(self, place: int, chunk: int) -> None:
+        self.site.tell("skip", self.number, place, chunk)
+
+    def follow(self, seconds: float) -> None:
+        self.site.tell("follow", self.number, seconds)
+
+    def limit(self, chunk: int, seconds: float | None) -> None:
+        self.site.tell("limit", self.number, chunk, seconds)
+
+    def kill(self, by: int = signal.SIGKILL) -> None:
+        self.site.tell("kill", self.number, by)
+        self._exit_code = -by
+        self.site.flush()
+
+    def resident_bytes(self, pid: int) -> int:
+        """As the site said last, which it does every second."""
+        return self.nbytes_resident
+
+    def close(self) -> None:
+        self.frames.clear()
+
+    def end(self) -> None:
+        """The site says of a worker that it is gone when it knows how it has ended, and sees to the end of others."""
+        if not self.ended:
+            self.site.tell("end", self.number)
+            self.ended = True
+        self.site.part(self.number)
+        del self.site.links[self.number]
+        if not self.site.links:
+            self.site.idle_since = time.monotonic()
+        self.close()
+        self.exit = Exit(self._exit_code)
+
+    def refuse(self, why: str) -> None:
+        """What is there cannot be used: no worker can start."""
+        failure = Failure(carried(RuntimeError(why)), "", "start")
+        frame = framed([StartFailed(failure)], ())
+        self.frames.append(parts_of(frame))

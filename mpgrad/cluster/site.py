@@ -1,4 +1,5 @@
 """A site: on a node of a cluster, between the caller and the workers that it starts there. Runs on the node; needs no torch.
+And what both ends of a site share: records as bytes, and their order.
 
     caller ═══ exchange(number, records) ═══► Site ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
@@ -17,6 +18,11 @@ in frames stay valid. What a worker lends the caller travels inside its frames.
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
 An exchange is answered as soon as there is something to say, or after `PATIENCE`; the caller has some of them here at a time.
+What carries them may do so in any order, late, or twice. So both ends number what they say, and
+`Arriving` puts it into its order, each piece once. Memory stands behind the pickle of the records,
+as it is: it is copied once when it is packed, from where it lies, and not when it is unpacked.
+
+    number of buffers | size of each, and of the pickle | pickle | buffers
 A `SiteWorker` is a worker as its site sees it: its pipe, what it has shown of itself, and what the site has to say of it.
 
 Guarantees: who hears nothing from the caller for `patience` seconds ends, and its workers with it.
@@ -34,30 +40,34 @@ import os
 import pickle
 import platform
 import socket
+import struct
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpgrad.cluster.carrier import Arriving, Record, packed, unpacked
-from mpgrad.engines.launch import Launcher, process_launcher
+from mpgrad.engines.launch import Launcher, exit_gap, launched, process_launcher
 from mpgrad.memory.addresses import OFFSET_MASK, slab_of
 from mpgrad.system import PORTABLE, anonymous_memory, free_memory, reserve_memory, resident_bytes
 from mpgrad.wire.asides import Lacking, LastWords, Whereabouts, WhereaboutsHere, in_order
 from mpgrad.wire.pipe import Pipe, RawFrame, framed, last_words_in
 
 __all__ = [
+    "Arriving",
     "Hello",
     "Pieces",
+    "Record",
     "Site",
     "SiteWorker",
     "hello",
+    "packed",
+    "unpacked",
 ]
 
 PATIENCE = 0.5  # seconds until an exchange is answered without anything to say
 MOST_WAITING = 4  # exchanges
 GATHERING = 2e-3  # seconds between two answers, while there is more to say
 EXIT_PATIENCE = 2.0  # seconds for the exit code of a worker
-EXIT_GAP = 0.5e-3  # seconds between the first two looks for it; later ones are a quarter of the time since its pipe ended
 RESIDENT_EVERY = 1.0  # seconds
 FOLLOWING_EVERY = 0.02  # seconds
 AMID_FRAME = 1.0  # seconds in which more of a frame has to come that is on its way, or its worker is at a call for too long
@@ -78,6 +88,89 @@ def hello() -> Hello:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "none"
     return Hello(socket.gethostname(), versions)
+
+
+# --- records as bytes
+
+
+Record = tuple[Any, ...]
+COUNT = struct.Struct("<Q")
+
+
+def packed(records: Sequence[Record]) -> bytes:
+    """What is a `PickleBuffer` in them is a memoryview at the other end. No bytes say nothing."""
+    if not records:
+        return b""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(records, protocol=5, buffer_callback=buffers.append)
+    pieces: list[bytes | memoryview] = [pickled, *(buffer.raw() for buffer in buffers)]
+    head = struct.pack(f"<{1 + len(pieces)}Q", len(pieces), *map(len, pieces))
+    return b"".join((head, *pieces))
+
+
+def unpacked(content: bytes) -> Sequence[Record]:
+    if not content:
+        return ()
+    view = memoryview(content)
+    (count,) = COUNT.unpack_from(view)
+    start = COUNT.size * (1 + count)
+    pieces: list[memoryview] = []
+    for size in struct.unpack_from(f"<{count}Q", view, COUNT.size):
+        pieces.append(view[start : start + size])
+        start += size
+    records: Sequence[Record] = pickle.loads(pieces[0], buffers=pieces[1:])
+    return records
+
+
+# --- numbered pieces in their order
+
+
+class Arriving:
+    """What one end hears. It waits for what is missing.
+
+    `missing_for` and `silent_for` say for how long already, since whoever asks gives up some time.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+        self._coming: set[int] = set()
+        self._since = 0.0  # on the clock of time.monotonic: when the next became the next, or the first came early
+        self._heard_at = time.monotonic()
+
+    def expect(self, number: int) -> None:
+        """That piece is on its way, and may take long."""
+        self._heard_at = time.monotonic()
+        self._coming.add(number)
+
+    def records(self, number: int, piece: bytes) -> Iterator[Record]:
+        """A piece has come: the records of those that are now in turn.
+
+        A number that has come before says nothing new.
+        """
+        self._heard_at = time.monotonic()
+        if number > self._next and not self._early:
+            self._since = time.monotonic()
+        if number >= self._next:
+            self._early.setdefault(number, piece)
+        while self._next in self._early:
+            self._coming.discard(self._next)
+            self._next += 1
+            if len(self._early) > 1:
+                self._since = time.monotonic()
+            yield from unpacked(self._early.pop(self._next - 1))
+
+    @property
+    def silent_for(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    @property
+    def missing_for(self) -> float:
+        """Seconds for which others have been there before the next, of which nobody knows."""
+        return time.monotonic() - self._since if self._early and self._next not in self._coming else 0.0
+
+
+# --- on the node
 
 
 class MirroredSlab:
@@ -133,13 +226,12 @@ class Site:
         self._workers: dict[int, SiteWorker] = {}
         self._slabs: dict[int, MirroredSlab] = {}
         self._lacking: Pieces = []  # what was lent by the caller, and could not be written here
-        self._arriving = Arriving()
+        self.arriving = Arriving()
         self._next_number = 0
         self._news: list[Record] = [("hello", hello())]
         self._burials: set[asyncio.Task[None]] = set()
         self._is_closing = False  # nobody is to be left, and the caller waits for that
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._heard_at = time.monotonic()
         self._answered_at = 0.0
         self._gathering = False  # an answer will be given soon
         self._loop = asyncio.get_running_loop()
@@ -149,17 +241,10 @@ class Site:
         self._loop.call_later(self._patience, self._look_whether_alone)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
-    def expect(self, number: int) -> None:
-        """Its content is on its way here."""
-        self._heard_at = time.monotonic()
-        self._arriving.expect(number)
-
     async def exchange(self, number: int, content: bytes) -> tuple[int, bytes]:
         """Obey, and say what is new, with a number of its own."""
-        self._heard_at = time.monotonic()
-        for piece in self._arriving.arrange(number, content):
-            for record in unpacked(piece) if piece else ():
-                self._obey(*record)
+        for record in self.arriving.records(number, content):
+            self._obey(*record)
         if not self._news:
             news: asyncio.Future[None] = self._loop.create_future()
             self._waiting.append(news)
@@ -169,11 +254,9 @@ class Site:
                 await asyncio.wait_for(news, min(PATIENCE, self._patience / 4))
         said, self._news = self._news, []
         self._next_number += 1
-        return self._next_number - 1, packed(said) if said else b""
+        return self._next_number - 1, packed(said)
 
     def close(self) -> None:
-        for number in list(self._workers):
-            self._launcher.kill(number)
         if self._launcher.tracker is not None:
             self._loop.remove_reader(self._launcher.tracker.fileno())
         self._launcher.close()
@@ -192,33 +275,36 @@ class Site:
             case "forget":
                 self._slabs.pop(rest[0]).close()
                 self._lacking = [piece for piece in self._lacking if slab_of(piece[0]) != rest[0]]
-            case "frame":
-                self._pass_on(*rest)
-            case "skip" if rest[0] in self._workers:
-                number, place, chunk = rest
-                if (whereabouts := self._workers[number].whereabouts) is not None:
-                    whereabouts[place] = chunk
-                    self._read(number)  # what it answered before it could see that
-                    self._say("skipped", number, place, chunk)
-            case "limit" if rest[0] in self._workers:
-                self._set_limit(*rest)
-            case "follow" if rest[0] in self._workers:
-                number, seconds = rest
-                is_followed = self._workers[number].followed_until
-                self._workers[number].followed_until = time.monotonic() + seconds
-                if not is_followed:
-                    self._follow(number)
-            case "kill" if rest[0] in self._workers:
-                self._launcher.kill(*rest)
-            case "watch" if rest[0] in self._workers:
-                self._workers[rest[0]].pid = rest[1]
-                self._say("resident", {rest[0]: resident_bytes(rest[1])})
-            case "end" if rest[0] in self._workers:
-                self._bury(rest[0])
             case "close":
                 self._is_closing = True
                 if not self._burials:
                     self._say("closed")
+            case _ if (worker := self._workers.get(rest[0])) is not None:
+                self._obey_for(worker, kind, *rest[1:])
+
+    def _obey_for(self, worker: SiteWorker, kind: str, *rest: Any) -> None:
+        match kind:
+            case "frame":
+                self._pass_on(worker, *rest)
+            case "skip" if worker.whereabouts is not None:
+                place, chunk = rest
+                worker.whereabouts[place] = chunk
+                self._read(worker)  # what it answered before it could see that
+                self._say("skipped", worker.number, place, chunk)
+            case "limit":
+                self._set_limit(worker, *rest)
+            case "follow":
+                is_followed = worker.followed_until
+                worker.followed_until = time.monotonic() + rest[0]
+                if not is_followed:
+                    self._follow(worker)
+            case "kill":
+                self._launcher.kill(worker.number, *rest)
+            case "watch":
+                (worker.pid,) = rest
+                self._say("resident", {worker.number: resident_bytes(worker.pid)})
+            case "end":
+                self._bury(worker)
 
     def _write_mirror(self, address: int, content: memoryview) -> None:
         """What cannot be written is missing to the calls that need it, and to nobody else."""
@@ -231,32 +317,24 @@ class Site:
         self._lacking = lacking
         if slab.descriptor >= 0 and slab.awaited:
             awaited, slab.awaited = slab.awaited, []
-            for worker, frame in awaited:
-                self._pass_on(worker, frame, [slab_of(address)])
+            for number, frame in awaited:
+                self._obey("frame", number, frame, [slab_of(address)])
 
     def _start(self, number: int) -> None:
         try:
-            ours, theirs = socket.socketpair()
+            worker = SiteWorker(number, launched(self._launcher, number))
         except OSError as error:
             self._say("refused", number, str(error))
             return
-        try:
-            self._launcher.launch(number, theirs)
-        except OSError as error:
-            ours.close()
-            self._say("refused", number, str(error))
-            return
-        self._workers[number] = worker = SiteWorker(ours)
-        self._loop.add_reader(worker.fileno(), self._read, number)
+        self._workers[number] = worker
+        self._loop.add_reader(worker.fileno(), self._read, worker)
 
-    def _pass_on(self, number: int, frame: memoryview, slabs: list[int]) -> None:
-        worker = self._workers.get(number)
-        if worker is None:
-            return
+    def _pass_on(self, worker: SiteWorker, frame: memoryview, slabs: list[int]) -> None:
         new = [self._slabs[each] for each in slabs]
         for slab in new:
             if slab.descriptor < 0:
-                slab.awaited.append((number, frame))  # alone in its frame; what lies there lacks until then
+                # alone in its frame; what lies there lacks until then
+                slab.awaited.append((worker.number, frame))
                 return
         try:
             if worker.has_started and worker.lacking != self._lacking:
@@ -267,40 +345,37 @@ class Site:
         except ConnectionError:
             return  # the end of its pipe is read next, and says so
         except OSError:  # what it was sent is not whole
-            self._launcher.kill(number)
+            self._launcher.kill(worker.number)
             return
         if worker.has_outgoing:
-            self._loop.add_writer(worker.fileno(), self._write, number)
+            self._loop.add_writer(worker.fileno(), self._write, worker)
 
     # --- what workers say
 
-    def _read(self, number: int) -> None:
-        worker = self._workers[number]
+    def _read(self, worker: SiteWorker) -> None:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
                 if frame.header[2]:  # with descriptors, which end at this machine's border
                     worker.hear(frame)
                     continue
-                self._say("frame", number, frame.header, pickle.PickleBuffer(frame.body))
+                self._say("frame", worker.number, frame.header, pickle.PickleBuffer(frame.body))
         except EOFError:
-            self._bury(number)
+            self._bury(worker)
             return
         if worker.limits:
-            self._keep_time(number)
+            self._keep_time(worker)
 
-    def _set_limit(self, number: int, chunk: int, seconds: float | None) -> None:
-        worker = self._workers[number]
+    def _set_limit(self, worker: SiteWorker, chunk: int, seconds: float | None) -> None:
         worker.heard_at = time.monotonic()
         if seconds is None:
             worker.limits.pop(chunk, None)
         else:
             worker.limits[chunk] = seconds
-        self._look_at_clock(number)
+        self._read(worker)  # it may have answered in this moment
 
-    def _keep_time(self, number: int) -> None:
+    def _keep_time(self, worker: SiteWorker) -> None:
         """Say which call of the worker takes too long, by the clock of this machine, or look again when it will have."""
-        worker = self._workers[number]
         if worker.alarm is not None:
             worker.alarm.cancel()
         chunk, position, moment = worker.next_overrun()
@@ -309,35 +384,28 @@ class Site:
         left, comes = moment - time.monotonic(), worker.bytes_waiting != worker.bytes_seen
         if left > 0 or comes:  # what comes may be its answer
             worker.bytes_seen = worker.bytes_waiting
-            worker.alarm = self._loop.call_later(left if left > 0 else AMID_FRAME, self._look_at_clock, number)
+            pause = left if left > 0 else AMID_FRAME
+            worker.alarm = self._loop.call_later(pause, self._read, worker)
         else:
             worker.overrun = chunk, position
-            self._tell_where(number, worker)
-            self._say("overrun", number, chunk, position)
+            self._tell_where(worker)
+            self._say("overrun", worker.number, chunk, position)
 
-    def _tell_where(self, number: int, worker: SiteWorker) -> None:
+    def _tell_where(self, worker: SiteWorker) -> None:
         """Before anything is said of the call that it is at."""
         if (found := worker.where()) and found != worker.told:
             worker.told = found
-            self._say("at", number, found)
+            self._say("at", worker.number, found)
 
-    def _follow(self, number: int) -> None:
+    def _follow(self, worker: SiteWorker) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
-        worker = self._workers.get(number)
-        if worker is None:
-            return
-        self._tell_where(number, worker)
+        self._tell_where(worker)
         if time.monotonic() < worker.followed_until:
-            self._loop.call_later(FOLLOWING_EVERY, self._follow, number)
+            self._loop.call_later(FOLLOWING_EVERY, self._follow, worker)
         else:
             worker.followed_until = 0.0
 
-    def _look_at_clock(self, number: int) -> None:
-        if number in self._workers:
-            self._read(number)  # it may have answered in this moment
-
-    def _write(self, number: int) -> None:
-        worker = self._workers[number]
+    def _write(self, worker: SiteWorker) -> None:
         try:
             worker.flush()
         except ConnectionError:
@@ -346,33 +414,33 @@ class Site:
         if not worker.has_outgoing:
             self._loop.remove_writer(worker.fileno())
 
-    def _bury(self, number: int) -> None:
+    def _bury(self, worker: SiteWorker) -> None:
         """It has ended, or is to end; who waits for that must not have the others wait."""
-        worker = self._workers.pop(number)
+        del self._workers[worker.number]
+        self._tell_where(worker)
+        worker.followed_until = 0.0
+        if worker.alarm is not None:
+            worker.alarm.cancel()
         self._loop.remove_reader(worker.fileno())
         self._loop.remove_writer(worker.fileno())
         worker.close()
-        self._tell_where(number, worker)
-        burial = self._loop.create_task(self._see_end(number, worker))
+        burial = self._loop.create_task(self._see_end(worker))
         self._burials.add(burial)
         burial.add_done_callback(self._buried)
 
-    async def _see_end(self, number: int, worker: SiteWorker) -> None:
+    async def _see_end(self, worker: SiteWorker) -> None:
         """Say how it has ended; of one that has not after a while, and is killed, that nobody knows it."""
-        since = time.monotonic()
-        found, waited, is_said = self._launcher.exited(number), 0.0, False
-        while found is None:
-            if waited > EXIT_PATIENCE and not is_said:
-                self._launcher.kill(number)
-                self._say("gone", number, None, worker.take_last_words())
+        since, is_said = time.monotonic(), False
+        while (found := self._launcher.exited(worker.number)) is None:
+            if time.monotonic() - since > EXIT_PATIENCE and not is_said:
+                self._launcher.kill(worker.number)
+                self._say("gone", worker.number, None, worker.take_last_words())
                 is_said = True
-            await asyncio.sleep(max(EXIT_GAP, waited / 4))
-            waited = time.monotonic() - since
-            found = self._launcher.exited(number)
+            await asyncio.sleep(exit_gap(since))
         if found.refusal is not None:
-            self._say("refused", number, str(found.refusal))
+            self._say("refused", worker.number, str(found.refusal))
         elif not is_said:
-            self._say("gone", number, found.code, worker.take_last_words())
+            self._say("gone", worker.number, found.code, worker.take_last_words())
 
     def _buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)
@@ -402,12 +470,12 @@ class Site:
     def _tell_resident(self) -> None:
         if found := {number: resident_bytes(each.pid) for number, each in self._workers.items() if each.pid}:
             self._news.append(("resident", found))  # which can wait for something to ride with
-        for number, worker in self._workers.items():  # should this site be lost, nobody else could say
-            self._tell_where(number, worker)
+        for worker in self._workers.values():  # should this site be lost, nobody else could say
+            self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
 
     def _look_whether_alone(self) -> None:
-        silence = max(time.monotonic() - self._heard_at, self._arriving.missing_for)
+        silence = max(self.arriving.silent_for, self.arriving.missing_for)
         if silence >= self._patience:
             os._exit(1)  # the nursery dies with this process, and the workers with it
         self._loop.call_later(self._patience - silence, self._look_whether_alone)
@@ -438,8 +506,9 @@ Pieces = list[tuple[int, int, str]]  # see `Lacking`
 class SiteWorker(Pipe):
     """The site's end of the pipe of a worker."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, number: int, end: socket.socket) -> None:
         super().__init__(end, blocking=False)
+        self.number = number
         self.pid = 0  # once the caller has heard it
         self.whereabouts: memoryview | None = None  # of int64, once the worker has shown them
         self._last_words: int | None = None  # a pipe

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpgrad.engines.launch import Exit
+from mpgrad.engines.sockets import LocalLink
 from mpgrad.memory.arena import Borrowed, Slot
-from mpgrad.system import resident_bytes
 from mpgrad.torch_state.modes import default_settings, kept_random_state
 from mpgrad.torch_state.private import outside_transforms, without_saved_tensor_hooks
 from mpgrad.wire.frames import Frame, in_frames
@@ -25,18 +25,10 @@ from mpgrad.wire.pipe import Traffic
 __all__ = ["InlineEngine"]
 
 
-class Loopback:
+class Loopback(LocalLink):
     """One end of a link within a thread: what is sent waits at the other end until it is taken."""
 
-    node = ""
-    lost = ""
-    last_words = ""
-    has_place = True
-    could_start = keeps_time = is_leaving = False
-    exit: Exit | None = None
-    overrun: tuple[int, int] | None = None
     shares_memory = True
-    whereabouts = None
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -57,7 +49,7 @@ class Loopback:
         """Both ends look at the same memory."""
 
     def drop(self, holder: Slot | Borrowed, times: int) -> None:
-        """Likewise."""
+        """Both ends look at the same memory."""
 
     def receive(self) -> Frame | None:
         return self.frames.popleft() if self.frames else None
@@ -65,20 +57,8 @@ class Loopback:
     def take_descriptor(self) -> int:
         return self._descriptors.popleft()
 
-    def resident_bytes(self, pid: int) -> int:
-        return resident_bytes(pid)
-
     def has_more(self) -> bool:
         return bool(self.frames)
-
-    def skip(self, place: int, chunk: int) -> None:
-        """Both ends look at the same memory."""
-
-    def follow(self, seconds: float) -> None:
-        """Both ends look at the same memory."""
-
-    def limit(self, chunk: int, seconds: float | None) -> None:
-        """The worker's clock is ours."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         """There is no process to kill, and when this is asked no call runs."""

@@ -4,6 +4,11 @@ A launcher gives a worker its end of a socket pair and later tells its exit code
 workers are forked from a process that has imported torch and nothing of the user's. `SpawnLauncher` is the default elsewhere:
 each worker is a program of its own. `ContextLauncher` takes any start method of multiprocessing; `ThreadLauncher` runs the
 same loop in threads.
+
+Fresh interpreters are started only where there is one to start. A frozen program, or one that
+embeds Python, is what `sys.executable` names: started in the place of Python it would do what it
+always does, such as to start workers. multiprocessing's own processes, its fork server and its
+resource tracker, are not ours to start or end.
 """
 
 from __future__ import annotations
@@ -11,42 +16,65 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import functools
 import importlib
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.process
+import multiprocessing.spawn
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from mpgrad.cpus import thread_variables
-from mpgrad.engines.programs import Life, SharedTracker, check_fork_server, program, python
+from mpgrad.environment import Inherited, credentials, inherited, working_directory
 from mpgrad.errors import contextmanager
-from mpgrad.inherited import Inherited, inherited
-from mpgrad.system import NO_SIGNAL, PORTABLE, has_calls_of_linux, remove_name
+from mpgrad.system import (
+    NO_SIGNAL,
+    PORTABLE,
+    PROC,
+    Kept,
+    has_calls_of_linux,
+    receive_descriptors,
+    remove_name,
+    thread_variables,
+)
+from mpgrad.wire.pipe import OPEN
 
 __all__ = [
     "ContextLauncher",
     "Exit",
     "Launcher",
+    "Life",
     "NurseryLauncher",
+    "SharedTracker",
     "SpawnLauncher",
     "ThreadLauncher",
+    "check_fork_server",
     "enter",
+    "exit_gap",
+    "is_python",
+    "launched",
     "process_launcher",
+    "program",
+    "python",
 ]
 
 MAIN_MODULE = threading.Lock()  # while it is hidden
 NURSERY_PATIENCE = 2.0  # seconds for it to end
+EXIT_GAP = 0.5e-3  # seconds between the first two looks at how a worker has ended
 LAST_STANDARD_STREAM = 2
 
 
@@ -57,17 +85,16 @@ class Exit(NamedTuple):
     refusal: OSError | None = None  # why the system would not start it
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Guarantees: `launch` returns at once; after `close` no process that was launched is left."""
 
-    can_kill: bool  # a worker that runs a call
-    copies_caller: bool  # a worker begins as what this process is at that moment: nothing else should go on in it
+    can_kill = True  # a worker that runs a call
+    # a worker begins as what this process is at that moment: nothing else should go on in it
+    copies_caller = False
+    # its `answer` is to be called when there is something to read
+    tracker: SharedTracker | None = None
 
-    @property
-    def tracker(self) -> SharedTracker | None:
-        """Its `answer` is to be called when there is something to read."""
-        ...
-
+    @abstractmethod
     def launch(self, number: int, end: socket.socket) -> None:
         """Start worker `number` with its `end` of the socket pair, which is the launcher's to close.
 
@@ -75,17 +102,39 @@ class Launcher(Protocol):
             OSError: the system refuses; it may be tried again.
             RuntimeError: it cannot be what it should be, now or later.
         """
-        ...
 
+    @abstractmethod
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         """End a worker by a signal."""
-        ...
 
+    @abstractmethod
     def exited(self, number: int) -> Exit | None:
         """How a worker has ended, which is then forgotten; None where it has not yet."""
-        ...
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """End what was launched."""
+
+
+def launched(launcher: Launcher, number: int) -> socket.socket:
+    """Launch a worker; returns our end of its socket pair. Raises what `Launcher.launch` does."""
+    ours, theirs = socket.socketpair()
+    try:
+        launcher.launch(number, theirs)
+    except BaseException:
+        ours.close()
+        raise
+    return ours
+
+
+def exit_gap(since: float) -> float:
+    """Seconds until the next look at how a worker has ended, which began to end at `since`.
+
+    That is on the clock of time.monotonic. Nothing can be waited for that says of every kind of
+    worker, and on every system, that it has ended. So it is looked for, at gaps of a quarter of the
+    time since.
+    """
+    return max(EXIT_GAP, (time.monotonic() - since) / 4)
 
 
 def enter(module: str, function: str, *arguments: Any) -> None:
@@ -188,14 +237,13 @@ class NurseryProcess:
             self._process.wait()
 
 
-class NurseryLauncher:
+class NurseryLauncher(Launcher):
     """Workers forked from a nursery, which are what this process is now, and not what it was when the nursery began.
 
     Where they cannot take that over, the workers that a pool has stay with their nursery, and successors come from another one.
     """
 
-    can_kill = True
-    copies_caller = False
+    tracker: SharedTracker
     _lock = threading.Lock()
     _open: ClassVar[list[NurseryProcess]] = []
     _owner_pid = 0
@@ -282,30 +330,24 @@ class NurseryLauncher:
 P = TypeVar("P")
 
 
-class OwnChildren(ABC, Generic[P]):
+class OwnChildren(Launcher, Generic[P]):
     """Workers that are children of this process."""
 
-    can_kill = True
+    tracker: SharedTracker
 
     def __init__(self) -> None:
         self._processes: dict[int, P] = {}
         self.tracker = SharedTracker()
 
     @abstractmethod
-    def kill(self, number: int, by: int = signal.SIGKILL) -> None: ...
-
-    @abstractmethod
-    def _ended(self, number: int, timeout: float) -> Exit | None:
-        """Wait for a worker's end, and forget it then."""
-
-    def exited(self, number: int) -> Exit | None:
-        return self._ended(number, timeout=0)
+    def exited(self, number: int, timeout: float = 0) -> Exit | None:
+        """As `Launcher.exited` says, which waits so many seconds for the end here."""
 
     def close(self) -> None:
         self.tracker.close()
         for number in list(self._processes):
             self.kill(number)
-            self._ended(number, timeout=5)
+            self.exited(number, timeout=5)
 
 
 class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
@@ -314,8 +356,6 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     multiprocessing's "spawn" would have each import the parent's main module, lets none have children of its own, and starts
     none where the parent is a worker of a pool itself.
     """
-
-    copies_caller = False
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables`: for the environment of workers."""
@@ -330,7 +370,7 @@ class SpawnLauncher(OwnChildren[subprocess.Popen[bytes]]):
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
         self._processes[number].send_signal(by)
 
-    def _ended(self, number: int, timeout: float) -> Exit | None:
+    def exited(self, number: int, timeout: float = 0) -> Exit | None:
         try:
             code = self._processes[number].wait(timeout)
         except subprocess.TimeoutExpired:
@@ -375,7 +415,7 @@ class ContextLauncher(OwnChildren[multiprocessing.process.BaseProcess]):
             with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end before us
                 os.kill(process.pid, by)
 
-    def _ended(self, number: int, timeout: float) -> Exit | None:
+    def exited(self, number: int, timeout: float = 0) -> Exit | None:
         process = self._processes[number]
         process.join(timeout)
         code = process.exitcode
@@ -407,12 +447,10 @@ def hidden_main_module() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-class ThreadLauncher:
+class ThreadLauncher(Launcher):
     """Workers in threads of this process. They cannot be killed, only asked."""
 
     can_kill = False
-    copies_caller = False
-    tracker = None
 
     def __init__(self) -> None:
         self._threads: dict[int, threading.Thread] = {}
@@ -428,7 +466,7 @@ class ThreadLauncher:
         self._threads[number] = thread
 
     def kill(self, number: int, by: int = signal.SIGKILL) -> None:
-        pass  # its pipe is closed next, and it ends after the call it is in
+        """Its pipe is closed next, and it ends after the call that it is in."""
 
     def exited(self, number: int) -> Exit | None:
         if self._threads[number].is_alive():
@@ -473,3 +511,126 @@ def process_launcher(context: BaseContext | str | None, threads: int | None = No
     if context.get_start_method() == "forkserver":
         check_fork_server()
     return ContextLauncher(context)
+
+
+# --- fresh interpreters
+
+
+PROBED = "MPGRAD_STARTED_AS_PYTHON"  # in the environment of a program that is tried
+PROBE_PATIENCE = 10.0  # seconds for it to answer
+
+
+def python() -> str:
+    """The program that starts a Python, as multiprocessing would.
+
+    Raises:
+        RuntimeError: it is another one, such as this program itself.
+    """
+    executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
+    if PROBED in os.environ or not is_python(executable):
+        raise RuntimeError(
+            f"workers need a Python to start from, and this program's is none (executable: {executable!r}); "
+            'use context="fork", or name one with multiprocessing.set_executable'
+        )
+    return executable
+
+
+@functools.cache
+def is_python(executable: str) -> bool:
+    """Whether it is one; where it could be anything, it is tried, once, with a word to those who would start it again."""
+    if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
+        return False
+    with contextlib.suppress(OSError):
+        looks_like_one = re.fullmatch(r"(python|pypy)[\d.]*(-dbg|d|t)?", os.path.basename(executable))
+        if looks_like_one and (PORTABLE or os.path.samefile(PROC / "self/exe", executable)):
+            return True
+    said = f"a Python for process {os.getpid()}\n"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        tried = subprocess.run(
+            [executable, "-I", "-S", "-c", f"import sys; sys.stdout.write({said!r})"],
+            env={**os.environ, PROBED: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PROBE_PATIENCE,
+        )
+        return tried.stdout == said.encode()
+    return False
+
+
+def program(
+    module: str, function: str, *given: socket.socket | int, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that calls an entry point of the workers' side with numbers, and those of its ends of pipes."""
+    numbers = [each if isinstance(each, int) else each.fileno() for each in given]
+    arguments = ", ".join(map(str, numbers))
+    boot = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import {function}; {function}({arguments})"
+    # else NumPy takes all CPUs in each worker, and so do others; PyTorch is told by the first message
+    environment = {**thread_variables(1), **os.environ, **(variables or {}), **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {})}
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return subprocess.Popen(
+        [python(), *flags, "-c", boot, *sys.path],
+        pass_fds=[each.fileno() for each in given if not isinstance(each, int)],
+        env=environment,
+        cwd=working_directory() or "/",  # in one that was deleted torch cannot be loaded
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal is for the parent, which decides what becomes of the workers
+    )
+
+
+class Life:
+    """A pair of sockets, whose other end the workers have.
+
+    When the caller ends, this end closes and the workers of a fork server end too. Their parent, the fork server, goes on for
+    as long as anybody has something from it.
+    """
+
+    def __init__(self, kind: int = socket.SOCK_STREAM) -> None:
+        self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, kind)
+        OPEN[self._socket] = Kept(self._socket.fileno())
+
+    def close(self) -> None:
+        self._socket.close()
+        self.theirs.close()
+
+
+# --- multiprocessing's own processes
+
+
+def check_fork_server() -> None:
+    """multiprocessing has one for all, which stays what it was when it began.
+
+    Raises:
+        RuntimeError: it may do what this process may not, or the other way round.
+    """
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None and not PORTABLE and credentials(server) != credentials(os.getpid()):
+        raise RuntimeError(
+            f"the fork server of multiprocessing has other rights than this process has now (pid: {server}), and its workers "
+            "would have them, too; leave context out, or give rights up before that server starts"
+        )
+
+
+class SharedTracker(Life):
+    """Gives workers the caller's resource tracker, as multiprocessing gives it to its children, but only when one asks for it.
+
+    A tracker of its own would take away what a worker has made for others, as soon as the worker ends. One that is started for
+    all of them stays for as long as the program; most never need it. (See `workers.child`.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def answer(self) -> None:
+        """Hand it to who has asked; who gets none, for want of descriptors or processes, starts one."""
+        with contextlib.suppress(OSError):
+            _, asking = receive_descriptors(self._socket, 1, 1)
+            for each in asking:
+                with socket.socket(fileno=each) as reply:
+                    descriptor = resource_tracker.getfd()
+                    assert descriptor is not None
+                    socket.send_fds(reply, [b"!"], [descriptor], NO_SIGNAL)

@@ -11,20 +11,17 @@ import socket
 import time
 from collections.abc import Sequence
 
-from mpgrad.engines.launch import Exit, Launcher
+from mpgrad.engines.launch import Exit, Launcher, exit_gap, launched
 from mpgrad.system import Kept, resident_bytes
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import Message
 from mpgrad.wire.pipe import Traffic
 
-__all__ = ["SocketEngine"]
-
-# Nothing can be waited for that says of every kind of worker, and on every system, that it has ended. So it is looked for.
-EXIT_GAP = 0.5e-3  # seconds between the first two looks; later ones are a quarter of the time since the worker began to end
+__all__ = ["LocalLink", "SocketEngine"]
 
 
-class SocketLink(Channel):
-    """The caller's end of a socket pair."""
+class LocalLink:
+    """What is so of each worker on this machine: its memory and its clock are ours."""
 
     node = ""
     lost = ""
@@ -34,6 +31,22 @@ class SocketLink(Channel):
     exit: Exit | None = None
     overrun: tuple[int, int] | None = None
     whereabouts = None
+
+    def resident_bytes(self, pid: int) -> int:
+        return resident_bytes(pid)
+
+    def skip(self, place: int, chunk: int) -> None:
+        """Both ends look at the same memory."""
+
+    def follow(self, seconds: float) -> None:
+        """Both ends look at the same memory."""
+
+    def limit(self, chunk: int, seconds: float | None) -> None:
+        """The worker's clock is ours."""
+
+
+class SocketLink(LocalLink, Channel):
+    """The caller's end of a socket pair."""
 
     def __init__(self, number: int, end: socket.socket, engine: SocketEngine) -> None:
         super().__init__(end, blocking=False, traffic=engine.traffic)
@@ -47,20 +60,8 @@ class SocketLink(Channel):
         finally:
             self._engine.watch(self)
 
-    def resident_bytes(self, pid: int) -> int:
-        return resident_bytes(pid)
-
     def has_more(self) -> bool:
         return self._engine.has_more(self)
-
-    def skip(self, place: int, chunk: int) -> None:
-        """Both ends look at the same memory."""
-
-    def follow(self, seconds: float) -> None:
-        """Both ends look at the same memory."""
-
-    def limit(self, chunk: int, seconds: float | None) -> None:
-        """The worker's clock is ours."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
         if self._engine.launcher.can_kill:
@@ -100,13 +101,7 @@ class SocketEngine:
             undo.pop_all()
 
     def start(self, number: int) -> SocketLink:
-        ours, theirs = socket.socketpair()
-        try:
-            self.launcher.launch(number, theirs)
-        except BaseException:
-            ours.close()
-            raise
-        link = SocketLink(number, ours, self)
+        link = SocketLink(number, launched(self.launcher, number), self)
         self.watch(link)
         return link
 
@@ -114,7 +109,7 @@ class SocketEngine:
         self.traffic.system_calls += 1
         found = []
         if self._ending:
-            gap = max(EXIT_GAP, (time.monotonic() - max(self._ending.values())) / 4)
+            gap = exit_gap(max(self._ending.values()))
             seconds = gap if seconds is None else min(seconds, gap)
         for key, mask in self._selector.select(seconds):
             link: SocketLink | None = key.data

@@ -25,9 +25,9 @@ import torch
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
+from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.uses import CarriedGlobals, is_own, uses_in
-from mpgrad.place import PLACE
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import Placement

@@ -24,8 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpgrad.callbacks import OF_THREAD, report
-from mpgrad.engines.kinds import ENGINES, Wanted
-from mpgrad.engines.protocol import Engine
+from mpgrad.engines.kinds import ENGINES, Engine, Wanted
 from mpgrad.errors import InternalError
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler

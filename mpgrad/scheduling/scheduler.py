@@ -29,7 +29,7 @@ from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import CallbackThread
 from mpgrad.calls.homes import Predicted, error_maker
 from mpgrad.calls.operations import Operation
-from mpgrad.engines.protocol import Engine
+from mpgrad.engines.kinds import Engine
 from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.forks import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
@@ -48,7 +48,7 @@ from mpgrad.scheduling.sizes import FAR, NEAR
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
-from mpgrad.timeline.recording import Recording
+from mpgrad.timeline.trace import Recording
 from mpgrad.torch_state.modes import Watch
 from mpgrad.wire.messages import Record
 

@@ -20,10 +20,9 @@ from typing import NamedTuple
 from mpgrad.callbacks import report
 from mpgrad.calls.output import log_levels
 from mpgrad.calls.packing import missing_device
-from mpgrad.engines.protocol import Engine
-from mpgrad.environment import current_environment
+from mpgrad.engines.kinds import Engine
+from mpgrad.environment import current_environment, preparation
 from mpgrad.errors import PoolClosedError, WorkerDiedError
-from mpgrad.place import preparation
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries

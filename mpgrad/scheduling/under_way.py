@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from mpgrad.calls.homes import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.engines.protocol import WorkerLink
+from mpgrad.engines.kinds import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.wire.asides import Whereabouts, in_order
 
@@ -192,7 +192,9 @@ class UnderWay:
     @property
     def has_for_others(self) -> bool:
         """There are calls behind the one that it is at, which it can be told not to begin."""
-        if self.whereabouts is None or not (len(self.chunks) > 1 or any(len(chunk.calls) > 1 for chunk in self.chunks.values())):
+        if self.whereabouts is None or not (
+            len(self.chunks) > 1 or any(len(chunk.calls) > 1 for chunk in self.chunks.values())
+        ):
             return False
         first, position = next(iter(self.chunks), None), self.begun()[0]
         return any(len(chunk.calls) > (position + 1 if number == first else 0) for number, chunk in self._for_others().items())

@@ -14,7 +14,7 @@ from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.homes import SumRequest, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
-from mpgrad.engines.protocol import WorkerLink
+from mpgrad.engines.kinds import WorkerLink
 from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter
 from mpgrad.scheduling.graph_ledger import GraphLedger, Loans, SumLedger
 from mpgrad.scheduling.under_way import UnderWay

@@ -13,16 +13,14 @@ from typing import Any, Literal, TypedDict, get_args
 
 from mpgrad.calls.packing import Device
 from mpgrad.calls.seconds import seconds_or_none
-from mpgrad.cluster.options import Ray
-from mpgrad.cpus import usable_cpus
-from mpgrad.engines.kinds import EngineName, traits_of
-from mpgrad.engines.protocol import Traits
+from mpgrad.cluster.ray import Ray
+from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import Since
 from mpgrad.pickling import classes
 from mpgrad.pickling.uncarried import not_carried
 from mpgrad.progress import Progress
 from mpgrad.scheduling.settings import Settings, worker_devices
-from mpgrad.system import bytes_of
+from mpgrad.system import bytes_of, usable_cpus
 
 __all__ = [
     "CallOptions",

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mpgrad.place import PLACE
+from mpgrad.environment import PLACE
 from mpgrad.torch_state.private import tree_leaves, tree_map_only
 
 __all__ = [

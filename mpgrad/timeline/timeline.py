@@ -9,8 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from mpgrad.timeline.recording import Recording
-from mpgrad.timeline.trace import Event, events_of
+from mpgrad.timeline.trace import Event, Recording, events_of
 
 __all__ = [
     "Timeline",

@@ -1,7 +1,7 @@
 """What PyTorch has that a call must find as the caller had it: modes, seeds, levels of transforms;
 and its private names.
 
-Both sides. Imports PyTorch, `errors`, `place`, `system`, `tracebacks`; nothing here knows of
+Both sides. Imports PyTorch, `errors`, `environment`, `system`, `tracebacks`; nothing here knows of
 workers or messages.
 
     private       every name of PyTorch's that is not public, in one package, by subject

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 
 import mpgrad.system  # noqa: F401  # says what a system lacks: that is no fault of PyTorch's
+from mpgrad.environment import PLACE
 from mpgrad.errors import UnsupportedTorchError
-from mpgrad.place import PLACE
 
 __all__ = ["NAMES", "TRIED", "check", "check_compiler", "failures", "was_tried"]
 

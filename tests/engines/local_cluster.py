@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from mpgrad.cluster.carrier import Node
+from mpgrad.cluster.carrier import LocalCarrier, Node
 from mpgrad.cluster.engine import ClusterEngine
-from mpgrad.cluster.local import LocalCarrier
-from mpgrad.cluster.options import Ray
-from mpgrad.cluster.ray import stay_on_loopback
-from mpgrad.engines.kinds import ENGINES, Kind, Wanted
-from mpgrad.engines.protocol import Engine
+from mpgrad.cluster.ray import Ray, stay_on_loopback
+from mpgrad.engines.kinds import ENGINES, Engine, Kind, Wanted
 
 TRAITS = ENGINES["ray"].traits
 PATIENCE = 10.0  # seconds until a silent site is given up

@@ -29,10 +29,9 @@ from conftest import alive, first_are_quick, gone, linux_only, passes_with
 
 import mpgrad
 from mpgrad.cluster import site
-from mpgrad.cluster.carrier import Arriving, Node, Reply, SiteOptions, packed, unpacked
-from mpgrad.cluster.engine import ClusterEngine, placed
-from mpgrad.cluster.local import LocalCarrier
-from mpgrad.cluster.site import SiteWorker
+from mpgrad.cluster.carrier import LocalCarrier, Node, Reply, SiteOptions
+from mpgrad.cluster.engine import ClusterEngine
+from mpgrad.cluster.site import Arriving, SiteWorker, packed, unpacked
 from mpgrad.engines.kinds import ENGINES, Kind
 from mpgrad.engines.launch import Exit
 from mpgrad.testing import assert_same_as_serial
@@ -126,7 +125,7 @@ def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     pool.map(lambda x: x + 1, [torch.ones(5000) for _ in range(8)], 1)
     sites = pool._scheduler.engine._sites  # type: ignore[attr-defined]
-    assert pool._scheduler.wait_until(lambda: not any(site._lent for site in sites), 10)
+    assert pool._scheduler.wait_until(lambda: not any(each.lent for site in sites for each in list(site._slabs.values())), 10)
     pool._scheduler.memory.arena._most_idle = 0  # slabs go when nobody needs them
     pool.map(torch.sum, [torch.ones(20_000_000) for _ in range(2)], 1)
 
@@ -329,7 +328,7 @@ def test_time_is_kept_on_the_node(nursery: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_the_call_that_is_next_to_take_too_long() -> None:
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(SiteWorker(ours)) as worker:
+    with theirs, contextlib.closing(SiteWorker(1, ours)) as worker:
         assert worker.next_overrun()[2] == float("inf")
         worker.heard_at, worker.limits = 100.0, {7: 2.0, 9: 3.0}
         assert worker.next_overrun() == (7, -1, 102.0)  # nothing is known of where it is
@@ -360,14 +359,14 @@ def test_an_answer_on_its_way_is_no_overrun_unless_it_stops(monkeypatch: pytest.
         there._start(1)
         frame = framed(["an answer"], ())
         ends[1].sendall(frame[:-1])
-        there._set_limit(1, 7, -1.0)  # over when it begins
+        there._obey("limit", 1, 7, -1.0)  # over when it begins
         assert there._news[1:] == []
-        there._look_at_clock(1)  # nothing more has come
+        there._read(there._workers[1])  # nothing more has come
         assert there._news[1:] == [("overrun", 1, 7, -1)]
         ends[1].sendall(frame[-1:])
-        there._look_at_clock(1)
+        there._read(there._workers[1])
         assert there._news[2][:2] == ("frame", 1)
-        there._bury(1)
+        there._obey("end", 1)
         await asyncio.gather(*there._burials)
         ends[1].close()
 
@@ -661,7 +660,7 @@ def test_a_worker_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPa
         while (news := await said()) == []:
             pass
         assert news == [("gone", 1, 7, "")]
-        there._bury(2)
+        there._obey("end", 2)
         await asyncio.gather(*there._burials)
         ends[2].close()
 
@@ -674,8 +673,8 @@ def test_pieces_are_put_in_order_once() -> None:
     numbers = [2, 0, 0, 1, 1, 4, 2, 3, 3, 0]
     arriving, found = Arriving(), []
     for number in numbers:
-        found += arriving.arrange(number, bytes([number]))
-    assert b"".join(found) == bytes(range(5))
+        found += arriving.records(number, packed([(number,)]))
+    assert found == [(number,) for number in range(5)]
 
 
 @pytest.mark.quick
@@ -697,11 +696,12 @@ def test_memory_is_packed_from_where_it_lies() -> None:
 @pytest.mark.quick
 def test_what_is_missing() -> None:
     arriving = Arriving()
-    assert list(arriving.arrange(0, b"0")) == [b"0"] and arriving.missing_for == 0
-    assert list(arriving.arrange(2, b"2")) == [] and arriving.missing_for > 0
+    pieces = [packed([(number,)]) for number in range(3)]
+    assert list(arriving.records(0, pieces[0])) == [(0,)] and arriving.missing_for == 0
+    assert list(arriving.records(2, pieces[2])) == [] and arriving.missing_for > 0
     arriving.expect(1)
     assert arriving.missing_for == 0
-    assert list(arriving.arrange(1, b"1")) == [b"1", b"2"] and arriving.missing_for == 0
+    assert list(arriving.records(1, pieces[1])) == [(1,), (2,)] and arriving.missing_for == 0
 
 
 @pytest.mark.slow
@@ -830,11 +830,22 @@ def test_a_site_that_does_not_come(nursery: mpgrad.Pool, monkeypatch: pytest.Mon
 @pytest.mark.quick
 def test_where_workers_are_placed() -> None:
     small, large = Node("a", "alpha", 2), Node("b", "beta", 8)
-    assert placed([small, large], 4) == [(small, 2), (large, 2)]
-    assert placed([small, large], 9) == [(small, 2), (large, 7)]
-    assert placed([small, large], 12) == [(small, 2), (large, 8), (None, 2)]
-    assert placed([small._replace(slots=0)], 3) == [(None, 1)] * 3  # nobody knows how large nodes will be
-    assert placed([small], 7) == [(small, 2), (None, 2), (None, 2), (None, 1)]
+
+    def placed(nodes: list[Node], workers: int) -> list[tuple[str, int]]:
+        engine = ClusterEngine(LocalCarrier(nodes), workers, 60.0)
+        for number in range(workers):
+            engine.start(number)
+        found = [(site.name, site.slots) for site in engine._sites]
+        engine.close()
+        return found
+
+    assert placed([small, large], 4) == [("alpha", 2), ("beta", 2)]
+    assert placed([small, large], 9) == [("alpha", 2), ("beta", 7)]
+    assert placed([small, large], 12) == [("alpha", 2), ("beta", 8), ("", 2)]
+    assert placed([small._replace(slots=0)], 3) == [("", 1)] * 3  # nobody knows how large nodes will be
+    assert placed([small], 7) == [("alpha", 2), ("", 2), ("", 2), ("", 1)]
+    held = [small._replace(free=0), large._replace(free=0)]
+    assert placed(held, 4) == [("alpha", 2), ("beta", 2)]  # waits for those who hold them
 
 
 def test_no_room(nursery: mpgrad.Pool) -> None:
@@ -857,7 +868,7 @@ def test_another_version_on_a_node(nursery: mpgrad.Pool, name: str, monkeypatch:
 @pytest.mark.slow
 def test_a_node_with_another_version_joins(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool goes on with the nodes that it has."""
-    from mpgrad.cluster.site_handle import SiteHandle
+    from mpgrad.cluster.engine import SiteHandle
 
     obey = SiteHandle._obey
 

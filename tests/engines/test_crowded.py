@@ -17,8 +17,7 @@ import torch
 from test_cluster import ONE_EACH, chain, cluster, eventually, grad_of, leaf, serial, staffed
 
 import mpgrad
-from mpgrad.cluster.carrier import Node, SiteOptions
-from mpgrad.cluster.local import LocalCarrier
+from mpgrad.cluster.carrier import LocalCarrier, Node, SiteOptions
 
 
 class Crowded(LocalCarrier):
@@ -225,7 +224,7 @@ def test_a_worker_that_was_refused_is_tried_again_there(nursery: mpgrad.Pool, re
     with ThreadPoolExecutor(1) as thread, cluster(Node("a", "alpha", 1), carrier=Crowded, processes=1) as (pool, carrier):
         staffed(pool, 1)
         (site,) = pool._scheduler.engine._sites  # type: ignore[attr-defined]
-        site.refusals, site._full_until = refusals, time.monotonic() + 0.5
+        site.refusals, site.full_until = refusals, time.monotonic() + 0.5
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
         found = thread.submit(pool.map, abs, [-1])
         if refusals > 1:

@@ -25,9 +25,8 @@ import pytest
 from conftest import alive, first_are_quick, gone, linux_only
 
 import mpgrad
-from mpgrad.engines.launch import Exit, NurseryLauncher, SpawnLauncher, process_launcher
-from mpgrad.engines.programs import is_python
-from mpgrad.inherited import Inherited, inherited, take_over
+from mpgrad.engines.launch import Exit, NurseryLauncher, SpawnLauncher, is_python, process_launcher
+from mpgrad.environment import Inherited, inherited, take_over
 from mpgrad.system import PORTABLE
 
 CONTEXTS = first_are_quick(2, [None, "fork", "spawn", "forkserver"])
@@ -618,7 +617,7 @@ PIPES = """
 import os, signal, socket, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 from mpgrad.engines.launch import NurseryProcess
-from mpgrad.inherited import Inherited, inherited, take_over
+from mpgrad.environment import Inherited, inherited, take_over
 from mpgrad.wire.pipe import Pipe
 
 for descriptors in [], [0]:

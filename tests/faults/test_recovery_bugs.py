@@ -137,7 +137,7 @@ def test_an_exception_of_a_module_that_is_being_imported(tmp_path: Path) -> None
     """The pool's thread waited for the import, which waited for the pool."""
     (tmp_path / "simulation.py").write_text(
         "import mpgrad\n"
-        "from mpgrad.place import PLACE\n"
+        "from mpgrad.environment import PLACE\n"
         "class MyError(Exception): pass\n"
         "def fails(x): raise MyError('boom')\n"
         "if not PLACE.in_worker:\n"

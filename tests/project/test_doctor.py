@@ -17,7 +17,7 @@ import pytest
 from conftest import gone
 
 import mpgrad
-from mpgrad import cpus, doctor, others_clock, system
+from mpgrad import doctor, others_clock, system
 from mpgrad.__main__ import main
 from mpgrad.doctor import GIB, Finding, found_by, page, tried
 from mpgrad.system import PORTABLE
@@ -112,7 +112,7 @@ def worker(_):
 
 doctor.FAILURES.clear()
 doctor.FAILURES[breaks] = doctor.Finding("pool", "", "running a pool", "mend it", fatal=True)
-doctor.trial(pathlib.Path(sys.argv[2]))
+doctor.trial()
 """
 
 
@@ -157,14 +157,14 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> Any:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refused)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
     (finding,) = tried([sys.executable, "-c", ""], 1.0)
-    assert finding.fatal and finding.problem.startswith("no temporary folder can be made")
+    assert finding.fatal and finding.problem == "starting Python failed ([Errno 2] No usable temporary directory found)"
 
 
 def test_no_process_can_be_started() -> None:
     (finding,) = tried(["/no/such/program"], 1.0)
-    assert finding.fatal and finding.problem.startswith("no process can be started")
+    assert finding.fatal and finding.problem.startswith("starting Python failed ([Errno 2] No such file")
 
 
 AS_WINDOWS = """
@@ -295,15 +295,15 @@ def test_what_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_others_may_take_what_a_quota_leaves(
     taken: float, allowed: int, is_much: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpus, "usable_cpus", lambda: 2)
-    monkeypatch.setattr(cpus, "own_cpus", lambda: list(range(allowed)))
+    monkeypatch.setattr(system, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(system, "own_cpus", lambda: list(range(allowed)))
     monkeypatch.setattr("mpgrad.others_clock.OthersClock.cpus", lambda clock: taken)
     monkeypatch.setattr(doctor, "LOOK_SECONDS", 0.0)
     assert bool(findings(doctor.processors)["other load"].problem) == is_much
 
 
 def test_variables_that_set_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpus, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(system, "usable_cpus", lambda: 2)
     monkeypatch.setattr(doctor, "LOOK_SECONDS", 0.0)
     for value in ("2", "2,1", "all"):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
@@ -335,7 +335,7 @@ class Usage(NamedTuple):
 
 def test_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "own_cgroups", lambda controller: [tmp_path])
-    monkeypatch.setattr(cpus, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(system, "usable_cpus", lambda: 2)
     for most, is_amiss in (("max", None), ("1000", False), ("100", True)):
         (tmp_path / "pids.max").write_text(most)
         (tmp_path / "pids.current").write_text("95")

@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline.recording import NotedCall, NotedChunk, Recording, Worker
-from mpgrad.timeline.trace import events_of
+from mpgrad.timeline.trace import NotedCall, NotedChunk, Recording, Worker, events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12

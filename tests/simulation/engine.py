@@ -619,7 +619,7 @@ def failure(phase: str, task: int = -1, text: str = "failed") -> Failure:
 
 
 class SimulatedLink:
-    """The caller's end of the link to a simulated worker: see `engines.protocol.WorkerLink`."""
+    """The caller's end of the link to a simulated worker: see `engines.kinds.WorkerLink`."""
 
     shares_memory = True
     keeps_time = False
@@ -885,7 +885,7 @@ def in_words(message: Any) -> str:
 
 
 class SimulatedEngine:
-    """See `engines.protocol.Engine`. Nobody sleeps: `wait` says what is there."""
+    """See `engines.kinds.Engine`. Nobody sleeps: `wait` says what is there."""
 
     copies_caller = False
 
