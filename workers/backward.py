@@ -22,8 +22,7 @@ from mpgrad.pickling import classes
 from mpgrad.torch_state.modes import under
 from mpgrad.torch_state.private import plus
 from mpgrad.wire.messages import BackwardCall, Backwards, Collect, Collected, Failure, Gradients, Missing, Rederive, Rerun
-from mpgrad.wire.tensor_packing import Payload
-from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, TensorRef, flags_in
+from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Payload, TensorRef, flags_in
 from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.functions import FunctionTable, failure
 from mpgrad.workers.graph_edges import Entrance, dress, edge_of, edges_at

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from mpgrad.errors import SharedMemoryError
 from mpgrad.torch_state.modes import under
 from mpgrad.wire.messages import Eager, Failure, Forward, ForwardCall, Result, Results
-from mpgrad.wire.tensor_packing import Payload, Placed, Together
-from mpgrad.wire.tensor_refs import TensorRef
+from mpgrad.wire.tensor_refs import Payload, Placed, TensorRef, Together
 from mpgrad.workers.call_run import CallRun, CallRunner
 from mpgrad.workers.eager import EagerBackwards
 from mpgrad.workers.functions import Function, FunctionTable, failure

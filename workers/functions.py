@@ -22,8 +22,7 @@ from mpgrad.pickling.modules import PLACED, Namespaces
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import UnderGlobalHooks
-from mpgrad.torch_state.private import plus
-from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.torch_state.private import Level, plus
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.graph_edges import CaptureSearch, Edge

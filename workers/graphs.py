@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.torch_state.private import Level
 from mpgrad.wire.messages import Release
 from mpgrad.workers.functions import Function
 from mpgrad.workers.graph_edges import Edge, gradients_at, still_there

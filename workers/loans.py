@@ -16,8 +16,7 @@ import torch
 
 from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.wire.asides import Lacking
-from mpgrad.wire.frames import drained
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Link, drained
 from mpgrad.wire.messages import (
     BackwardCall,
     ForwardCall,
@@ -30,8 +29,20 @@ from mpgrad.wire.messages import (
     Tried,
     Try,
 )
-from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD, SHARED, Bucket, TensorRef, lent, rows_of, view
+from mpgrad.wire.tensor_refs import (
+    ANSWERED_BYTES,
+    REQUIRES_GRAD,
+    SHARED,
+    Bucket,
+    Packer,
+    Payload,
+    Placed,
+    TensorRef,
+    Together,
+    lent,
+    rows_of,
+    view,
+)
 from mpgrad.workers.station import Station
 
 __all__ = ["Loans"]

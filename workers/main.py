@@ -27,8 +27,7 @@ from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.place import PLACE
 from mpgrad.system import PORTABLE
 from mpgrad.torch_state.modes import begin_as_new
-from mpgrad.wire.frames import Channel
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Channel, Link
 from mpgrad.wire.messages import Start, StartFailed, Stop
 from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
 from mpgrad.workers.functions import failure

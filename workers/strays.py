@@ -28,8 +28,7 @@ from mpgrad.errors import contextmanager
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way
 from mpgrad.pickling.uncarried import find
 from mpgrad.pickling.uses import is_of_libraries, leads_to_libraries
-from mpgrad.torch_state.leaves import all_leaves, graph_behind, held_leaves, leading_to
-from mpgrad.torch_state.private import is_held
+from mpgrad.torch_state.private import all_leaves, graph_behind, held_leaves, is_held, leading_to
 from mpgrad.workers.graph_edges import ENTRY_NODE
 
 __all__ = ["Copies", "Strays", "copied_in", "noting_those_of_initializer"]

@@ -21,7 +21,7 @@ from typing import Any
 from mpgrad.memory.arena import Arena
 from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.wire.messages import Message, Recorded, Span
-from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import Payload
 
 __all__ = [
     "Recorder",

@@ -16,8 +16,7 @@ from typing import Any
 from mpgrad.environment import FOLLOWER
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
-from mpgrad.wire.frames import Frame, drained
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Frame, Link, drained
 from mpgrad.wire.messages import (
     Backwards,
     Collect,
@@ -36,7 +35,7 @@ from mpgrad.wire.messages import (
     SlabsMissing,
     Try,
 )
-from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import Payload
 from mpgrad.workers.backward import BackwardHandler
 from mpgrad.workers.call_run import CallRunner
 from mpgrad.workers.forward import ForwardHandler

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mpgrad.engines.launch import Exit
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Link
 from mpgrad.wire.pipe import Traffic
 
 __all__ = ["Engine", "Traits", "WorkerLink"]

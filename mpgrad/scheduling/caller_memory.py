@@ -27,7 +27,7 @@ from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
-from mpgrad.wire.tensor_packing import Packer
+from mpgrad.wire.tensor_refs import Packer
 
 __all__ = [
     "CallerMemory",

@@ -23,22 +23,24 @@ import torch
 
 from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import (
-    GlobalHook,
-    Setting,
     default_device,
-    every_setting,
     foreign_modes,
-    global_hooks,
     is_observer,
     leave_all_modes,
     name_of_mode,
     outside_transforms,
     parametrizations_are_cached,
     profiler_is_on,
-    registered,
-    remove_global_hooks,
     saved_tensor_hooks,
     under_default_device,
+)
+from mpgrad.torch_state.settings import (
+    GlobalHook,
+    Setting,
+    every_setting,
+    global_hooks,
+    registered,
+    remove_global_hooks,
 )
 from mpgrad.tracebacks import warn
 
@@ -429,11 +431,7 @@ def split_mix(number: int) -> int:
 
     Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    return finish_mix((number * 0x9E3779B97F4A7C15) & MASK)
-
-
-def finish_mix(number: int) -> int:
-    """The end of a step of SplitMix64."""
+    number = (number * 0x9E3779B97F4A7C15) & MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
     return number ^ (number >> 31)
