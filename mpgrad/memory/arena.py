@@ -85,10 +85,6 @@ class Slab:
     def make(cls, number: int, size: int) -> Slab:
         return cls(number, shared_storage(size))
 
-    @classmethod
-    def attach(cls, number: int, descriptor: int, nbytes: int) -> Slab:
-        return cls(number, storage_from_descriptor(descriptor, nbytes))
-
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
         """Take the pages from the system now, so that a lack is an error here and not a SIGBUS in the middle of a copy."""
         if nbytes > free_memory():
@@ -359,7 +355,7 @@ class Lenders:
         if number in self._unmapped:
             kept, nbytes = self._unmapped[number]
             try:
-                self.slabs[number] = Slab.attach(number, os.dup(kept.number), nbytes)
+                self.slabs[number] = Slab(number, storage_from_descriptor(os.dup(kept.number), nbytes))
             except (OSError, RuntimeError, MemoryError) as error:
                 raise no_mapping(f"{nbytes:,} bytes of them") from error
             del self._unmapped[number]
@@ -464,7 +460,7 @@ class Lenders:
         returned, self._given_back = self._given_back, []
         while self._dead:
             key, pointer, view, private = self._dead.popleft()
-            if private is not None and not share_again(private):
+            if private is not None and not remap(private, mmap.MAP_SHARED):
                 continue  # what its owner writes would not be seen here: it is not to be used again
             if self._pointers.get(pointer, (0, None, None))[2] is view:
                 del self._pointers[pointer]
@@ -558,20 +554,15 @@ def forget(memory: weakref.ref[memoryview]) -> View | None:
     return None if SHARED.pop(id(memory), None) is not None else PRIVATE.pop(id(memory), None)
 
 
-def share_again(view: View) -> bool:
-    """Whether the system does so."""
+def remap(view: View, how: int) -> bool:
+    """Map the pages anew; false where the system refuses, or other code has closed the slab's descriptor."""
+    slab, (start, size) = view[3], pages_of(view)
+    assert slab is not None
     try:
-        remap(view, mmap.MAP_SHARED)
+        map_at(start, size, how, slab.descriptor, start - slab.start)
     except OSError:
         return False
     return True
-
-
-def remap(view: View, how: int) -> None:
-    """Raises OSError: the system refuses, or other code has closed the slab's descriptor."""
-    slab, (start, size) = view[3], pages_of(view)
-    assert slab is not None
-    map_at(start, size, how, slab.descriptor, start - slab.start)
 
 
 def map_at(start: int, size: int, how: int, descriptor: int, offset: int) -> None:
@@ -643,16 +634,13 @@ class Withheld(NamedTuple):
     token: Token | None
     memories: dict[Lenders, list[memoryview]]
 
-    def is_over(self) -> bool:
-        return not self.memories or (self.token is not None and not self.token.is_held())
-
 
 def let_go(closed: Lenders | None = None) -> None:
     """Of what was kept for children that have ended; `closed` gives nothing back any more, and so need not keep anything."""
     for kept in list(WITHHELD):
         if closed is not None:
             kept.memories.pop(closed, None)
-        if kept.is_over():
+        if not kept.memories or (kept.token is not None and not kept.token.is_held()):
             with contextlib.suppress(ValueError):  # another thread was faster
                 WITHHELD.remove(kept)
 
@@ -738,11 +726,7 @@ class Fork:
 def make_private(key: int, view: View) -> bool:
     """Whether that is possible. Assumes: `MAPPING` is held."""
     *_, slab, lenders = view
-    if slab is None or lenders.copies_for_children:
-        return False
-    try:
-        remap(view, mmap.MAP_PRIVATE)
-    except OSError:
+    if slab is None or lenders.copies_for_children or not remap(view, mmap.MAP_PRIVATE):
         return False
     lenders.hide(view)
     PRIVATE[key] = view

@@ -106,26 +106,24 @@ os.register_at_fork(after_in_child=unlock_in_child)
 def check() -> None:
     """Ask for all names, and try all behaviours, unless this process has done so, or is the worker of one that has.
 
+    Warns of a version that nobody has tried.
+
     Raises:
         UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its version and those tried.
     """
     if CHECK.passed or PLACE.in_worker:
         return
     with CHECK.lock:
-        if not CHECK.passed:
-            check_now()
-
-
-def check_now() -> None:
-    """Raises as `check`; warns of a version that nobody has tried."""
-    failed = failures()
-    for _, error in failed:
-        if isinstance(error, (OSError, MemoryError)):
-            raise error  # the system lacks something, and PyTorch was not asked
-    if failed:
-        error = failed[0][1]
-        raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
-    CHECK.passed = True
+        if CHECK.passed:
+            return
+        failed = failures()
+        for _, error in failed:
+            if isinstance(error, (OSError, MemoryError)):
+                raise error  # the system lacks something, and PyTorch was not asked
+        if failed:
+            error = failed[0][1]
+            raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
+        CHECK.passed = True
     newest = max(map(minor_of, TRIED))
     if minor_of(torch.__version__) > newest:
         LOGGER.warning(

@@ -118,8 +118,9 @@ def kind_of_library(kinds: str, kind: str) -> Any:
     return getattr(getattr(torch._C, kinds, None), kind, None)
 
 
-# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and set, default
-IN_C: tuple[tuple[str, str, str, Any], ...] = (
+# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and
+# set, default, and `of_thread`
+IN_C: tuple[tuple[str, str, str, Any] | tuple[str, str, str, Any, bool], ...] = (
     ("torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled", "_set_sdp_use_flash", True),
     (
         "torch.backends.cuda.enable_mem_efficient_sdp",
@@ -254,19 +255,18 @@ IN_C: tuple[tuple[str, str, str, Any], ...] = (
         "_set_backcompat_keepdim_warn",
         False,
     ),
-)
-# each thread has its own
-IN_C_OF_THREAD: tuple[tuple[str, str, str, Any], ...] = (
     (
         "torch.autograd.set_multithreading_enabled",
         "_is_multithreading_enabled",
         "_set_multithreading_enabled",
+        True,
         True,
     ),
     (
         "torch.autograd.enforce_grad_layout_policy",
         "_is_grad_layout_enforcement_enabled",
         "_set_grad_layout_enforcement_enabled",
+        True,
         True,
     ),
 )
@@ -301,7 +301,12 @@ def old(setting: Setting) -> Setting:
 def precisions() -> Iterator[Setting]:
     """The older settings come first: to set one sets some of the newer ones. What others inherit from comes before these."""
     yield old(
-        Setting("torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, set_matmul_precision, "highest")
+        Setting(
+            "torch.set_float32_matmul_precision",
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+            "highest",
+        )
     )
     yield from map(old, in_c("torch.backends.cudnn.allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32", True))
     if hasattr(torch._C, "_get_fp32_precision_getter"):
@@ -326,10 +331,6 @@ def precision(name: str, backend: str, operation: str, default: str) -> Setting:
     get, use = (getattr(torch._C, each) for each in ("_get_fp32_precision_getter", "_set_fp32_precision_setter"))
     of = backend, operation
     return Setting(name, functools.partial(get, *of), functools.partial(use, *of), default)
-
-
-def set_matmul_precision(value: str) -> None:
-    torch.set_float32_matmul_precision(value)
 
 
 def einsum(field: str, default: Any) -> Setting:
@@ -394,6 +395,4 @@ def others() -> Iterator[Setting]:
 
 def every_setting() -> tuple[Setting, ...]:
     """All of them, in the order in which they are to be set."""
-    of_process = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
-    of_thread = [setting for row in IN_C_OF_THREAD for setting in in_c(*row, of_thread=True)]
-    return (*precisions(), *of_process, *of_thread, *others())
+    return (*precisions(), *[of_this_version(setting) for row in IN_C for setting in in_c(*row)], *others())

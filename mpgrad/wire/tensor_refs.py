@@ -553,13 +553,12 @@ def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Te
     """Copy cores into the memory that `laid_out` has measured."""
     for ref, core in zip(refs, cores, strict=True):
         if ref.nbytes:
-            copy_into(memory[-1 - ref.place :], core)
+            copy_into(memory[-1 - ref.place : -1 - ref.place + ref.nbytes], core)
 
 
 def copy_into(memory: memoryview, core: torch.Tensor) -> None:
-    """Copy a core that is not empty."""
-    source = bytes_of(core)
-    torch.frombuffer(memory, dtype=torch.uint8, count=source.numel()).copy_(source)
+    """Copy a core that is not empty into as many bytes."""
+    torch.frombuffer(memory, dtype=torch.uint8).copy_(bytes_of(core))
 
 
 # --- the sender: tensors into messages and slots

@@ -333,7 +333,7 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
 
     def fork() -> int:
         if lacking == "mappings":
-            monkeypatch.setattr(arenas, "remap", refused)
+            monkeypatch.setattr(arenas, "remap", lambda view, how: False)
         elif lacking == "descriptors":
             monkeypatch.setattr(os, "pipe", refused)
             monkeypatch.setattr(os, "memfd_create", refused, raising=False)

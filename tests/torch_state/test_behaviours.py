@@ -265,7 +265,7 @@ def test_first_pools_of_many_threads_at_once() -> None:
     def check() -> None:
         barrier.wait()
         try:
-            behaviours.check_now()
+            behaviours.check()
         except UnsupportedTorchError as error:
             failed.append(error)
 
