@@ -438,11 +438,10 @@ class Lenders:
             self._dead.append((key, pointer, view, private))
             self.notify()
 
-    def hide(self, view: View) -> None:
+    def hide(self, view: weakref.ref[memoryview], pointer: int) -> None:
         """From others: they would not find what is written there from now on."""
-        memory, start, *_ = view
-        if self._pointers.get(start, (0, None, None))[2] is memory:
-            del self._pointers[start]
+        if self._pointers.get(pointer, (0, None, None))[2] is view:
+            del self._pointers[pointer]
 
     def close(self) -> None:
         """Nobody is left to give anything back to; each slab goes when its last view dies."""
@@ -462,8 +461,7 @@ class Lenders:
             key, pointer, view, private = self._dead.popleft()
             if private is not None and not remap(private, mmap.MAP_SHARED):
                 continue  # what its owner writes would not be seen here: it is not to be used again
-            if self._pointers.get(pointer, (0, None, None))[2] is view:
-                del self._pointers[pointer]
+            self.hide(view, pointer)
             if self._views.get(key) is view:  # else it was borrowed again; that view's end will tell for both
                 del self._views[key]
                 returned.append((key[0], self._received.pop(key)))
@@ -725,10 +723,10 @@ class Fork:
 
 def make_private(key: int, view: View) -> bool:
     """Whether that is possible. Assumes: `MAPPING` is held."""
-    *_, slab, lenders = view
+    memory, start, _, slab, lenders = view
     if slab is None or lenders.copies_for_children or not remap(view, mmap.MAP_PRIVATE):
         return False
-    lenders.hide(view)
+    lenders.hide(memory, start)
     PRIVATE[key] = view
     del SHARED[key]
     return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pickle
 import random
 import sys
 import threading
@@ -448,13 +449,11 @@ class RandomState:
 
     def has_moved(self) -> bool:
         """Whether anybody has drawn a number since."""
-        if not torch.equal(self._torch, torch.default_generator.get_state()) or self._random != random.getstate():
+        now = RandomState()
+        if not torch.equal(self._torch, now._torch) or self._random != now._random:
             return True
-        numpy: Any = sys.modules.get("numpy")
-        if self._numpy is None or numpy is None:
-            return False
-        name, key, *rest = numpy.random.get_state()
-        return bool(name != self._numpy[0] or tuple(rest) != tuple(self._numpy[2:]) or (key != self._numpy[1]).any())
+        # numpy may have been imported since; it compares arrays element by element
+        return self._numpy is not None and pickle.dumps(self._numpy) != pickle.dumps(now._numpy)
 
     def put_back(self) -> None:
         torch.default_generator.set_state(self._torch)

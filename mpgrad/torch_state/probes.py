@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpgrad.torch_state import private, settings
 
-__all__ = ["BEHAVIOURS", "expect", "what_it_was_made_with_can_be_read"]
+__all__ = ["BEHAVIOURS", "OF_THE_COMPILER", "expect"]
 
 # what PyTorch is expected to do, in words, and what raises where it does something else
 BEHAVIOURS: dict[str, Callable[[], None]] = {}
@@ -293,7 +293,7 @@ def the_older_vmap() -> None:
     expect((False, 0), (private.is_batched_the_older_way(plain), private.older_levels()))
 
 
-# --- what torch.compile makes; run apart, where functions are carried that it made: this loads the compiler
+# --- what torch.compile makes
 
 
 def what_it_was_made_with_can_be_read() -> None:
@@ -320,6 +320,10 @@ def what_it_was_made_with_can_be_read() -> None:
     expect({"backend": "eager", "dynamic": True}, private.compiler_options(in_place))
     private.compile_in_place(module, lambda call: lambda x: (call(x), "compiled"))
     expect((1, "compiled"), module(1))
+
+
+# run apart, where functions are carried that torch.compile made: this loads the compiler
+OF_THE_COMPILER = {"torch.compile leaves what it was given where it can be read": what_it_was_made_with_can_be_read}
 
 
 def probed(x: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,6 @@ def remove_global_hooks() -> None:
 
 
 CHECKPOINT: Any = torch.utils.checkpoint
-FUTURE: Any = torch.__future__
 EINSUM: Any = opt_einsum
 TINY, ONE = 5e-324, 1.0  # two, or the compiler would multiply
 
@@ -362,35 +361,66 @@ def set_anomaly_detection(both: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(*both)
 
 
-def others() -> Iterator[Setting]:
+def others() -> tuple[Setting, ...]:
     """Those that are read or set in a way of their own."""
-    yield Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32)
-    level: Any = torch.get_deterministic_debug_mode
-    yield Setting("torch.use_deterministic_algorithms", level, use_deterministic_algorithms, 0)
-    name = "torch.autograd.set_detect_anomaly"
-    yield Setting(name, anomaly_detection, set_anomaly_detection, (False, True))
-    yield Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True)
-    mha = torch.backends.mha
-    yield Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True)
-    yield einsum("enabled", EINSUM.is_available())
-    yield einsum("strategy", "auto" if EINSUM.is_available() else None)
-    message: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-    name = "torch.autograd.graph.disable_saved_tensors_hooks"
-    yield Setting(name, message, disable_saved_tensors_hooks, None, of_thread=True)
-    yield attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None)
-    yield attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None)
-    get, use = functools.partial(torch.get_autocast_dtype, "cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
-    yield Setting("torch.set_autocast_dtype", get, use, torch.bfloat16, of_thread=True)
-    cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    yield Setting("torch.set_autocast_cache_enabled", *cache, True, of_thread=True)
-    yield Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False)
-    options = vars(torch._tensor_str.PRINT_OPTS)
-    defaults = {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None}
-    yield Setting("torch.set_printoptions", options.copy, options.update, defaults)
-    name = "torch.distributions.Distribution.set_default_validate_args"
-    yield attribute(name, Distribution, "_validate_args", __debug__)
-    for what in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
-        yield attribute(f"torch.__future__.set_{what}", FUTURE, f"_{what}", False)
+    mha, print_options = torch.backends.mha, vars(torch._tensor_str.PRINT_OPTS)
+    return (
+        Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        Setting(
+            "torch.use_deterministic_algorithms",
+            torch.get_deterministic_debug_mode,
+            use_deterministic_algorithms,
+            0,
+        ),
+        Setting("torch.autograd.set_detect_anomaly", anomaly_detection, set_anomaly_detection, (False, True)),
+        Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True),
+        Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True),
+        einsum("enabled", EINSUM.is_available()),
+        einsum("strategy", "auto" if EINSUM.is_available() else None),
+        Setting(
+            "torch.autograd.graph.disable_saved_tensors_hooks",
+            torch._C._autograd._saved_tensors_hooks_get_disabled_error_message,
+            disable_saved_tensors_hooks,
+            None,
+            of_thread=True,
+        ),
+        attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None),
+        attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None),
+        Setting(
+            "torch.set_autocast_dtype",
+            functools.partial(torch.get_autocast_dtype, "cpu"),
+            functools.partial(torch.set_autocast_dtype, "cpu"),
+            torch.bfloat16,
+            of_thread=True,
+        ),
+        Setting(
+            "torch.set_autocast_cache_enabled",
+            torch.is_autocast_cache_enabled,
+            torch.set_autocast_cache_enabled,
+            True,
+            of_thread=True,
+        ),
+        Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False),
+        Setting(
+            "torch.set_printoptions",
+            print_options.copy,
+            print_options.update,
+            {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
+        ),
+        attribute("torch.distributions.Distribution.set_default_validate_args", Distribution, "_validate_args", __debug__),
+        attribute(
+            "torch.__future__.set_overwrite_module_params_on_conversion",
+            torch.__future__,
+            "_overwrite_module_params_on_conversion",
+            False,
+        ),
+        attribute(
+            "torch.__future__.set_swap_module_params_on_conversion",
+            torch.__future__,
+            "_swap_module_params_on_conversion",
+            False,
+        ),
+    )
 
 
 def every_setting() -> tuple[Setting, ...]:
