@@ -289,7 +289,15 @@ class Lane:
     Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each thread's current one.
     """
 
-    def __init__(self, accelerator: Cuda, index: int, owner: int, kind: int, streamed: bool, in_process: bool) -> None:
+    def __init__(
+        self,
+        accelerator: Cuda,
+        index: int,
+        owner: int,
+        kind: int,
+        streamed: bool,
+        in_process: bool,
+    ) -> None:
         self.accelerator = accelerator
         self.index = index
         self.in_process = in_process  # those at its other end
@@ -314,7 +322,10 @@ class Lane:
         return self.write_bytes(bytes_of(core))
 
     def write_bytes(self, source: torch.Tensor, at_once: bool = False) -> Slot:
-        """`at_once`: not after what this thread has given the device before; PyTorch has not allocated the source there."""
+        """`at_once`: not after what this thread has given the device before.
+
+        Then PyTorch has not allocated the source there.
+        """
         slot = self.arena.allocate(source.numel())
         if self._stream is None:
             slot.memory.bytes.copy_(source, non_blocking=True)
@@ -348,5 +359,9 @@ class Lane:
 
 def bytes_of(core: torch.Tensor) -> torch.Tensor:
     """`core` is dense, so its bytes are one run of memory."""
-    start = core.storage_offset() * core.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=core.device).set_(core.untyped_storage(), start, (core.nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=core.device).set_(
+        core.untyped_storage(),
+        core.storage_offset() * core.element_size(),
+        (core.nbytes,),
+        (1,),
+    )

@@ -534,7 +534,8 @@ View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, Lenders]
 SHARED: dict[int, View] = {}
 PRIVATE: dict[int, View] = {}  # mapped privately, or copied, for the sake of a child or of its parent
 FORKS: list[Fork] = []  # under way
-WITHHELD: list[Withheld] = []
+# for whose children something is not given back yet; without a token, before the end of the pool
+WITHHELD: list[Fork] = []
 MAPPING = threading.RLock()  # of who makes shared views private: each only once, or what was written since would be lost
 
 
@@ -553,7 +554,10 @@ def forget(memory: weakref.ref[memoryview]) -> View | None:
 
 
 def remap(view: View, how: int) -> bool:
-    """Map the pages anew; false where the system refuses, or other code has closed the slab's descriptor."""
+    """Map the pages anew. Returns False where the system refuses.
+
+    It also does where other code has closed the slab's descriptor.
+    """
     slab, (start, size) = view[3], pages_of(view)
     assert slab is not None
     try:
@@ -626,21 +630,14 @@ class Token:
             os.close(self._descriptor)
 
 
-class Withheld(NamedTuple):
-    """What is not given back while a child has the token; without one, before the end of the pool."""
-
-    token: Token | None
-    memories: dict[Lenders, list[memoryview]]
-
-
 def let_go(closed: Lenders | None = None) -> None:
     """Of what was kept for children that have ended; `closed` gives nothing back any more, and so need not keep anything."""
-    for kept in list(WITHHELD):
+    for fork in list(WITHHELD):
         if closed is not None:
-            kept.memories.pop(closed, None)
-        if not kept.memories or (kept.token is not None and not kept.token.is_held()):
+            fork.kept.pop(closed, None)
+        if not fork.kept or (fork.token is not None and not fork.token.is_held()):
             with contextlib.suppress(ValueError):  # another thread was faster
-                WITHHELD.remove(kept)
+                WITHHELD.remove(fork)
 
 
 def seen(memories: list[memoryview | None]) -> list[bool]:
@@ -650,25 +647,26 @@ def seen(memories: list[memoryview | None]) -> list[bool]:
     """
     memories.append(memoryview(b""))  # only this list has it
     *counts, ours = [sys.getrefcount(memory) for memory in memories]
-    withheld = Counter(id(each) for kept in list(WITHHELD) for some in list(kept.memories.values()) for each in some)
+    kept = [some for fork in list(WITHHELD) for some in list(fork.kept.values())]
+    withheld = Counter(id(each) for some in kept for each in some)
     return [count - ours > withheld[id(memory)] for count, memory in zip(counts, memories, strict=False)]
 
 
 class Fork:
-    """One that is under way in this thread."""
+    """One that is under way in a thread; then what is withheld for its child."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.copies = False  # the child copies something, and we wait for it
-        self._kept: list[tuple[Lenders, memoryview]] = []
-        self._token: Token | None = None
+        self.kept: dict[Lenders, list[memoryview]] = {}
+        self.token: Token | None = None
         self._pipe: tuple[int, int] | None = None
 
     def keep(self, view: View) -> memoryview | None:
         """It is not given back yet; None where nothing looks at it any more."""
         memory, lenders = view[0](), view[4]
         if memory is not None and not lenders.closed:
-            self._kept.append((lenders, memory))
+            self.kept.setdefault(lenders, []).append(memory)
         return memory
 
     def prepare(self) -> None:
@@ -679,27 +677,25 @@ class Fork:
                 memory = self.keep(view) if is_seen else None  # so that it stays mapped
                 if memory is not None and key in SHARED:
                     self.copies |= not make_private(key, view)
-        if self._kept or self.copies:
-            self._token = None if PORTABLE else Token()
+        if self.kept or self.copies:
+            self.token = None if PORTABLE else Token()
             with contextlib.suppress(OSError):  # no descriptor is left
                 self._pipe = os.pipe()
 
     def in_parent(self) -> None:
-        if self._token is not None:
-            self._token.leave_to_child()
+        if self.token is not None:
+            self.token.leave_to_child()
         if self._pipe is not None:
             reader, writer = self._pipe
             os.close(writer)
             if self.copies:
                 os.read(reader, 1)
             os.close(reader)
-        memories: dict[Lenders, list[memoryview]] = {}
-        for lenders, memory in self._kept:
-            if not lenders.copies_for_children:
-                memories.setdefault(lenders, []).append(memory)
-        if memories:
-            WITHHELD.append(Withheld(self._token, memories))
-        for lenders in memories:
+        for lenders in [each for each in list(self.kept) if each.copies_for_children]:
+            del self.kept[lenders]
+        if self.kept:
+            WITHHELD.append(self)
+        for lenders in list(self.kept):
             lenders.notify()  # who waits looks from now on whether the child has ended
 
     def in_child(self) -> None:

@@ -175,5 +175,8 @@ class Crossing:
 
 
 def kept(region: Region) -> Slot:
-    """What a worker gave, before it can die: in memory of our own. It is complete, so nothing need be waited for."""
+    """What a worker gave, before it can die: in memory of our own.
+
+    It is complete, so nothing need be waited for.
+    """
     return region.slab.lane.write_bytes(region.bytes, at_once=True)

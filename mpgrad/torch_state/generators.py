@@ -61,7 +61,9 @@ def kind_of(generator: object) -> Kind | None:
         return None
     kind = kind_of_class(type(generator))
     # what scrambles nothing beforehand draws from a generator of numpy's, which is one by itself
-    return None if kind is not None and kind.begin is begin_engine and not hasattr(generator, "_init_quad") else kind
+    if kind is not None and kind.begin is begin_engine and not hasattr(generator, "_init_quad"):
+        return None
+    return kind
 
 
 def kind_of_class(own: type) -> Kind | None:

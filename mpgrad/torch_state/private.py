@@ -131,6 +131,7 @@ __all__ = [
 
 ENGINE: Any = torch.autograd.Variable._execution_engine
 NODE_IN_PYTHON: Any = torch._C._FunctionBase
+IsSo = Callable[[torch.Tensor], bool]
 
 
 # These are asked for every call and its backward, so they are PyTorch's own functions, without one of ours around them.
@@ -165,19 +166,15 @@ def is_alive(node: Any) -> bool:
 
 def is_held(node: Any) -> bool:
     """Whether Python has hold of the leaf that `node` adds gradients to; otherwise nothing but graphs leads to it."""
-    return references(node) > references_of_graphs()
-
-
-def references(node: Any) -> int:
-    return sys.getrefcount(node.variable)
+    return sys.getrefcount(node.variable) > references_of_graphs()
 
 
 @functools.cache
 def references_of_graphs() -> int:
-    """As many as `references` counts of a leaf that nobody has."""
+    """As many as Python counts of a leaf that nobody has."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = (torch.zeros((), requires_grad=True, device="cpu") * 2).grad_fn
-    return references(node.next_functions[0][0])
+    return sys.getrefcount(node.next_functions[0][0].variable)
 
 
 def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
@@ -326,9 +323,9 @@ def all_leaves() -> list[torch.Tensor]:
 
 # These, too, are PyTorch's own functions: they are asked many times a call.
 # Whether a tensor is a wrapper inside `torch.func.grad`, `vmap` and their like:
-is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+is_functorch_wrapped: IsSo = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether a tensor is the wrapper of a `torch.func.grad`, `vjp` or `jvp` that is over:
-has_ended: Callable[[torch.Tensor], bool] = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
+has_ended: IsSo = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
 # Whether a `torch.func` transform is running in this thread:
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -437,8 +434,8 @@ class Level(NamedTuple):
     older: bool
 
 
-is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
-is_batched_the_older_way: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+is_batched: IsSo = torch._C._functorch.is_batchedtensor
+is_batched_the_older_way: IsSo = torch._C._functorch.is_legacy_batchedtensor
 # The number of the innermost transform that a tensor belongs to:
 level_of: Callable[[torch.Tensor], int] = torch._C._functorch.maybe_get_level
 vmap_the_older_way: Callable[..., Any] = _vmap
@@ -532,7 +529,7 @@ def over(
     return [next(results) if there else None for there in present]
 
 
-# --- what a thread is in: autocast, hooks for saved tensors, tracing, modes, a `torch.no_grad` that is refused
+# --- what a thread is in: autocast, hooks for saved tensors, tracing, modes, a refused `torch.no_grad`
 
 
 # What is copied in the body of this one stays what it is:
@@ -810,10 +807,8 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # another thread may be importing it
-            if disable is None:
-                return fn(*args, **kwargs)
-            result: T = disable(fn)(*args, **kwargs)
-            return result
+            run: Callable[P, T] = fn if disable is None else disable(fn)
+            return run(*args, **kwargs)
         except BaseException as error:
             hide_own_frames(error)
             raise

@@ -11,6 +11,7 @@ would take a change for it. Where a machine has another default, that travels ea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,14 @@ from torch.distributions import Distribution
 
 from mpgrad.errors import contextmanager
 
-__all__ = ["GlobalHook", "Setting", "every_setting", "global_hooks", "registered", "remove_global_hooks"]
+__all__ = [
+    "GlobalHook",
+    "Setting",
+    "every_setting",
+    "global_hooks",
+    "registered",
+    "remove_global_hooks",
+]
 
 
 # --- hooks for all modules and optimizers
@@ -55,7 +63,7 @@ def global_hooks() -> list[GlobalHook]:
     """Those of this process, but for PyTorch's own, which only observe."""
     found = [name for name, (owner, _) in REGISTRIES.items() if getattr(owner, name)]
     return [
-        GlobalHook(register_of(name), hook, options_of(name, number))
+        GlobalHook(register_of(name), hook, options_of(number))
         for name in found
         for number, hook in getattr(REGISTRIES[name][0], name).items()
         if not str(getattr(hook, "__module__", "")).startswith("torch.")
@@ -69,23 +77,18 @@ def register_of(name: str) -> Callable[..., Any]:
     return getattr(owner, register)  # type: ignore[no-any-return]
 
 
-def options_of(name: str, number: int) -> dict[str, bool]:
-    if name != "_global_forward_hooks":
-        return {}
+def options_of(number: int) -> dict[str, bool]:
+    """Those of a forward hook; no other hook of the process has its number."""
     kinds = {"with_kwargs": "_global_forward_hooks_with_kwargs", "always_call": "_global_forward_hooks_always_called"}
     return {option: True for option, registry in kinds.items() if number in getattr(MODULES, registry)}
 
 
 @contextmanager
 def registered(hooks: Sequence[GlobalHook]) -> Iterator[None]:
-    handles = []
-    try:
+    with contextlib.ExitStack() as stack:
         for register, hook, options in hooks:
-            handles.append(register(hook, **options))
+            stack.enter_context(register(hook, **options))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def remove_global_hooks() -> None:
@@ -425,4 +428,5 @@ def others() -> tuple[Setting, ...]:
 
 def every_setting() -> tuple[Setting, ...]:
     """All of them, in the order in which they are to be set."""
-    return (*precisions(), *[of_this_version(setting) for row in IN_C for setting in in_c(*row)], *others())
+    in_table = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
+    return (*precisions(), *in_table, *others())

@@ -730,28 +730,22 @@ class Packer:
 
         Those on devices have slots of their own there, which come last, unless all is to be `staged`.
         """
-        if not all(tensor.is_cpu for tensor in tensors):
-            return self._some_elsewhere(tensors, sharing, staged)
-        refs, cores, nbytes = laid_out(tensors, sharing)
-        if nbytes == 0:
-            return refs, None, []
-        slot = self._arena.allocate(nbytes)
-        fill(slot.memory, refs, cores)
-        self.bytes_copied += nbytes
-        return refs, slot, []
-
-    def _some_elsewhere(
-        self, tensors: Sequence[torch.Tensor], sharing: bool, staged: bool
-    ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
         ways = [None if staged else self._way(tensor) for tensor in tensors]
-        through_here = [brought_here(tensor) for tensor, way in zip(tensors, ways, strict=True) if way is None]
-        refs, slot, slots = self.place_together(through_here, sharing)
-        here, found = iter(refs), []
+        staying = [tensor for tensor, way in zip(tensors, ways, strict=True) if way is None]
+        through_here = [tensor if tensor.is_cpu else brought_here(tensor) for tensor in staying]
+        refs, cores, nbytes = laid_out(through_here, sharing)
+        slot = self._arena.allocate(nbytes) if nbytes else None
+        if slot is not None:
+            fill(slot.memory, refs, cores)
+            self.bytes_copied += nbytes
+        here, found, slots = iter(refs), list[TensorRef](), list[Slot]()
         for tensor, way in zip(tensors, ways, strict=True):
             code = device_code(tensor)
             if way is None:
                 ref = next(here)
-                found.append(ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE))
+                if code:
+                    ref = ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE)
+                found.append(ref)
             else:
                 placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
                 assert isinstance(placed.holder, Slot)

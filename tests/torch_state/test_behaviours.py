@@ -182,7 +182,7 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "apply", behind_one_more)
     ],
     "of a leaf in a graph one can tell whether it is held in Python": [
-        replaced(private, "references", lambda node: 3),
+        replaced(private, "references_of_graphs", lambda: 99),
         replaced(private, "references_of_graphs", lambda: 0),
     ],
     "at the end of a backward a callback is called once, after all nodes": [
