@@ -23,9 +23,8 @@ from mpgrad.calls.packing import pickled_function
 from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pool import Pool
-from mpgrad.torch_state.leaves import all_leaves, held_leaves
 from mpgrad.torch_state.modes import RandomState, kept_random_state
-from mpgrad.torch_state.private import apply, has_plain_memory, tree_leaves
+from mpgrad.torch_state.private import all_leaves, apply, has_plain_memory, held_leaves, tree_leaves
 from mpgrad.wire.tensor_refs import have_attributes
 
 __all__ = ["assert_same_as_serial"]

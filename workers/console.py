@@ -44,8 +44,7 @@ from mpgrad.pickling.classes import dumps
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
 from mpgrad.system import Kept
 from mpgrad.wire.asides import LastWords
-from mpgrad.wire.frames import drained
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Link, drained
 from mpgrad.wire.messages import FAREWELL, Failure, Logged, LogLevels, Message, Printed, Warned
 
 __all__ = [

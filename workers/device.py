@@ -26,8 +26,7 @@ from mpgrad.memory.arena import Lenders
 from mpgrad.torch_state.modes import seed_item
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Direct, NewSlab, Tried, Try
-from mpgrad.wire.tensor_packing import Devices
-from mpgrad.wire.tensor_refs import DEVICE, REQUIRES_GRAD, TensorRef, redirected
+from mpgrad.wire.tensor_refs import DEVICE, REQUIRES_GRAD, Devices, TensorRef, redirected
 
 __all__ = ["DeviceMap", "Station", "station"]
 

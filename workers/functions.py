@@ -39,10 +39,8 @@ from mpgrad.pickling.streams import Streams
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way
 from mpgrad.pickling.uncarried import find
 from mpgrad.pickling.uses import is_of_libraries, leads_to_libraries
-from mpgrad.torch_state.leaves import all_leaves, graph_behind, held_leaves, leading_to
 from mpgrad.torch_state.modes import UnderGlobalHooks
-from mpgrad.torch_state.private import is_held, plus
-from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
 from mpgrad.wire.messages import Define, Failure, Forget
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
 from mpgrad.workers.console import failure

@@ -36,9 +36,19 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpgrad.torch_state.leaves import LEAF_NODE
-from mpgrad.torch_state.private import NODE_IN_PYTHON, CallCounter, apply, edge_that_keeps, gradients, is_alive, node_type, plus
-from mpgrad.torch_state.vmap_levels import Level, over
+from mpgrad.torch_state.private import (
+    LEAF_NODE,
+    NODE_IN_PYTHON,
+    CallCounter,
+    Level,
+    apply,
+    edge_that_keeps,
+    gradients,
+    is_alive,
+    node_type,
+    over,
+    plus,
+)
 from mpgrad.wire.messages import Release
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, TensorRef
 from mpgrad.workers.device import DeviceMap

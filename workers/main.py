@@ -35,8 +35,7 @@ from mpgrad.pickling.modules import PLACED, run_initializer
 from mpgrad.system import PORTABLE, thread_variables
 from mpgrad.torch_state.modes import begin_as_new
 from mpgrad.wire.asides import Lacking, Whereabouts, WhereaboutsHere
-from mpgrad.wire.frames import Channel, Frame, drained
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Channel, Frame, Link, drained
 from mpgrad.wire.messages import (
     Backwards,
     Collect,
@@ -62,7 +61,7 @@ from mpgrad.wire.messages import (
     Stop,
     Try,
 )
-from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import Payload
 from mpgrad.workers.child import become_child, forget_exit_handlers, leave_children, run_exit_handlers, share_tracker
 from mpgrad.workers.console import Outlet, TaskWarnings, failure, promise_last_words
 from mpgrad.workers.device import Station, station

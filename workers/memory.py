@@ -28,8 +28,7 @@ import torch
 from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.system import PORTABLE, limiting, memory_limit, memory_used, own_cgroups, resident_bytes
 from mpgrad.wire.asides import Lacking
-from mpgrad.wire.frames import drained
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Link, drained
 from mpgrad.wire.messages import (
     BackwardCall,
     ForwardCall,
@@ -42,8 +41,20 @@ from mpgrad.wire.messages import (
     Tried,
     Try,
 )
-from mpgrad.wire.tensor_packing import ANSWERED_BYTES, Packer, Payload, Placed, Together
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD, SHARED, Bucket, TensorRef, lent, rows_of, view
+from mpgrad.wire.tensor_refs import (
+    ANSWERED_BYTES,
+    REQUIRES_GRAD,
+    SHARED,
+    Bucket,
+    Packer,
+    Payload,
+    Placed,
+    TensorRef,
+    Together,
+    lent,
+    rows_of,
+    view,
+)
 from mpgrad.workers.device import Station
 
 __all__ = [

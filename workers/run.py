@@ -61,11 +61,13 @@ from mpgrad.wire.messages import (
     Span,
     Structure,
 )
-from mpgrad.wire.tensor_packing import Payload, Placed, Together
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
+    Payload,
+    Placed,
     TensorRef,
+    Together,
     check_carriable,
     flags_in,
     flags_of,

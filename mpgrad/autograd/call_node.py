@@ -33,18 +33,20 @@ from mpgrad.autograd.remote_graph import SEND, WAIT, Backward, Member, Promise, 
 from mpgrad.autograd.running import forget_at_end_of_backward
 from mpgrad.errors import LostGradientError
 from mpgrad.torch_state.private import (
+    Level,
     apply,
     current_graph_task,
     graph_is_kept,
     has_tangent,
     leaf_will_run,
+    levels_of,
     node_type,
     outside_transforms,
     set_priority,
     transforms_are_active,
     will_run,
+    without,
 )
-from mpgrad.torch_state.vmap_levels import Level, levels_of, without
 from mpgrad.tracebacks import hide_own_frames
 
 __all__ = ["attach", "differentiate", "edges_behind_gates", "edges_to_captures", "is_call", "item_of"]

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpgrad.errors import CallNames
-from mpgrad.torch_state.private import outside_transforms, set_priority, transforms_are_active
-from mpgrad.torch_state.vmap_levels import Level, within
+from mpgrad.torch_state.private import Level, outside_transforms, set_priority, transforms_are_active, within
 
 __all__ = [
     "SEND",

@@ -32,11 +32,10 @@ from mpgrad.errors import CallNames, WorkerDiedError
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import one_more, raised_again
 from mpgrad.torch_state.modes import Modes
-from mpgrad.torch_state.vmap_levels import Level, within
+from mpgrad.torch_state.private import Level, within
 from mpgrad.tracebacks import shown
 from mpgrad.wire.messages import Eager, Failure
-from mpgrad.wire.tensor_packing import Packer, Placed, placed_again, staged_again
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD, TensorRef, place_of, views
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Packer, Placed, TensorRef, place_of, placed_again, staged_again, views
 
 __all__ = [
     "CONFIRMED",

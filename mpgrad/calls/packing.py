@@ -32,14 +32,17 @@ from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.wire.messages import Eager, Parts, Structure, owners
-from mpgrad.wire.tensor_packing import BUCKETED_BYTES, Packer, Placed, Together
 from mpgrad.wire.tensor_refs import (
+    BUCKETED_BYTES,
     DEVICE,
     HOOKED,
     LEAF,
     REQUIRES_GRAD,
     RIDE_BYTES,
     SHARED,
+    Packer,
+    Placed,
+    Together,
     check_carriable,
     flags_of,
     have_attributes,

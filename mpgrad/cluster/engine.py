@@ -36,9 +36,8 @@ from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling.exceptions import carried
 from mpgrad.wire.asides import Whereabouts
-from mpgrad.wire.frames import Frame, unframed
+from mpgrad.wire.frames import Frame, Mirror, address_of, unframed
 from mpgrad.wire.messages import Failure, Message, NewSlab, Ready, SlabsGone, StartFailed
-from mpgrad.wire.mirror import Mirror, address_of
 from mpgrad.wire.pipe import Traffic, framed, parts_of
 
 __all__ = [

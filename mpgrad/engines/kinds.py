@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from mpgrad.engines.inline import InlineEngine
 from mpgrad.engines.launch import Exit, ThreadLauncher, process_launcher
 from mpgrad.engines.sockets import SocketEngine
-from mpgrad.wire.link import Link
+from mpgrad.wire.frames import Link
 from mpgrad.wire.pipe import Traffic
 
 __all__ = [

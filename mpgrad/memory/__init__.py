@@ -4,7 +4,6 @@ Imports `torch_state`, `errors`, `system`. A slot is its owner's: written before
 again when all gave it back.
 
     addresses     which slab, where in it, and whose; needs no torch
-    arena         slabs, slots, what is borrowed
-    forks         what a forked child sees of what is borrowed
+    arena         slabs, slots, what is borrowed, and what a forked child sees of that
     accelerator   the same on devices, and who waits for whom there
 """

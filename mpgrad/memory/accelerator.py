@@ -26,7 +26,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,6 @@ from mpgrad.memory.arena import Arena, Slot
 __all__ = [
     "INSTALLED",
     "LOCAL",
-    "Accelerator",
     "Cuda",
     "DeviceSlab",
     "Handle",
@@ -62,57 +61,15 @@ def name_of(code: int) -> str:
     return str(device_of(code))
 
 
-class Accelerator(Protocol):
-    """What is used of a kind of device. Streams and events are `torch.cuda`'s, or look like them."""
-
-    type: str
-
-    def count(self) -> int: ...
-
-    def current(self) -> int:
-        """The device that this thread makes tensors on where it names none; asking starts nothing."""
-        ...
-
-    def enter(self, index: int) -> None:
-        """Make `index` this thread's device, ready for work."""
-        ...
-
-    def stream(self, index: int) -> Any: ...
-
-    def current_stream(self, index: int) -> Any: ...
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
-
-    def event(self, index: int) -> Any:
-        """One that other processes can wait for."""
-        ...
-
-    def export_event(self, event: Any) -> bytes: ...
-
-    def open_event(self, raw: bytes, index: int) -> Any: ...
-
-    def allocate(self, nbytes: int, index: int) -> torch.Tensor:
-        """Bytes that other processes can open. Raises RuntimeError or OSError."""
-        ...
-
-    def export(self, memory: torch.Tensor) -> bytes: ...
-
-    def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
-        """The memory of another process. Raises RuntimeError or OSError."""
-        ...
-
-    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The memory of `tensor` is not to be used again before `stream` is done with it."""
-        ...
-
-    def seed(self, index: int, seed: int) -> None: ...
-
-
 CUDA: Any = torch.cuda  # some of it has no type hints
 
 
 class Cuda:
-    """NVIDIA's devices. Slabs are the driver's, not of PyTorch's allocator: whole allocations, whatever that is set to."""
+    """What is used of a kind of device, of NVIDIA's. Another kind has the same methods, and streams
+    and events that look like `torch.cuda`'s.
+
+    Slabs are the driver's, not of PyTorch's allocator: whole allocations, whatever that is set to.
+    """
 
     type = "cuda"
 
@@ -120,9 +77,11 @@ class Cuda:
         return CUDA.device_count() if CUDA.is_available() else 0
 
     def current(self) -> int:
+        """The device that this thread makes tensors on where it names none; asking starts nothing."""
         return CUDA.current_device() if CUDA.is_initialized() else 0
 
     def enter(self, index: int) -> None:
+        """Make `index` this thread's device, ready for work."""
         CUDA.set_device(index)
         CUDA.synchronize(index)
 
@@ -137,6 +96,7 @@ class Cuda:
         return setting
 
     def event(self, index: int) -> Any:
+        """One that other processes can wait for."""
         event: Any = CUDA.Event(interprocess=True)
         CUDA.current_stream(index).record_event(event)  # an event is its device's from its first record on
         return event
@@ -149,6 +109,7 @@ class Cuda:
         return CUDA.Event.from_ipc_handle(torch.device(self.type, index), raw)
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
+        """Bytes that other processes can open. Raises RuntimeError or OSError."""
         pointer = ctypes.c_uint64()
         with in_context(index):
             if libcuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
@@ -163,6 +124,7 @@ class Cuda:
         return bytes(handle)
 
     def open(self, raw: bytes, nbytes: int, index: int) -> torch.Tensor:
+        """The memory of another process. Raises RuntimeError or OSError."""
         pointer = ctypes.c_uint64()
         handle = IpcHandle.from_buffer_copy(raw)
         with in_context(index):
@@ -171,6 +133,7 @@ class Cuda:
         return bytes_at(pointer.value, nbytes, index, "cuIpcCloseMemHandle")
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        """The memory of `tensor` is not to be used again before `stream` is done with it."""
         tensor.record_stream(stream)
 
     def seed(self, index: int, seed: int) -> None:
@@ -239,7 +202,7 @@ def bytes_at(pointer: int, nbytes: int, index: int, give_back: str) -> torch.Ten
 
 
 class Installed:
-    accelerator: Accelerator = Cuda()  # one kind a process; another in tests
+    accelerator = Cuda()  # one kind a process; another in tests
 
 
 INSTALLED = Installed()
@@ -269,7 +232,7 @@ def handle_of(thing: Any, raw: bytes) -> Handle:
 class Post(NamedTuple):
     """What a worker of a pool with devices has to know at its start."""
 
-    accelerator: Accelerator
+    accelerator: Cuda
     code: int  # of its own device
     codes: frozenset[int]  # of all workers' devices
     events: dict[int, list[Handle]]  # of the caller's lanes, by the code of their device
@@ -300,7 +263,6 @@ class DeviceSlab:
         self.nbytes = memory.numel()
         self.lane = lane  # that reads it, and that writes it where it is our own
         self.bytes = memory
-        self._handle: Handle | None = None
 
     @property
     def memory(self) -> DeviceSlab:
@@ -309,12 +271,9 @@ class DeviceSlab:
     def __getitem__(self, place: slice) -> Region:
         return Region(self, place.start, place.stop - place.start)
 
-    @property
+    @functools.cached_property
     def handle(self) -> Handle:
-        if self._handle is None:
-            lane = self.lane
-            self._handle = handle_of(self, b"" if lane.in_process else lane.accelerator.export(self.bytes))
-        return self._handle
+        return handle_of(self, b"" if self.lane.in_process else self.lane.accelerator.export(self.bytes))
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
         """It is all there."""
@@ -330,7 +289,15 @@ class Lane:
     Where `streamed`, that is a stream of its own, whose event tells others how far it is; else each thread's current one.
     """
 
-    def __init__(self, accelerator: Accelerator, index: int, owner: int, kind: int, streamed: bool, in_process: bool) -> None:
+    def __init__(
+        self,
+        accelerator: Cuda,
+        index: int,
+        owner: int,
+        kind: int,
+        streamed: bool,
+        in_process: bool,
+    ) -> None:
         self.accelerator = accelerator
         self.index = index
         self.in_process = in_process  # those at its other end
@@ -355,7 +322,10 @@ class Lane:
         return self.write_bytes(bytes_of(core))
 
     def write_bytes(self, source: torch.Tensor, at_once: bool = False) -> Slot:
-        """`at_once`: not after what this thread has given the device before."""
+        """`at_once`: not after what this thread has given the device before.
+
+        Then PyTorch has not allocated the source there.
+        """
         slot = self.arena.allocate(source.numel())
         if self._stream is None:
             slot.memory.bytes.copy_(source, non_blocking=True)
@@ -364,16 +334,9 @@ class Lane:
             self._stream.wait_stream(self.accelerator.current_stream(self.index))
         with self.accelerator.on(self._stream):
             slot.memory.bytes.copy_(source, non_blocking=True)
-        if source.device.index == self.index:  # else its own device's current stream has copied it
+        # what lies on another device was copied by the current stream there
+        if source.device.index == self.index and not at_once:
             self.accelerator.used_on(source, self._stream)
-        self._stream.record_event(self._event)
-        return slot
-
-    def keep(self, region: Region) -> Slot:
-        """What lies in another process's memory, in a slot of our own: it is complete, so nothing need be waited for."""
-        slot = self.arena.allocate(region.nbytes)
-        with self.accelerator.on(self._stream):
-            slot.memory.bytes.copy_(region.bytes, non_blocking=True)
         self._stream.record_event(self._event)
         return slot
 
@@ -396,6 +359,9 @@ class Lane:
 
 def bytes_of(core: torch.Tensor) -> torch.Tensor:
     """`core` is dense, so its bytes are one run of memory."""
-    nbytes = core.numel() * core.element_size()
-    start = core.storage_offset() * core.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=core.device).set_(core.untyped_storage(), start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=core.device).set_(
+        core.untyped_storage(),
+        core.storage_offset() * core.element_size(),
+        (core.nbytes,),
+        (1,),
+    )

@@ -23,8 +23,7 @@ from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.wire.tensor_packing import Packer, Placed, Together, placed_again, staged_again
-from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD
+from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Packer, Placed, Together, placed_again, staged_again
 
 __all__ = ["Admissions"]
 

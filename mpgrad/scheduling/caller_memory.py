@@ -27,7 +27,7 @@ from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Direct, Message, NewSlab, Tried, Try
-from mpgrad.wire.tensor_packing import Packer
+from mpgrad.wire.tensor_refs import Packer
 
 __all__ = [
     "CallerMemory",
@@ -175,5 +175,8 @@ class Crossing:
 
 
 def kept(region: Region) -> Slot:
-    """What a worker gave, before it can die: in memory of our own."""
-    return region.slab.lane.keep(region)
+    """What a worker gave, before it can die: in memory of our own.
+
+    It is complete, so nothing need be waited for.
+    """
+    return region.slab.lane.write_bytes(region.bytes, at_once=True)

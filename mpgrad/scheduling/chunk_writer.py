@@ -33,8 +33,7 @@ from mpgrad.wire.messages import (
     Rederive,
     Rerun,
 )
-from mpgrad.wire.tensor_packing import Payload, Placed, Together
-from mpgrad.wire.tensor_refs import TensorRef
+from mpgrad.wire.tensor_refs import Payload, Placed, TensorRef, Together
 
 __all__ = ["Chunk", "ChunkWriter", "Written"]
 

@@ -21,7 +21,7 @@ from mpgrad.scheduling.sizes import CHUNKS_UNDER_WAY
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Backwards, Message, Record, Rerun
-from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import Payload
 
 __all__ = ["Deliveries"]
 

@@ -23,8 +23,7 @@ from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import Modes, Watch, current_modes
-from mpgrad.wire.tensor_packing import Packer, Placed, Together
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD
+from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Packer, Placed, Together
 
 __all__ = ["GradientSender"]
 

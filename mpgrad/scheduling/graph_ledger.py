@@ -20,8 +20,8 @@ from typing import Any
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph, forget_oldest
 from mpgrad.memory.addresses import slab_of
 from mpgrad.memory.arena import Borrowed, Slot
-from mpgrad.torch_state.vmap_levels import Level
-from mpgrad.wire.link import Link
+from mpgrad.torch_state.private import Level
+from mpgrad.wire.frames import Link
 
 __all__ = [
     "GraphLedger",

@@ -31,7 +31,7 @@ from mpgrad.calls.homes import Predicted, error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.engines.kinds import Engine
 from mpgrad.memory.accelerator import name_of
-from mpgrad.memory.forks import WITHHELD
+from mpgrad.memory.arena import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.calling_off import CallingOff

@@ -23,7 +23,7 @@ from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Forget, Message, Release, Returned, SlabsGone, SlabsMissing
 from mpgrad.wire.pipe import UnreadableFrame, last_words_in
-from mpgrad.wire.tensor_packing import Payload
+from mpgrad.wire.tensor_refs import Payload
 
 __all__ = ["Doom", "WorkerHandle"]
 

@@ -18,7 +18,7 @@ from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bu
 from mpgrad.collector import let_collector_look
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.sizes import LARGEST_WAVE, WAVE_BYTES, bundle_size, first_wave
-from mpgrad.wire.tensor_packing import Packer
+from mpgrad.wire.tensor_refs import Packer
 
 __all__ = ["Feeder"]
 

@@ -23,9 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
-from mpgrad.torch_state.leaves import held_leaves
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
-from mpgrad.torch_state.private import dual_level_kept, refusing_no_grad, transforms_are_active, within_dual_level
+from mpgrad.torch_state.private import dual_level_kept, held_leaves, refusing_no_grad, transforms_are_active, within_dual_level
 
 __all__ = ["Batched", "Direct", "Jvp", "Program", "Runner", "Vjp"]
 

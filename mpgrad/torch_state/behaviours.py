@@ -84,27 +84,25 @@ LOGGER = logging.getLogger("mpgrad")
 
 
 class Check:
-    """That of this process. One that is forked has what its parent had."""
+    """That of this process. One that is forked has what its parent had, except the lock, which another
+    thread may have held.
+    """
+
+    passed = False
+    compiler_passed = False
 
     def __init__(self) -> None:
-        self.passed = False
-        self.compiler_passed = False
         self.lock = threading.RLock()  # two probes at once would meet each other's changes
 
 
 CHECK = Check()
-
-
-def unlock_in_child() -> None:
-    """Another thread may have held it as this process was forked."""
-    CHECK.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=unlock_in_child)
+os.register_at_fork(after_in_child=CHECK.__init__)  # type: ignore[misc]
 
 
 def check() -> None:
     """Ask for all names, and try all behaviours, unless this process has done so, or is the worker of one that has.
+
+    Warns of a version that nobody has tried.
 
     Raises:
         UnsupportedTorchError: PyTorch does not behave as expected; names what it should do, its version and those tried.
@@ -112,20 +110,10 @@ def check() -> None:
     if CHECK.passed or PLACE.in_worker:
         return
     with CHECK.lock:
-        if not CHECK.passed:
-            check_now()
-
-
-def check_now() -> None:
-    """Raises as `check`; warns of a version that nobody has tried."""
-    failed = failures()
-    for _, error in failed:
-        if isinstance(error, (OSError, MemoryError)):
-            raise error  # the system lacks something, and PyTorch was not asked
-    if failed:
-        error = failed[0][1]
-        raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
-    CHECK.passed = True
+        if CHECK.passed:
+            return
+        refuse(failures())
+        CHECK.passed = True
     newest = max(map(minor_of, TRIED))
     if minor_of(torch.__version__) > newest:
         LOGGER.warning(
@@ -142,28 +130,36 @@ def check_compiler() -> None:
         UnsupportedTorchError: they are made otherwise than expected.
     """
     with CHECK.lock:
-        if CHECK.compiler_passed:
-            return
-        try:
-            from mpgrad.torch_state.probes import what_it_was_made_with_can_be_read
-
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                what_it_was_made_with_can_be_read()
-        except Exception as error:
-            name = "torch.compile leaves what it was given where it can be read"
-            raise UnsupportedTorchError(torch.__version__, [name], tuple(TRIED)) from error
-        CHECK.compiler_passed = True
+        if not CHECK.compiler_passed:
+            refuse(tried("OF_THE_COMPILER"))
+            CHECK.compiler_passed = True
 
 
-def failures() -> list[tuple[str, Exception]]:
-    """Of each name or behaviour that PyTorch does not have: what it is, and what went wrong."""
-    found = list(missing_names())
-    if not found:
-        with CHECK.lock:
-            thread = threading.Thread(target=try_all, args=(found,), name="mpgrad-check")
-            thread.start()
-            thread.join()
+Failures = list[tuple[str, Exception]]  # what PyTorch does not have or do, and what went wrong
+
+
+def refuse(failed: Failures) -> None:
+    """Raise an error where there are failures."""
+    for _, error in failed:
+        if isinstance(error, (OSError, MemoryError)):
+            raise error  # the system lacks something, and PyTorch was not asked
+    if failed:
+        error = failed[0][1]
+        raise UnsupportedTorchError(torch.__version__, [name for name, _ in failed], tuple(TRIED)) from error
+
+
+def failures() -> Failures:
+    """Ask for each name; if all are there, try each behaviour that a pool relies on."""
+    return list(missing_names()) or tried("BEHAVIOURS")
+
+
+def tried(which: str) -> Failures:
+    """Try one of the lists in `probes`, in a thread of its own."""
+    found: Failures = []
+    with CHECK.lock:
+        thread = threading.Thread(target=try_all, args=(which, found), name="mpgrad-check")
+        thread.start()
+        thread.join()
     return found
 
 
@@ -176,7 +172,7 @@ def missing_names() -> Iterator[tuple[str, Exception]]:
                 yield f"there is {owner}.{name}", error
 
 
-def try_all(found: list[tuple[str, Exception]]) -> None:
+def try_all(which: str, found: Failures) -> None:
     """Put the behaviours that fail into `found`."""
     try:
         from mpgrad.torch_state import probes
@@ -185,7 +181,7 @@ def try_all(found: list[tuple[str, Exception]]) -> None:
         return
     with warnings.catch_warnings():  # of what only the probes do; the caller's filters may make errors of them
         warnings.simplefilter("ignore")
-        for name, probe in probes.BEHAVIOURS.items():
+        for name, probe in getattr(probes, which).items():
             try:
                 probe()
             except Exception as error:  # whatever it is, it is no longer what mpgrad was written for

@@ -61,7 +61,9 @@ def kind_of(generator: object) -> Kind | None:
         return None
     kind = kind_of_class(type(generator))
     # what scrambles nothing beforehand draws from a generator of numpy's, which is one by itself
-    return None if kind is not None and kind.begin is begin_engine and not has_scrambled(generator) else kind
+    if kind is not None and kind.begin is begin_engine and not hasattr(generator, "_init_quad"):
+        return None
+    return kind
 
 
 def kind_of_class(own: type) -> Kind | None:
@@ -237,10 +239,6 @@ def engine_root(engine: Any) -> SpawnRoot:
 def begin_engine(engine: Any, root: SpawnRoot, item: int) -> None:
     # as `qmc_quad` makes others of the kind
     engine.__init__(**engine._init_quad, seed=numpy_random().default_rng(seeds_of(root, item)))
-
-
-def has_scrambled(engine: Any) -> bool:
-    return hasattr(engine, "_init_quad")
 
 
 def of_numpy(module: Any) -> dict[type, Kind]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pickle
 import random
 import sys
 import threading
@@ -23,22 +24,24 @@ import torch
 
 from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import (
-    GlobalHook,
-    Setting,
     default_device,
-    every_setting,
     foreign_modes,
-    global_hooks,
     is_observer,
     leave_all_modes,
     name_of_mode,
     outside_transforms,
     parametrizations_are_cached,
     profiler_is_on,
-    registered,
-    remove_global_hooks,
     saved_tensor_hooks,
     under_default_device,
+)
+from mpgrad.torch_state.settings import (
+    GlobalHook,
+    Setting,
+    every_setting,
+    global_hooks,
+    registered,
+    remove_global_hooks,
 )
 from mpgrad.tracebacks import warn
 
@@ -429,11 +432,7 @@ def split_mix(number: int) -> int:
 
     Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    return finish_mix((number * 0x9E3779B97F4A7C15) & MASK)
-
-
-def finish_mix(number: int) -> int:
-    """The end of a step of SplitMix64."""
+    number = (number * 0x9E3779B97F4A7C15) & MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
     return number ^ (number >> 31)
@@ -450,13 +449,11 @@ class RandomState:
 
     def has_moved(self) -> bool:
         """Whether anybody has drawn a number since."""
-        if not torch.equal(self._torch, torch.default_generator.get_state()) or self._random != random.getstate():
+        now = RandomState()
+        if not torch.equal(self._torch, now._torch) or self._random != now._random:
             return True
-        numpy: Any = sys.modules.get("numpy")
-        if self._numpy is None or numpy is None:
-            return False
-        name, key, *rest = numpy.random.get_state()
-        return bool(name != self._numpy[0] or tuple(rest) != tuple(self._numpy[2:]) or (key != self._numpy[1]).any())
+        # numpy may have been imported since; it compares arrays element by element
+        return self._numpy is not None and pickle.dumps(self._numpy) != pickle.dumps(now._numpy)
 
     def put_back(self) -> None:
         torch.default_generator.set_state(self._torch)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mpgrad.torch_state import private
+from mpgrad.torch_state import private, settings
 
-__all__ = ["BEHAVIOURS", "expect", "what_it_was_made_with_can_be_read"]
+__all__ = ["BEHAVIOURS", "OF_THE_COMPILER", "expect"]
 
 # what PyTorch is expected to do, in words, and what raises where it does something else
 BEHAVIOURS: dict[str, Callable[[], None]] = {}
@@ -255,10 +255,10 @@ def seen_modes() -> None:
 
 
 @behaviour("settings, and hooks for all modules, can be read")
-def settings() -> None:
-    for setting in private.every_setting():
+def settings_and_hooks() -> None:
+    for setting in settings.every_setting():
         setting.get()
-    private.global_hooks()
+    settings.global_hooks()
 
 
 @behaviour("within torch.func.vmap, tensors and levels say what they are")
@@ -266,16 +266,17 @@ def levels_of_vmap() -> None:
     plain, seen = torch.arange(6.0, device="cpu").reshape(3, 2), list[Any]()
 
     def look(row: torch.Tensor) -> torch.Tensor:
-        level = private.level_of(row)
-        batch, dim = private.unbatched(row, level)
-        seen.append((private.transforms_are_active(), private.level_count(), private.vmap_levels() == {level}, dim))
+        level = private.Level(private.level_of(row), older=False)
+        batch = private.unbatched(row, level)
+        is_running = private.vmap_levels() == {level.number}
+        seen.append((private.transforms_are_active(), private.level_count(), is_running))
         seen.append([private.is_functorch_wrapped(each) and private.is_batched(each) for each in (row, plain)])
         with private.outside_transforms():
             seen.append((private.transforms_are_active(), batch.tolist() == plain.tolist()))
-        return private.batched(plain * 2, level, older=False)
+        return private.batched(plain * 2, level)
 
     expect((plain * 2).tolist(), torch.func.vmap(look)(plain).tolist())
-    expect([(True, 1, True, 0), [True, False], (False, True)], seen)
+    expect([(True, 1, True), [True, False], (False, True)], seen)
     expect((False, 0, frozenset()), (private.transforms_are_active(), private.level_count(), private.vmap_levels()))
 
 
@@ -285,13 +286,14 @@ def the_older_vmap() -> None:
 
     def look(row: torch.Tensor) -> tuple[torch.Tensor]:
         expect((True, 1), (private.is_batched_the_older_way(row), private.older_levels()))
-        return (private.batched(private.unbatched_the_older_way(row, 1) * 2, 1, older=True),)
+        level = private.Level(1, older=True)
+        return (private.batched(private.unbatched(row, level) * 2, level),)
 
     expect((plain * 2).tolist(), private.vmap_the_older_way(look)(plain)[0].tolist())
     expect((False, 0), (private.is_batched_the_older_way(plain), private.older_levels()))
 
 
-# --- what torch.compile makes; run apart, where functions are carried that it made: this loads the compiler
+# --- what torch.compile makes
 
 
 def what_it_was_made_with_can_be_read() -> None:
@@ -318,6 +320,12 @@ def what_it_was_made_with_can_be_read() -> None:
     expect({"backend": "eager", "dynamic": True}, private.compiler_options(in_place))
     private.compile_in_place(module, lambda call: lambda x: (call(x), "compiled"))
     expect((1, "compiled"), module(1))
+
+
+# run apart, where functions are carried that torch.compile made: this loads the compiler
+OF_THE_COMPILER = {
+    "torch.compile leaves what it was given where it can be read": what_it_was_made_with_can_be_read,
+}
 
 
 def probed(x: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,8 @@ and tensor references only.
 
     messages         one frozen type a hop; which of many tensors belong to which item
     asides           what a worker and its site say to each other; needs no torch
-    link             what the two ends of a connection do
     pipe             frames as bytes, and descriptors, through a socket pair; needs no torch
-    frames           frames of messages and small tensors
-    mirror           memory that is not shared: carried behind frames, and written at the other end
-    tensor_refs      a tensor as a reference: the sender makes its core, the receiver views it
-    tensor_packing   tensors into messages or slots
+    frames           frames of messages and small tensors, and what the two ends of a connection do
+    tensor_refs      a tensor as a reference: the sender puts it into a message or slot, the receiver
+                     views it
 """

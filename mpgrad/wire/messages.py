@@ -29,7 +29,7 @@ import torch
 from mpgrad.environment import Environment
 from mpgrad.memory.accelerator import Handle
 from mpgrad.torch_state.modes import Modes
-from mpgrad.torch_state.vmap_levels import Level
+from mpgrad.torch_state.private import Level
 from mpgrad.wire.asides import Lacking, LastWords, WhereaboutsHere
 from mpgrad.wire.tensor_refs import TensorRef
 

@@ -1,15 +1,21 @@
-"""Tensors in messages, as references; how whoever receives one looks at them; and the core of a
-tensor, the one run of memory that travels for it. `tensor_packing` puts cores into messages and
-slots. Both sides.
+"""Tensors in messages, as references: how a sender packs them, and how the receiver looks at them.
+Both sides.
 
 Autograd and pickle both want whole tensors; a message wants bytes and numbers. A `TensorRef` is
 that: what to view, and where. A sparse tensor is one reference too: to a run of memory in which its
 indices and values lie like tensors in a message. Many references go together, in columns, or as a
 bucket where the tensors are alike.
 
-    sender     tensor ──► dense_core ──► run of memory, Form, SPREAD or 0
+    sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
+                 core ──► bytes, or a slot: Placed ──► Payload ──► TensorRef
                tensors ──► laid_out ──► references to one run after another, cores ──► fill
+               tensors ──► Together ──► Payload ──► Bucket where they are alike, or Columns
     receiver   references, memory ──► view, views ──► tensors
+A small tensor rides in the message itself, a large one lies in a slot and sends its address. Up to
+RIDE_BYTES the two copies through the pipe cost less than the care for a slot (both about 2 us a
+tensor). Many that are alike are copied at once, and have one slot together: a bucket, which costs
+little more than one tensor.
+
 Nothing travels of what a tensor's storage holds before and behind it; what lies between its
 elements does where that is cheaper than to close the gaps.
 
@@ -21,21 +27,32 @@ Guarantees: strides survive; an expanded tensor travels as small as it is; spars
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, overload
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpgrad.memory.accelerator import Region, device_of
-from mpgrad.torch_state.private import has_plain_memory, has_tangent, is_functorch_wrapped
+from mpgrad.memory.accelerator import Lane, Region, bytes_of, device_code, device_of
+from mpgrad.memory.arena import Arena, Borrowed, Slot
+from mpgrad.torch_state.private import (
+    flattened,
+    has_plain_memory,
+    has_tangent,
+    have_plain_memory,
+    is_functorch_wrapped,
+    without_autocast,
+)
 
 __all__ = [
     "ALIGNMENT",
+    "ANSWERED_BYTES",
+    "BUCKETED_BYTES",
     "DEVICE",
     "DTYPES",
     "GAPPED",
@@ -51,10 +68,15 @@ __all__ = [
     "SPREAD",
     "Bucket",
     "Columns",
+    "Devices",
     "Form",
+    "Packer",
+    "Payload",
+    "Placed",
     "Row",
     "Sparse",
     "TensorRef",
+    "Together",
     "brought_here",
     "check_carriable",
     "copy_into",
@@ -68,13 +90,14 @@ __all__ = [
     "need_no_pickle",
     "overlaps",
     "place_of",
+    "placed_again",
     "redirected",
     "rows_of",
+    "staged_again",
     "stand_in",
     "strided",
     "unit_of",
     "view",
-    "view_at",
     "views",
     "with_more_behind",
 ]
@@ -137,12 +160,18 @@ class Columns(Sequence[TensorRef]):
     def rows(self) -> Iterator[Row]:
         return zip(*self.columns, strict=True)
 
+    def moved(self, start: int) -> Columns:
+        """The same, if the payload in which the tensors ride begins at `start` of a larger one."""
+        columns = list(self.columns)
+        columns[PLACE] = [place - start for place in columns[PLACE]]
+        return Columns(*columns)
+
 
 class Bucket(Sequence[TensorRef]):
     """References to many tensors of one dtype and the same flags, which lie one after another in one run of memory.
 
     What is done with them is done in a few steps for all. In shared memory they have one slot together, of which a reference
-    to one of them says nothing: see `lent`, `views` and `view_at`.
+    to one of them says nothing: see `lent` and `views`.
     """
 
     __slots__ = ("_offsets", "counts", "dtype", "flags", "nbytes", "place", "shapes")
@@ -159,11 +188,11 @@ class Bucket(Sequence[TensorRef]):
         self._offsets: Sequence[int] = ()
 
     def __reduce__(self) -> Any:
-        return Bucket, self.fields
+        return Bucket, (self.dtype, self.shapes, self.counts, self.place, self.nbytes, self.flags)
 
-    @property
-    def fields(self) -> tuple[int, Sequence[tuple[int, ...]], Sequence[int], int, int, int]:
-        return self.dtype, self.shapes, self.counts, self.place, self.nbytes, self.flags
+    def moved(self, start: int) -> Bucket:
+        """See `Columns.moved`."""
+        return Bucket(self.dtype, self.shapes, self.counts, self.place - start, self.nbytes, self.flags)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -364,19 +393,6 @@ def views(refs: Sequence[TensorRef | None], payload: memoryview, borrow: Callabl
     return [None if row is None else view(row, payload, borrow) for row in rows_of(refs)]
 
 
-def view_at(
-    refs: Sequence[TensorRef | None], place: int, payload: memoryview, borrow: Callable[[TensorRef], Any]
-) -> torch.Tensor | None:
-    """One of those tensors; None where there is none."""
-    ref = refs[place]
-    if ref is None:
-        return None
-    if type(refs) is Bucket and ref.place >= 0:
-        within = memoryview(borrow(refs.whole))[ref.place - refs.place :]
-        return view(ref, payload, lambda ref: within).clone()
-    return view(ref, payload, borrow)
-
-
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
     """The tensor that `row` stands for, over the memory where it lies; the memory lives as long as the tensor."""
     number, shape, form, place, nbytes, flags = row
@@ -466,18 +482,14 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     for dim, step in enumerate(stride):
         if step == 0 and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
+    # from the first element to the last one, these two included
+    span = 1 + sum([(size - 1) * step for size, step in zip(core.shape, stride, strict=True)])
     if not (core.is_conj() or core.is_neg()):
-        span = span_of(core.shape, stride)
         if span <= GAPPED * core.numel():
             return core.as_strided((span,), (1,)), stride, 0
-    elif is_dense(core):
+    elif span == core.numel() and not overlaps(core):
         return core.resolve_conj().resolve_neg(), stride, 0
     return core.resolve_conj().resolve_neg().contiguous(), stride, SPREAD
-
-
-def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory lie from the first to the last one of a tensor that is not empty, these two included."""
-    return 1 + sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
 
 
 def sparse_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Sparse, int]:
@@ -505,18 +517,6 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
     if stride is None or isinstance(stride, Sparse) or here.numel() == 0:
         return here
     return strided(here.as_strided((here.numel(),), (1,)), tuple(tensor.shape), stride, how)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of dimensions, fill one run of memory."""
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def overlaps(core: torch.Tensor) -> bool:
@@ -552,15 +552,289 @@ def laid_out(tensors: Sequence[torch.Tensor], sharing: bool = False) -> tuple[li
 def fill(memory: memoryview, refs: Sequence[TensorRef], cores: Sequence[torch.Tensor]) -> None:
     """Copy cores into the memory that `laid_out` has measured."""
     for ref, core in zip(refs, cores, strict=True):
-        copy_into(memory[-1 - ref.place :], core, ref.nbytes)
+        if ref.nbytes:
+            copy_into(memory[-1 - ref.place : -1 - ref.place + ref.nbytes], core)
 
 
-def copy_into(memory: memoryview, core: torch.Tensor, nbytes: int) -> None:
-    """`core` is dense, so its bytes are one run of memory."""
-    if nbytes == 0:
-        return
-    target = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        core.untyped_storage(), core.storage_offset() * core.element_size(), (nbytes,), (1,)
-    )
-    target.copy_(source)
+def copy_into(memory: memoryview, core: torch.Tensor) -> None:
+    """Copy a core that is not empty into as many bytes."""
+    torch.frombuffer(memory, dtype=torch.uint8).copy_(bytes_of(core))
+
+
+# --- the sender: tensors into messages and slots
+
+
+RIDE_TOGETHER = 32768  # bytes of a bucket that rides in the message, at most
+BUCKETED_BYTES = 256 << 10  # of a tensor, at most: a larger one is worth a slot of its own
+ANSWERED_BYTES = 64 << 10  # of one for the caller, who copies it out of its bucket, so as not to keep all for one of them
+MANY = 8  # references in one message, from which they are pickled in columns
+PADDING = [bytes(count) for count in range(ALIGNMENT)]
+
+
+class Placed(NamedTuple):
+    """A tensor made ready to send: its bytes, or the memory that has to live until the receiver gives it back."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    form: Form
+    address: int  # -1 where it rides in the message
+    nbytes: int
+    flags: int
+    body: bytes | None
+    holder: Slot | Borrowed | None
+
+
+def placed_again(ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
+    """What one process has sent us, ready to be sent to another."""
+    dtype, shape, form, place, nbytes, flags = ref
+    if flags & REQUIRES_GRAD and not flags & LEAF:
+        flags &= ~PARAMETER  # the output of a call is none, whatever it was there
+    if place >= 0:
+        holder = memories[place]
+        address = holder.address if isinstance(holder, Slot) else place  # on a device it has come into a slot of ours
+        return Placed(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
+    return Placed(dtype, shape, form, -1, nbytes, flags, bytes(payload[-1 - place : -1 - place + nbytes]), None)
+
+
+class Devices(Protocol):
+    """The devices of a pool, as one side of it sees them."""
+
+    kind: str
+
+    def way_to(self, code: int) -> Lane | None:
+        """For a tensor that lies there: the lane by which it travels; None where it goes through the CPU's memory."""
+        ...
+
+
+class Packer:
+    """Turns tensors into references; `known(core)` finds the address of one that lies in shared memory already.
+
+    Where `lasting`, a slot can be sent again and again, and says the same whatever its readers do.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        known: Callable[[torch.Tensor], tuple[int, Borrowed] | None] | None = None,
+        lasting: bool = False,
+        devices: Devices | None = None,
+        most_bucketed: int = BUCKETED_BYTES,
+    ) -> None:
+        self._arena = arena
+        self._known = known
+        self._devices = devices
+        self.kind = "" if devices is None else devices.kind  # of the devices whose tensors can be placed
+        self._flags = SHARED if lasting else 0
+        self._most_bucketed = most_bucketed
+        self.bytes_copied = 0
+
+    def together(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+        """None where they are few, or one of them is missing or has to go another way."""
+        return self.bucketed(tensors, flags) or (self._all_riding(tensors, flags) if len(tensors) >= MANY else None)
+
+    def bucketed(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+        """None where they are not alike, or one by one, or too large."""
+        alike = are_alike(tensors) if len(tensors) > 1 and len(set(flags)) == 1 else None
+        if alike is None:
+            return None
+        counts = [tensor.numel() for tensor in alike]
+        dtype = alike[0].dtype
+        if 0 in counts or max(counts) * dtype.itemsize > self._most_bucketed:
+            return None
+        unit = unit_of(dtype.itemsize, counts)
+        parts = alike if unit == 1 else filled_up(alike, counts, unit)
+        nbytes = sum([-(-count // unit) for count in counts]) * unit * dtype.itemsize
+        if nbytes > RIDE_TOGETHER and self._devices is not None:  # there each tensor is named by itself
+            return None
+        shapes = [tuple(tensor.shape) for tensor in alike]
+        with torch.no_grad(), without_autocast():
+            if nbytes <= RIDE_TOGETHER:
+                flat = flattened(parts)
+                body, slot, place = ctypes.string_at(flat.data_ptr(), nbytes), None, -1
+            else:
+                slot = self._arena.allocate(nbytes)
+                body, place = b"", slot.address
+                flat = torch.frombuffer(slot.memory, dtype=dtype)
+                torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
+        self.bytes_copied += sum(counts) * dtype.itemsize
+        how = 0 if slot is None else self._flags
+        bucket = Bucket(NUMBER_OF_DTYPE[dtype], shapes, counts, place, nbytes, flags[0] | how)
+        return Together(bucket, nbytes, body, slot)
+
+    def _all_riding(self, tensors: Sequence[torch.Tensor | None], flags: Sequence[int]) -> Together | None:
+        """None where one of them has to go another way."""
+        rows, bodies, offset, copied = list[Row](), list[bytes](), 0, 0
+        for tensor, own in zip(tensors, flags, strict=True):
+            if tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+                return None
+            if tensor.nbytes > RIDE_BYTES and 0 not in tensor.stride():  # an expanded one travels as small as it is
+                return None
+            core, form, how = dense_core(tensor)
+            nbytes = core.nbytes
+            if nbytes > RIDE_BYTES:
+                return None
+            body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+            rest = -nbytes % ALIGNMENT
+            rows.append((NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, -1 - offset, nbytes, own | how))
+            bodies.append(body + PADDING[rest] if rest else body)
+            offset += nbytes + rest
+            copied += nbytes
+        self.bytes_copied += copied
+        return Together(Columns(*zip(*rows, strict=True)), offset, b"".join(bodies), None)
+
+    def place(self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False) -> Placed:
+        """`code`: the device on which the receiver is to have it; None for where it lies. `staged`: by the CPU's memory."""
+        if code or not tensor.is_cpu:
+            return self._place_elsewhere(tensor, flags, device_code(tensor) if code is None else code, staged)
+        core, form, how = dense_core(tensor)
+        flags |= how
+        nbytes = core.numel() * core.element_size()
+        number, shape = NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape)
+        if nbytes <= RIDE_BYTES:
+            self.bytes_copied += nbytes
+            body = ctypes.string_at(core.data_ptr(), nbytes) if nbytes else b""
+            return Placed(number, shape, form, -1, nbytes, flags, body, None)
+        if self._known is not None and (found := self._known(core)) is not None:
+            address, holder = found
+            return Placed(number, shape, form, address, nbytes, flags | SHARED, None, holder)
+        slot = self._arena.allocate(nbytes)
+        copy_into(slot.memory, core)
+        self.bytes_copied += nbytes
+        return Placed(number, shape, form, slot.address, nbytes, flags | self._flags, None, slot)
+
+    def _place_elsewhere(self, tensor: torch.Tensor, flags: int, code: int, staged: bool) -> Placed:
+        """A tensor that lies on a device, or is to.
+
+        Small ones take a slot there too: to ride in a message they would have to come to the CPU, and so wait until all is
+        done that the device has been given before.
+        """
+        lane = None if staged or code == 0 else self._way(tensor)
+        if lane is None:
+            placed = self.place(brought_here(tensor), flags)
+            return placed._replace(flags=placed.flags | code * DEVICE)
+        core, form, how = dense_core(tensor.detach())
+        slot = lane.write(core)
+        nbytes = slot.memory.nbytes
+        self.bytes_copied += nbytes
+        flags |= how | code * DEVICE
+        return Placed(NUMBER_OF_DTYPE[tensor.dtype], tuple(tensor.shape), form, slot.address, nbytes, flags, None, slot)
+
+    def _way(self, tensor: torch.Tensor) -> Lane | None:
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor._is_zerotensor()
+        return self._devices.way_to(device_code(tensor)) if is_plain and self._devices is not None else None
+
+    def place_together(
+        self, tensors: Sequence[torch.Tensor], sharing: bool = False, staged: bool = False
+    ) -> tuple[list[TensorRef], Slot | None, list[Slot]]:
+        """All `tensors` in one slot, as if that were a message's payload; where `sharing`, one memory stays one memory.
+
+        Those on devices have slots of their own there, which come last, unless all is to be `staged`.
+        """
+        ways = [None if staged else self._way(tensor) for tensor in tensors]
+        staying = [tensor for tensor, way in zip(tensors, ways, strict=True) if way is None]
+        through_here = [tensor if tensor.is_cpu else brought_here(tensor) for tensor in staying]
+        refs, cores, nbytes = laid_out(through_here, sharing)
+        slot = self._arena.allocate(nbytes) if nbytes else None
+        if slot is not None:
+            fill(slot.memory, refs, cores)
+            self.bytes_copied += nbytes
+        here, found, slots = iter(refs), list[TensorRef](), list[Slot]()
+        for tensor, way in zip(tensors, ways, strict=True):
+            code = device_code(tensor)
+            if way is None:
+                ref = next(here)
+                if code:
+                    ref = ref._replace(flags=ref.flags & SPREAD | flags_of(tensor) | code * DEVICE)
+                found.append(ref)
+            else:
+                placed = self._place_elsewhere(tensor, flags_of(tensor), code, staged=False)
+                assert isinstance(placed.holder, Slot)
+                slots.append(placed.holder)
+                found.append(Payload().add(placed))
+        return found, slot, slots
+
+
+def staged_again(packer: Packer, ref: TensorRef, payload: memoryview, memories: Mapping[int, Borrowed | Slot]) -> Placed:
+    """As `placed_again`, for a worker that can read the CPU's memory only."""
+    if ref.place < 0 or not isinstance(memories[ref.place], Slot):
+        return placed_again(ref, payload, memories)
+    tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
+    return packer.place(tensor, ref.flags % DEVICE, ref.flags // DEVICE, staged=True)
+
+
+def are_alike(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """The tensors, where all of them are plain ones in the memory of the CPU, without holes, and of one dtype."""
+    found = [tensor for tensor in tensors if type(tensor) is torch.Tensor]
+    is_whole = len(found) == len(tensors) and have_plain_memory(found) and len({tensor.dtype for tensor in found}) == 1
+    return found if is_whole and all(map(torch.Tensor.is_contiguous, found)) else None
+
+
+def filled_up(tensors: Sequence[torch.Tensor], counts: Sequence[int], unit: int) -> list[torch.Tensor]:
+    """The tensors, and between them what fills each one up to a multiple of so many elements."""
+    parts: list[torch.Tensor] = []
+    fillings = fillings_of(tensors[0].dtype, unit)
+    for tensor, count in zip(tensors, counts, strict=True):
+        parts.append(tensor)
+        if rest := count % unit:
+            parts.append(fillings[unit - rest])
+    return parts
+
+
+@functools.cache
+def fillings_of(dtype: torch.dtype, unit: int) -> list[torch.Tensor]:
+    """Zeros, of each number below `unit`."""
+    with torch.inference_mode(False):
+        return [torch.zeros(count, dtype=dtype, device="cpu") for count in range(unit)]
+
+
+class Together:
+    """Many tensors made ready to send, as one."""
+
+    __slots__ = ("body", "holder", "nbytes", "refs")
+
+    def __init__(self, refs: Bucket | Columns, nbytes: int, body: bytes, holder: Slot | None) -> None:
+        self.refs = refs  # those that ride have places in a payload of their own, the body
+        self.nbytes = nbytes
+        self.body = body
+        self.holder = holder  # of their memory, where they do not ride in the message
+
+    @property
+    def message_bytes(self) -> int:
+        return len(self.body)
+
+
+class Payload:
+    """The bytes of the small tensors of one message."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.nbytes = 0
+
+    def add(self, placed: Placed) -> TensorRef:
+        dtype, shape, form, address, nbytes, flags, body, _ = placed
+        return TensorRef(dtype, shape, form, address if body is None else self._append(body), nbytes, flags)
+
+    @overload
+    def add_all(self, placed: Sequence[Placed] | Together) -> Sequence[TensorRef]: ...
+    @overload
+    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]: ...
+    def add_all(self, placed: Sequence[Placed | None] | Together) -> Sequence[TensorRef | None]:
+        """References to them, None where one is missing; those that ride are in this payload from now on."""
+        if isinstance(placed, Together):
+            start = -1 - self._append(placed.body) if placed.body else 0
+            return placed.refs.moved(start) if start else placed.refs
+        if len(placed) < MANY or None in placed:
+            return [None if each is None else self.add(each) for each in placed]
+        dtypes, shapes, forms, addresses, sizes, flags, bodies, _ = zip(*placed, strict=True)
+        places = [where if body is None else self._append(body) for where, body in zip(addresses, bodies, strict=True)]
+        return Columns(dtypes, shapes, forms, places, sizes, flags)
+
+    def _append(self, body: bytes) -> int:
+        """Its place."""
+        offset, nbytes = self.nbytes, len(body)
+        rest = -nbytes % ALIGNMENT
+        self.parts.append(body)
+        if rest:
+            self.parts.append(PADDING[rest])
+        self.nbytes = offset + nbytes + rest
+        return -1 - offset

@@ -186,7 +186,7 @@ class Pair:
 
     def take(self, slot: Any) -> Any:
         """The dispatcher's thread keeps what a worker gave."""
-        return self.arrivals.keep(self.opened(slot, self.arrivals))
+        return self.arrivals.write_bytes(self.opened(slot, self.arrivals).bytes, at_once=True)
 
     def opened(self, slot: Any, lane: Lane) -> Any:
         slab = DeviceSlab(slot.slab.number, lane, slot.slab.bytes)

@@ -27,7 +27,7 @@ import mpgrad
 from mpgrad.errors import SharedMemoryError
 from mpgrad.memory.arena import Arena, Lenders
 from mpgrad.wire.frames import Channel
-from mpgrad.wire.tensor_packing import Packer, Payload
+from mpgrad.wire.tensor_refs import Packer, Payload
 
 pytestmark = pytest.mark.slow
 

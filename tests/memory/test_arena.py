@@ -14,8 +14,7 @@ import torch
 from conftest import linux_only, shared_memory_files
 
 from mpgrad.errors import SharedMemoryError
-from mpgrad.memory import forks
-from mpgrad.memory.arena import COPY_BYTES, IDLE_BYTES, PAGE, SLAB_BYTES, Arena, Lenders, Slot, size_class
+from mpgrad.memory.arena import COPY_BYTES, IDLE_BYTES, PAGE, PRIVATE, SHARED, SLAB_BYTES, Arena, Lenders, Slot, size_class
 
 pytestmark = pytest.mark.quick
 
@@ -182,7 +181,7 @@ def test_a_file_that_got_the_number_of_a_slab(idle_bytes: int, tmp_path: Path) -
     private[6] = 8
     assert (private[5], kept.memory[5], kept.memory[6]) == (7, 7, 0)
     # it is a copy, on the heap, which a forked child has anyway: pages of it are not to be mapped anew there
-    assert not [view for view in (*forks.SHARED.values(), *forks.PRIVATE.values()) if view[4] is lenders]
+    assert not [view for view in (*SHARED.values(), *PRIVATE.values()) if view[4] is lenders]
     del free
     again = [arena.allocate(4 * PAGE) for _ in range(3)]
     for number, slot in enumerate(again):

@@ -21,7 +21,7 @@ import torch
 from conftest import linux_only, open_descriptors
 
 import mpgrad
-from mpgrad.memory import forks
+from mpgrad.memory import arena as arenas
 from mpgrad.memory.arena import Arena, Lenders, Slot
 from mpgrad.system import PORTABLE
 
@@ -333,7 +333,7 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
 
     def fork() -> int:
         if lacking == "mappings":
-            monkeypatch.setattr(forks, "remap", refused)
+            monkeypatch.setattr(arenas, "remap", lambda view, how: False)
         elif lacking == "descriptors":
             monkeypatch.setattr(os, "pipe", refused)
             monkeypatch.setattr(os, "memfd_create", refused, raising=False)
@@ -359,20 +359,20 @@ def test_where_something_is_lacking(lacking: str, monkeypatch: pytest.MonkeyPatc
 def test_what_another_thread_borrows_during_a_fork(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads may run between the fork and what prepares it."""
     lenders, slots, tensors = borrowed(2, copies or PORTABLE)
-    prepare = forks.Fork.prepare
+    prepare = arenas.Fork.prepare
     tensors.pop()
     lenders.collect()
 
     def borrow() -> None:
         tensors.append(torch.frombuffer(lenders.borrow(slots[1].address, 4 * SIZE), dtype=torch.float32))
 
-    def prepare_and_borrow(fork: forks.Fork) -> None:
+    def prepare_and_borrow(fork: arenas.Fork) -> None:
         prepare(fork)
         borrower = threading.Thread(target=borrow)
         borrower.start()
         borrower.join()
 
-    monkeypatch.setattr(forks.Fork, "prepare", prepare_and_borrow)
+    monkeypatch.setattr(arenas.Fork, "prepare", prepare_and_borrow)
     child = Child(lambda: numbers(tensors))
     monkeypatch.undo()
     tensors.pop()

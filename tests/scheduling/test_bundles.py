@@ -27,7 +27,7 @@ from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.sizes import FAR, NEAR, bundle_size, chunk_size, fed, guided_size
 from mpgrad.submission.feeding import Feeder
-from mpgrad.wire.tensor_packing import BUCKETED_BYTES
+from mpgrad.wire.tensor_refs import BUCKETED_BYTES
 
 Tensor = torch.Tensor
 

@@ -28,8 +28,7 @@ from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.scheduling.settings import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
-from mpgrad.wire.tensor_packing import Placed
-from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE
+from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, Placed
 
 GRACE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
 FLOAT64 = NUMBER_OF_DTYPE[torch.float64]

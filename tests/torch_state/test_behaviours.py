@@ -182,12 +182,12 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
         replaced(private, "apply", behind_one_more)
     ],
     "of a leaf in a graph one can tell whether it is held in Python": [
-        replaced(private.autograd, "references", lambda node: 3),
-        replaced(private.autograd, "references_of_graphs", lambda: 0),
+        replaced(private, "references_of_graphs", lambda: 99),
+        replaced(private, "references_of_graphs", lambda: 0),
     ],
     "at the end of a backward a callback is called once, after all nodes": [
-        replaced(private.autograd, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
-        replaced(private.autograd, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
+        replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: callback())),
+        replaced(private, "ENGINE", OtherEngine(queue_callback=lambda callback: None)),
     ],
     "the first hook on a tensor asks its node for the dictionary, which may be one of another type": [
         replaced(BackwardCFunction, "_register_hook_dict", lambda node, tensor: None),
@@ -198,12 +198,12 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
     ],
     "gradients can be asked for at edges of the graph; there are none at what it does not lead to": [
         replaced(private, "edge_that_keeps", edge_of_its_object),
-        replaced(private.autograd, "ENGINE", OtherEngine(run_backward=to_all)),
+        replaced(private, "ENGINE", OtherEngine(run_backward=to_all)),
     ],
     "calls of PyTorch's methods can be counted, of whatever class they are asked for": [apply_out_of_reach],
     "a tensor says whether its elements lie in memory as they are, and whether it is a view": [
-        replaced(private.memory, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.memory.PLAIN_KEYS)),
-        replaced(private.memory, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
+        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: private.PLAIN_KEYS)),
+        replaced(private, "KEYS_OF", lambda tensor: SimpleNamespace(raw_repr=lambda: None)),
         replaced(torch.Tensor, "_is_view", lambda tensor: False),
         replaced(torch.Tensor, "_version", 0),
     ],
@@ -224,12 +224,12 @@ TAKEN_AWAY: dict[str, list[Mutation]] = {
     "within torch.func.vmap, tensors and levels say what they are": [
         replaced(FUNCTORCH, "get_interpreter_stack", lambda: None),
         numbered_from_0,
-        replaced(FUNCTORCH, "maybe_get_level", lambda tensor: 7),
-        replaced(FUNCTORCH, "is_batchedtensor", lambda tensor: False),
+        replaced(private, "level_of", lambda tensor: 7),
+        replaced(private, "is_batched", lambda tensor: False),
         replaced(private, "transforms_are_active", lambda: True),
     ],
     "the vmap before torch.func gives wrappers that say what they are": [
-        replaced(FUNCTORCH, "is_legacy_batchedtensor", lambda tensor: False),
+        replaced(private, "is_batched_the_older_way", lambda tensor: False),
         replaced(torch._C, "_vmapmode_increment_nesting", lambda: 1),
         replaced(torch, "_add_batch_dim", lambda tensor, dim, level: tensor),
     ],
@@ -265,7 +265,7 @@ def test_first_pools_of_many_threads_at_once() -> None:
     def check() -> None:
         barrier.wait()
         try:
-            behaviours.check_now()
+            behaviours.check()
         except UnsupportedTorchError as error:
             failed.append(error)
 
@@ -491,7 +491,7 @@ OTHER_COMPILERS: dict[str, Mutation] = {
     "the context is another": dynamo("_TorchDynamoContext", dict),
     "options have other names": other_convert_frame,
     "modules are wrapped in another way": dynamo("OptimizedModule", lambda module, context: torch.nn.Sequential(module)),
-    "the marks are others": replaced(private.compiler, "COMPILERS", ("torch._dynamo.other",)),
+    "the marks are others": replaced(private, "COMPILERS", ("torch._dynamo.other",)),
     "the wrapper of inductor is another": replaced(torch, "_TorchCompileInductorWrapper", dict),
     "what is disabled keeps no reason": replaced(torch.compiler, "disable", lambda fn, **_: torch.compiler.allow_in_graph(fn)),
 }

@@ -32,12 +32,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpgrad
-from mpgrad.torch_state import modes, private
+from mpgrad.torch_state import modes, settings
 
 pytestmark = pytest.mark.quick
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torch_inventory.py"
-SETTINGS = {setting.name: setting for setting in private.every_setting()}
+SETTINGS = {setting.name: setting for setting in settings.every_setting()}
 
 # another value than the default, where `not` does not give one
 OTHER: dict[str, Any] = {
@@ -98,7 +98,7 @@ def set_to(name: str, value: Any) -> Iterator[None]:
 
 
 def found() -> dict[str, Any]:
-    return {setting.name: setting.get() for setting in private.every_setting()}
+    return {setting.name: setting.get() for setting in settings.every_setting()}
 
 
 class Looks(torch.autograd.Function):
@@ -110,7 +110,7 @@ class Looks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * torch.tensor([float(each.get() != each.default) for each in private.every_setting()])
+        return grad * torch.tensor([float(each.get() != each.default) for each in settings.every_setting()])
 
 
 def look(x: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:

@@ -8,8 +8,8 @@ import pytest
 
 from mpgrad.memory.addresses import OFFSET_MASK
 from mpgrad.memory.arena import Arena
+from mpgrad.wire.frames import Mirror
 from mpgrad.wire.messages import NewSlab, SlabsGone
-from mpgrad.wire.mirror import Mirror
 
 pytestmark = pytest.mark.quick
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from mpgrad.memory.arena import Arena, Lenders
-from mpgrad.wire import tensor_packing, tensor_refs
+from mpgrad.wire import tensor_refs
 
 pytestmark = pytest.mark.quick
 
 
 def round_trip(tensor: torch.Tensor) -> torch.Tensor:
     arena, lenders = Arena(1), Lenders(lambda: None)
-    payload = tensor_packing.Payload()
-    placed = tensor_packing.Packer(arena).place(tensor, tensor_refs.flags_of(tensor))
+    payload = tensor_refs.Payload()
+    placed = tensor_refs.Packer(arena).place(tensor, tensor_refs.flags_of(tensor))
     for slab in arena.made:
         lenders.attach(slab.number, os.dup(slab.descriptor), slab.nbytes)
     ref = payload.add(placed)
@@ -39,7 +39,7 @@ def test_every_layout_of_a_tensor_arrives(size: int, dtype: torch.dtype) -> None
 
 
 def test_the_payload_keeps_tensors_aligned() -> None:
-    payload = tensor_packing.Payload()
-    packing = tensor_packing.Packer(Arena(1))
+    payload = tensor_refs.Payload()
+    packing = tensor_refs.Packer(Arena(1))
     refs = [payload.add(packing.place(torch.ones(n, dtype=torch.int8), 0)) for n in (1, 17, 3)]
     assert [(-1 - ref.place) % tensor_refs.ALIGNMENT for ref in refs] == [0, 0, 0]

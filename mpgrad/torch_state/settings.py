@@ -1,6 +1,5 @@
-"""What a thread is in: autocast, hooks for saved tensors, tracing, modes, and a `torch.no_grad`
-that is refused; the hooks that PyTorch calls for all modules or all optimizers, code of the user's
-in a dictionary of the process; and PyTorch's own settings.
+"""PyTorch's own settings, how each is read and set; and the hooks that it calls for all modules or
+all optimizers, code of the user's in a dictionary of the process.
 
 PyTorch has no list of its settings, and reads each in its own way. So they are a table here: what
 each is called, how it is read and set. What is not in the table is the worker's own: the inventory
@@ -22,210 +21,17 @@ import torch
 import torch.utils.checkpoint
 from torch.backends import opt_einsum
 from torch.distributions import Distribution
-from torch.overrides import TorchFunctionMode
 
 from mpgrad.errors import contextmanager
 
 __all__ = [
-    "MAKE_FX",
     "GlobalHook",
     "Setting",
-    "default_device",
     "every_setting",
-    "foreign_modes",
     "global_hooks",
-    "grad_mode",
-    "is_observer",
-    "is_refusing_no_grad",
-    "leave_all_modes",
-    "name_of_mode",
-    "parametrizations_are_cached",
-    "profiler_is_on",
-    "refusing_no_grad",
     "registered",
     "remove_global_hooks",
-    "saved_tensor_hooks",
-    "tracer",
-    "under_default_device",
-    "without_autocast",
-    "without_refusal",
-    "without_saved_tensor_hooks",
 ]
-
-
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """What is copied in the body stays what it is."""
-    off: Any = torch._C._DisableAutocast
-    return off()  # type: ignore[no-any-return]
-
-
-def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread: those that apply."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
-
-
-@contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """As in a thread of its own."""
-    hidden = []
-    try:
-        while (hooks := saved_tensor_hooks()) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            hidden.append(hooks)
-        yield
-    finally:
-        for hooks in reversed(hidden):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-
-
-def tracer() -> str | None:
-    """What records the operations of this thread instead of only running them; it would see none of a worker's."""
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace"
-    keys: Any = torch._C._TorchDispatchModeKey
-    return None if torch._C._get_dispatch_mode(keys.PROXY) is None else MAKE_FX
-
-
-MAKE_FX = "torch.fx (make_fx, torch.func.linearize, torch.export)"
-
-
-OBSERVERS = (
-    "torch.cuda._sanitizer.CUDASanitizerDispatchMode",
-    "torch.distributed._tools.",
-    "torch.distributed.tensor.debug.",
-    "torch.testing._internal.logging_tensor.LoggingTensorMode",
-    "torch.utils._debug_mode.",
-    "torch.utils.flop_counter.",
-)  # PyTorch's own modes that only look on; where a module has nothing else, its name
-# checkpoint with a policy: what it keeps and what it computes once more has the same values
-UNNOTICED = "mpgrad.", "torch.utils.checkpoint._Cach"
-CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
-
-
-def name_of_mode(mode: object) -> str:
-    """As its user calls it."""
-    name = f"{type(mode).__module__}.{type(mode).__qualname__}"
-    return "torch.autograd.graph.allow_mutation_on_saved_tensors" if name == CLONES else name.replace("._Flop", ".Flop")
-
-
-def is_observer(mode: object) -> bool:
-    """Whether it is known to change no values."""
-    return name_of_mode(mode).startswith(OBSERVERS)
-
-
-def gives_device(mode: object) -> bool:
-    return name_of_mode(mode) == "torch.utils._device.DeviceContext"
-
-
-def function_modes() -> list[Any]:
-    """Those of this thread, the innermost last."""
-    stack: Any = torch.overrides._get_current_function_mode_stack
-    return list(stack()) if torch._C._len_torch_function_stack() else []
-
-
-def foreign_modes() -> list[Any]:
-    """The modes of this thread that a worker knows nothing of; that of a default device is not among them."""
-    found = [mode for mode in function_modes() if not gives_device(mode)]
-    if torch._C._len_torch_dispatch_stack():
-        found += dispatch_modes()
-    return [mode for mode in found if not name_of_mode(mode).startswith(UNNOTICED)] if found else found
-
-
-def dispatch_modes() -> list[Any]:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    stack: Any = _get_current_dispatch_mode_stack
-    return list(stack())
-
-
-def parametrizations_are_cached() -> bool:
-    """Whether a `torch.nn.utils.parametrize.cached` is open."""
-    return bool(torch.nn.utils.parametrize._cache_enabled)
-
-
-def profiler_is_on() -> bool:
-    return bool(torch._C._autograd._profiler_enabled())
-
-
-def default_device() -> str | None:
-    """That of `torch.set_default_device` or ``with torch.device(...)`` in this thread."""
-    found = [str(mode.device) for mode in function_modes() if gives_device(mode)]
-    return found[-1] if found else None
-
-
-@contextmanager
-def under_default_device(name: str | None) -> Iterator[None]:
-    """The body runs with it; None: without one, whatever there was."""
-    if name is not None:
-        with torch.device(name):
-            yield
-        return
-    push: Any = torch.overrides._push_mode
-    before = function_modes()
-    pop_function_modes()
-    try:
-        for mode in before:
-            if not gives_device(mode):
-                push(mode)
-        yield
-    finally:
-        pop_function_modes()
-        for mode in before:
-            push(mode)
-
-
-def pop_function_modes() -> None:
-    pop: Any = torch.overrides._pop_mode
-    for _ in range(torch._C._len_torch_function_stack()):
-        pop()
-
-
-def leave_all_modes() -> None:
-    """For a process that was forked by a thread that was in some."""
-    pop_function_modes()
-    if torch._C._len_torch_dispatch_stack():
-        for mode in reversed(dispatch_modes()):
-            torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
-
-
-class RefusingNoGrad(TorchFunctionMode):
-    """See `refusing_no_grad`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled and not args[0]:
-            raise NotImplementedError("forward mode follows what is computed under torch.no_grad, which has no derivative")
-        return func(*args, **(kwargs or {}))
-
-
-def without_refusal() -> contextlib.AbstractContextManager[Any]:
-    """For our own code within a function that runs under `refusing_no_grad`. Other function modes are off there too."""
-    guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return guard
-
-
-@contextmanager
-def grad_mode(enabled: bool) -> Iterator[None]:
-    """`torch.set_grad_enabled`, without the refusal."""
-    before = torch.is_grad_enabled()
-    with without_refusal():
-        torch.set_grad_enabled(enabled)
-    try:
-        yield
-    finally:
-        with without_refusal():
-            torch.set_grad_enabled(before)
-
-
-def is_refusing_no_grad() -> bool:
-    return any(isinstance(mode, RefusingNoGrad) for mode in function_modes())
-
-
-@contextmanager
-def refusing_no_grad() -> Iterator[None]:
-    """`torch.no_grad` in the body raises; to be entered with gradients on."""
-    with torch._C._EnableTorchFunction(), RefusingNoGrad():  # a task in the caller's thread may run `without_refusal`
-        yield
 
 
 # --- hooks for all modules and optimizers
@@ -257,7 +63,7 @@ def global_hooks() -> list[GlobalHook]:
     """Those of this process, but for PyTorch's own, which only observe."""
     found = [name for name, (owner, _) in REGISTRIES.items() if getattr(owner, name)]
     return [
-        GlobalHook(register_of(name), hook, options_of(name, number))
+        GlobalHook(register_of(name), hook, options_of(number))
         for name in found
         for number, hook in getattr(REGISTRIES[name][0], name).items()
         if not str(getattr(hook, "__module__", "")).startswith("torch.")
@@ -271,23 +77,18 @@ def register_of(name: str) -> Callable[..., Any]:
     return getattr(owner, register)  # type: ignore[no-any-return]
 
 
-def options_of(name: str, number: int) -> dict[str, bool]:
-    if name != "_global_forward_hooks":
-        return {}
+def options_of(number: int) -> dict[str, bool]:
+    """Those of a forward hook; no other hook of the process has its number."""
     kinds = {"with_kwargs": "_global_forward_hooks_with_kwargs", "always_call": "_global_forward_hooks_always_called"}
     return {option: True for option, registry in kinds.items() if number in getattr(MODULES, registry)}
 
 
 @contextmanager
 def registered(hooks: Sequence[GlobalHook]) -> Iterator[None]:
-    handles = []
-    try:
+    with contextlib.ExitStack() as stack:
         for register, hook, options in hooks:
-            handles.append(register(hook, **options))
+            stack.enter_context(register(hook, **options))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def remove_global_hooks() -> None:
@@ -297,7 +98,6 @@ def remove_global_hooks() -> None:
 
 
 CHECKPOINT: Any = torch.utils.checkpoint
-FUTURE: Any = torch.__future__
 EINSUM: Any = opt_einsum
 TINY, ONE = 5e-324, 1.0  # two, or the compiler would multiply
 
@@ -320,8 +120,9 @@ def kind_of_library(kinds: str, kind: str) -> Any:
     return getattr(getattr(torch._C, kinds, None), kind, None)
 
 
-# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and set, default
-IN_C: tuple[tuple[str, str, str, Any], ...] = (
+# by a pair of functions of torch._C, which an older PyTorch may not have: name, how it is read and
+# set, default, and `of_thread`
+IN_C: tuple[tuple[str, str, str, Any] | tuple[str, str, str, Any, bool], ...] = (
     ("torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled", "_set_sdp_use_flash", True),
     (
         "torch.backends.cuda.enable_mem_efficient_sdp",
@@ -456,19 +257,18 @@ IN_C: tuple[tuple[str, str, str, Any], ...] = (
         "_set_backcompat_keepdim_warn",
         False,
     ),
-)
-# each thread has its own
-IN_C_OF_THREAD: tuple[tuple[str, str, str, Any], ...] = (
     (
         "torch.autograd.set_multithreading_enabled",
         "_is_multithreading_enabled",
         "_set_multithreading_enabled",
+        True,
         True,
     ),
     (
         "torch.autograd.enforce_grad_layout_policy",
         "_is_grad_layout_enforcement_enabled",
         "_set_grad_layout_enforcement_enabled",
+        True,
         True,
     ),
 )
@@ -503,7 +303,12 @@ def old(setting: Setting) -> Setting:
 def precisions() -> Iterator[Setting]:
     """The older settings come first: to set one sets some of the newer ones. What others inherit from comes before these."""
     yield old(
-        Setting("torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, set_matmul_precision, "highest")
+        Setting(
+            "torch.set_float32_matmul_precision",
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+            "highest",
+        )
     )
     yield from map(old, in_c("torch.backends.cudnn.allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32", True))
     if hasattr(torch._C, "_get_fp32_precision_getter"):
@@ -528,10 +333,6 @@ def precision(name: str, backend: str, operation: str, default: str) -> Setting:
     get, use = (getattr(torch._C, each) for each in ("_get_fp32_precision_getter", "_set_fp32_precision_setter"))
     of = backend, operation
     return Setting(name, functools.partial(get, *of), functools.partial(use, *of), default)
-
-
-def set_matmul_precision(value: str) -> None:
-    torch.set_float32_matmul_precision(value)
 
 
 def einsum(field: str, default: Any) -> Setting:
@@ -563,39 +364,69 @@ def set_anomaly_detection(both: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(*both)
 
 
-def others() -> Iterator[Setting]:
+def others() -> tuple[Setting, ...]:
     """Those that are read or set in a way of their own."""
-    yield Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32)
-    level: Any = torch.get_deterministic_debug_mode
-    yield Setting("torch.use_deterministic_algorithms", level, use_deterministic_algorithms, 0)
-    name = "torch.autograd.set_detect_anomaly"
-    yield Setting(name, anomaly_detection, set_anomaly_detection, (False, True))
-    yield Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True)
-    mha = torch.backends.mha
-    yield Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True)
-    yield einsum("enabled", EINSUM.is_available())
-    yield einsum("strategy", "auto" if EINSUM.is_available() else None)
-    message: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-    name = "torch.autograd.graph.disable_saved_tensors_hooks"
-    yield Setting(name, message, disable_saved_tensors_hooks, None, of_thread=True)
-    yield attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None)
-    yield attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None)
-    get, use = functools.partial(torch.get_autocast_dtype, "cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
-    yield Setting("torch.set_autocast_dtype", get, use, torch.bfloat16, of_thread=True)
-    cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    yield Setting("torch.set_autocast_cache_enabled", *cache, True, of_thread=True)
-    yield Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False)
-    options = vars(torch._tensor_str.PRINT_OPTS)
-    defaults = {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None}
-    yield Setting("torch.set_printoptions", options.copy, options.update, defaults)
-    name = "torch.distributions.Distribution.set_default_validate_args"
-    yield attribute(name, Distribution, "_validate_args", __debug__)
-    for what in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
-        yield attribute(f"torch.__future__.set_{what}", FUTURE, f"_{what}", False)
+    mha, print_options = torch.backends.mha, vars(torch._tensor_str.PRINT_OPTS)
+    return (
+        Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        Setting(
+            "torch.use_deterministic_algorithms",
+            torch.get_deterministic_debug_mode,
+            use_deterministic_algorithms,
+            0,
+        ),
+        Setting("torch.autograd.set_detect_anomaly", anomaly_detection, set_anomaly_detection, (False, True)),
+        Setting("torch.set_flush_denormal", lambda: TINY * ONE == 0.0, torch.set_flush_denormal, False, of_thread=True),
+        Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled, True),
+        einsum("enabled", EINSUM.is_available()),
+        einsum("strategy", "auto" if EINSUM.is_available() else None),
+        Setting(
+            "torch.autograd.graph.disable_saved_tensors_hooks",
+            torch._C._autograd._saved_tensors_hooks_get_disabled_error_message,
+            disable_saved_tensors_hooks,
+            None,
+            of_thread=True,
+        ),
+        attribute("torch.utils.checkpoint.set_checkpoint_early_stop", CHECKPOINT, "_enable_checkpoint_early_stop", None),
+        attribute("torch.utils.checkpoint.set_checkpoint_debug_enabled", CHECKPOINT, "_checkpoint_debug_enabled", None),
+        Setting(
+            "torch.set_autocast_dtype",
+            functools.partial(torch.get_autocast_dtype, "cpu"),
+            functools.partial(torch.set_autocast_dtype, "cpu"),
+            torch.bfloat16,
+            of_thread=True,
+        ),
+        Setting(
+            "torch.set_autocast_cache_enabled",
+            torch.is_autocast_cache_enabled,
+            torch.set_autocast_cache_enabled,
+            True,
+            of_thread=True,
+        ),
+        Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, False),
+        Setting(
+            "torch.set_printoptions",
+            print_options.copy,
+            print_options.update,
+            {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
+        ),
+        attribute("torch.distributions.Distribution.set_default_validate_args", Distribution, "_validate_args", __debug__),
+        attribute(
+            "torch.__future__.set_overwrite_module_params_on_conversion",
+            torch.__future__,
+            "_overwrite_module_params_on_conversion",
+            False,
+        ),
+        attribute(
+            "torch.__future__.set_swap_module_params_on_conversion",
+            torch.__future__,
+            "_swap_module_params_on_conversion",
+            False,
+        ),
+    )
 
 
 def every_setting() -> tuple[Setting, ...]:
     """All of them, in the order in which they are to be set."""
-    of_process = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
-    of_thread = [setting for row in IN_C_OF_THREAD for setting in in_c(*row, of_thread=True)]
-    return (*precisions(), *of_process, *of_thread, *others())
+    in_table = [of_this_version(setting) for row in IN_C for setting in in_c(*row)]
+    return (*precisions(), *in_table, *others())
