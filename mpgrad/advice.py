@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpgrad.calls.packing import pickled_function
-from mpgrad.calls.seconds import seconds_given
+from mpgrad.calls.results import seconds_given
 from mpgrad.others_clock import OthersClock
 from mpgrad.pool import Pool
 from mpgrad.submission.options import positive

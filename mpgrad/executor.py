@@ -23,8 +23,7 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.results import DifferentiableFuture, LateError, ResultIterator
-from mpgrad.calls.seconds import seconds_or_none
+from mpgrad.calls.results import DifferentiableFuture, LateError, ResultIterator, seconds_or_none
 from mpgrad.errors import RemoteTraceback, suggests, traceback_of, write
 from mpgrad.pool import Pool
 from mpgrad.progress import Progress

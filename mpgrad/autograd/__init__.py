@@ -20,8 +20,8 @@ Assumes: a `Home` that delivers.
 
 Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
 
-    remote_graph   the handle of a kept graph; `Backward`: one backward of it, from its node to the gates
+    remote_graph   the handle of a kept graph; `Backward`: one backward of it, from its node to the gates;
+                   the engine's backwards that run, and what they leave behind
     call_node      the node that sends
     gates          those that wait
-    running        the engine's backwards that run: what they leave behind
 """

@@ -29,8 +29,7 @@ from mpgrad.autograd.gates import (
     further_token,
     gate,
 )
-from mpgrad.autograd.remote_graph import SEND, WAIT, Backward, Member, Promise, RemoteGraph
-from mpgrad.autograd.running import forget_at_end_of_backward
+from mpgrad.autograd.remote_graph import SEND, WAIT, Backward, Member, Promise, RemoteGraph, forget_at_end_of_backward
 from mpgrad.errors import LostGradientError
 from mpgrad.torch_state.private import (
     Level,

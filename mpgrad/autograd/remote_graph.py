@@ -17,8 +17,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.errors import CallNames
-from mpgrad.torch_state.private import Level, outside_transforms, set_priority, transforms_are_active, within
+from mpgrad.errors import CallNames, contextmanager
+from mpgrad.torch_state.private import (
+    Level,
+    current_graph_task,
+    outside_transforms,
+    set_priority,
+    transforms_are_active,
+    when_backward_ends,
+    within,
+)
 
 __all__ = [
     "SEND",
@@ -33,10 +41,13 @@ __all__ = [
     "Reach",
     "RemoteGraph",
     "Settled",
+    "backward_without_engine",
+    "call_off_if_interrupted",
+    "forget_at_end_of_backward",
     "forget_oldest",
     "modified_in_place",
+    "note_failure",
 ]
-
 
 # Priorities, with the number of the graph added. Other nodes are numbered as they are made, and there are more of them.
 SEND = 1 << 40
@@ -542,3 +553,81 @@ def forget_oldest(by_task: dict[Any, Any]) -> None:
     while len(by_task) > MOST_TASKS:
         oldest, *_ = list(by_task)  # several threads may be here, and forget the same one
         by_task.pop(oldest, None)
+
+
+# --- the backwards of the engine that run
+
+
+# says that nobody waits any more for what was sent for the backward with this number; called from finalizers
+CallOff = Callable[[int], None]
+
+
+class Running:
+    """A backward of the engine that runs: the engine holds this as long, and no longer, also if it fails or is interrupted.
+
+    What it leaves behind then is work that nobody waits for; and, of one that is differentiable, gradients with a history
+    that leads back to the graph which keeps them: Python's collector does not see a cycle through the engine's nodes.
+    """
+
+    def __init__(self, graph_task: int) -> None:
+        self.graph_task = graph_task
+        self.graphs: list[weakref.ref[RemoteGraph]] = []
+        self.call_offs: list[CallOff] = []
+        self.was_interrupted = True  # unless it comes to its end, or to what the backward of a call raised
+
+    def __call__(self) -> None:
+        """The engine calls it where the backward has not failed; then all has been taken."""
+        self.was_interrupted = False
+
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if python_ends():
+            return
+        for ref in self.graphs:
+            if (graph := ref()) is not None:
+                graph.forget(self.graph_task)
+        if self.was_interrupted:
+            for call_off in self.call_offs:
+                call_off(self.graph_task)
+
+
+RUNNING: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
+
+
+def running(graph_task: int) -> Running:
+    """The backward with this number, which runs in this thread."""
+    backward = RUNNING.get(graph_task)
+    if backward is None:
+        backward = RUNNING[graph_task] = Running(graph_task)
+        when_backward_ends(backward)
+    return backward
+
+
+def forget_at_end_of_backward(graph: RemoteGraph, graph_task: int) -> None:
+    """What its gates have not taken by then nobody will take."""
+    running(graph_task).graphs.append(weakref.ref(graph))
+
+
+def call_off_if_interrupted(graph_task: int, call_off: CallOff) -> None:
+    """Gradients are about to be sent for this backward."""
+    if graph_task in RUNNING or graph_task == current_graph_task():
+        backward = running(graph_task)
+        if call_off not in backward.call_offs:
+            backward.call_offs.append(call_off)
+
+
+@contextmanager
+def backward_without_engine(graph_task: int) -> Iterator[None]:
+    """What is sent within it, with this number, is called off if it is interrupted."""
+    backward = RUNNING[graph_task] = Running(graph_task)
+    try:
+        yield
+        backward()
+    finally:
+        del backward  # the traceback may live on
+
+
+def note_failure(graph_task: int) -> None:
+    """The backward of a call has raised, which ends the one with this number: nobody has interrupted that."""
+    backward = RUNNING.get(graph_task)
+    if backward is not None:
+        backward.was_interrupted = False

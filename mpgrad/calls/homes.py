@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, Reach, RemoteGraph, Settled, forget_oldest
-from mpgrad.autograd.running import note_failure
+from mpgrad.autograd.remote_graph import Backward, Reach, RemoteGraph, Settled, forget_oldest, note_failure
 from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.errors import CallNames, WorkerDiedError

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import multiprocessing
+import numbers
 import sys
 import threading
 import time
@@ -26,10 +27,8 @@ from concurrent.futures import CancelledError
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mpgrad.callbacks import CallbackThread, later, report
-from mpgrad.calls.operations import Claim, Operation, Submitted
-from mpgrad.calls.outcomes import Failed
+from mpgrad.calls.operations import Claim, Failed, Operation, Submitted
 from mpgrad.calls.packing import PackedCall
-from mpgrad.calls.seconds import seconds_given, seconds_or_none
 from mpgrad.errors import add_note
 from mpgrad.pickling.structure import Deferred
 from mpgrad.torch_state.private import not_compiled
@@ -42,6 +41,8 @@ __all__ = [
     "LateError",
     "ResultIterator",
     "Uncollected",
+    "seconds_given",
+    "seconds_or_none",
 ]
 
 R = TypeVar("R")
@@ -557,3 +558,32 @@ class ResultIterator(Generic[R]):
         # with a window without end, all is asked for, whether anybody looks at it or not
         elif not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
             self._desk.cancel(self._operation)
+
+
+MOST_SHOWN = 10**1000  # Python refuses to write integers of more than some thousand digits
+
+
+# --- seconds as the caller gives them
+
+
+def seconds_or_none(name: str, given: object) -> float | None:
+    """As `seconds_given`, where the argument may be None."""
+    return None if given is None else seconds_given(name, given, "a number of seconds, or None")
+
+
+def seconds_given(name: str, given: Any, expected: str = "a number of seconds") -> float:
+    """`given` as a float.
+
+    Raises:
+        TypeError, ValueError: it is no number, or none that a float can hold; names the argument and its value.
+    """
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(f"{name} must be {expected} ({name}: {given!r})")
+    try:
+        seconds = float(given)
+    except OverflowError:
+        shown = "more than 1000 digits" if isinstance(given, int) and abs(given) >= MOST_SHOWN else given
+        raise ValueError(f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})") from None
+    if math.isnan(seconds):
+        raise ValueError(f"{name} must be {expected} ({name}: nan)")
+    return seconds

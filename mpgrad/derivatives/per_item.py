@@ -16,8 +16,7 @@ import torch
 
 from mpgrad.autograd.call_node import differentiate, edges_behind_gates, edges_to_captures, is_call, item_of
 from mpgrad.autograd.gates import gate
-from mpgrad.autograd.remote_graph import Backward
-from mpgrad.autograd.running import backward_without_engine
+from mpgrad.autograd.remote_graph import Backward, backward_without_engine
 from mpgrad.torch_state.modes import DIFFERENTIATING
 from mpgrad.torch_state.private import plus
 from mpgrad.tracebacks import without_own_frames

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from mpgrad.autograd.remote_graph import Backward, Promise
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.outcomes import Delivered, Failed
+from mpgrad.calls.operations import Delivered, Failed, Operation
 from mpgrad.calls.output import taken
 from mpgrad.calls.packing import PackedCall
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
+from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Packer, Placed, Together, placed_again, staged_again

@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.driver import Driver
+from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.settings import Settings

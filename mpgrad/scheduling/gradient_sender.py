@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
-from mpgrad.autograd.running import call_off_if_interrupted
+from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled, call_off_if_interrupted
 from mpgrad.calls.homes import Predictor, SumRequest
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import Since
-from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.function_cache import Codes
-from mpgrad.scheduling.lifecycle import Lifecycle
+from mpgrad.scheduling.lifecycle import Driver, Lifecycle
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.torch_state.modes import Modes, Watch, current_modes
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Packer, Placed, Together

@@ -19,8 +19,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, next_for
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.sizes import MOST_PAYLOAD, Grain, chunk_size
-from mpgrad.scheduling.under_way import SEEN
-from mpgrad.scheduling.worker_handle import WorkerHandle
+from mpgrad.scheduling.worker_handle import SEEN, WorkerHandle
 from mpgrad.wire.frames import drained
 
 __all__ = ["Line"]

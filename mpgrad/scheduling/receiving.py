@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from mpgrad.autograd.remote_graph import Backward, Home, RemoteGraph, Settled
 from mpgrad.callbacks import later
 from mpgrad.calls.homes import Arrived, error_maker, raised_from
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.outcomes import Delivered, Failed, Outcome
+from mpgrad.calls.operations import Delivered, Failed, Operation, Outcome
 from mpgrad.calls.output import given_again
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError

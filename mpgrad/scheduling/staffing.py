@@ -26,9 +26,8 @@ from mpgrad.errors import PoolClosedError, WorkerDiedError
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
-from mpgrad.scheduling.driver import Driver
 from mpgrad.scheduling.gradient_sender import GradientSender
-from mpgrad.scheduling.lifecycle import Lifecycle, Phase
+from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
 from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.settings import Settings

@@ -12,7 +12,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypedDict, get_args
 
 from mpgrad.calls.packing import Device
-from mpgrad.calls.seconds import seconds_or_none
+from mpgrad.calls.results import seconds_or_none
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import Since

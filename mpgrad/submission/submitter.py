@@ -1,40 +1,56 @@
 """What the public methods of a pool ask for: an operation, run while the caller waits, or
 meanwhile, or as far as it asks.
 
-    function, source, options ──► starting.py ──► feeding.py ──► wait, or hand out an AsyncResult, an iterator, a future
+    function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult, an iterator, a future
+    Feeder: calls ──► alone, or in bundles once they are known to be cheap ──► `scheduler.admit`, wave by wave
 Reductions are operations that follow one another; what a call of either does is
 `tasks/wrappers.py`:
 
     [1] blocks of items: a fold each, side by side ──► accumulators ──► [2] one fold of these for each target
 Caller only.
-Guarantees: an operation whose caller is interrupted while it waits is called off.
+Every call is sent, so that what it gives and does never depends on how long it takes. Whether that
+pays cannot be known beforehand. But workers report how long the calls of a map took by themselves,
+and the sum of these is what a loop would take. Where maps of a function take much longer than that,
+its user is told so, once, and what to do about it (`CheapCalls`).
+Guarantees: an operation whose caller is interrupted while it waits is called off. An operation gets
+    all its calls and is sealed, or it is called off; once one has failed it gets no more. What the
+    caller goes on to change is copied before `feed` returns, unless it waits for the results
+    (`borrow`).
+Assumes: one thread feeds an operation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
+from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation, Submitted
-from mpgrad.calls.packing import Arguments, Shared
+from mpgrad.calls.packing import Arguments, PackedCall, Packing, Shared, pack_bundle, pack_call
 from mpgrad.calls.results import AsyncResult, DifferentiableFuture, ResultIterator, Uncollected
-from mpgrad.collector import LONGEST_HOLD, collector_held
+from mpgrad.collector import LONGEST_HOLD, collector_held, let_collector_look
 from mpgrad.errors import ONE_CALL
 from mpgrad.progress import Progress, Reporter, Standing, reported
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.submission.cheap_calls import CheapCalls
-from mpgrad.submission.feeding import Feeder
+from mpgrad.scheduling.sizes import LARGEST_WAVE, WAVE_BYTES, bundle_size, first_wave
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.submission.starting import Source, Starter, callable_of, check_untraced, first_of
 from mpgrad.tasks.wrappers import Block, Finish, Fold, FunctionReduction, blocks_of, reduction_named
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.transforms import Run, may_be_followed, run_followed
+from mpgrad.wire.tensor_refs import Packer
 
 __all__ = [
+    "CheapCalls",
+    "Feeder",
     "Submitter",
     "folded_into",
     "mapped_and_folded",
@@ -258,3 +274,142 @@ def run_targets(
     """[2] The calls have tensors in common, which are placed once."""
     source = Source(calls, len(calls), at_rest=False, noun="target", items=calls)
     return submitter.run(fold, source, CallOptions(chunksize=1, progress=progress), shared={})
+
+
+# --- calls that are not worth sending
+
+
+MUCH = 1.5  # times as long as the calls by themselves
+MAPS = 3  # in a row: one may be slow because of what else the machine does
+MOST_FUNCTIONS = 128
+
+TOLD: dict[int, object] = {}  # hashes of the pickles of the functions that this process has been told of
+
+
+class CheapCalls:
+    """The functions of a pool whose last maps took much longer than their calls."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._receiver = scheduler.receiver
+        self._slow: dict[int, list[tuple[float, float]]] = {}  # seconds of maps and of their calls, by hash of the pickle
+
+    def note(self, operation: Operation, seconds: float, answers: int) -> None:
+        """A map took so many seconds.
+
+        `answers`: how many the pool had when it began. If there are more now than those of this map, workers did something
+        else as well, and the map may have waited for that.
+        """
+        function = operation.options.function
+        if function.is_new or self._receiver.answers - answers != operation.items or not operation.items:
+            return
+        key = hash(function.pickled)
+        if key in TOLD:
+            return
+        if seconds <= MUCH * operation.own_seconds:
+            self._slow.pop(key, None)
+            return
+        maps = self._slow.setdefault(key, [])
+        maps.append((seconds, operation.own_seconds))
+        if len(self._slow) > MOST_FUNCTIONS:
+            self._slow.clear()
+        if len(maps) < MAPS:
+            return
+        mine = object()
+        if TOLD.setdefault(key, mine) is not mine:  # another thread was faster
+            return
+        whole, own = (1e3 * sum(each) for each in zip(*maps, strict=True))
+        report(
+            logging.WARNING,
+            "calls of %s cost more to send than to run: its last %d maps took %.3g ms, their calls by themselves %.3g ms; "
+            "use larger items, several items in one call, a chunksize, or a plain loop",
+            function.names.function,
+            MAPS,
+            whole,
+            own,
+        )
+
+
+# --- how an operation gets its calls
+
+
+class Feeder:
+    """Packs calls into operations, so many at a time as suits what they cost and how many workers there are."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def feed(
+        self,
+        operation: Operation,
+        calls: Iterable[Arguments],
+        *,
+        borrow: bool,
+        shared: Shared | None = None,
+        total: int | None = None,
+    ) -> None:
+        """Pack the calls, and let the workers begin with the first ones meanwhile.
+
+        `borrow`: former results among the arguments are read where they lie. That needs a caller who waits: one that goes on
+        could change them in place before they are read. `total`: of how many calls these are, where cheap ones may go in
+        bundles.
+        """
+        scheduler = self._scheduler
+        packer = scheduler.packer if borrow else scheduler.copying_packer
+        wave, packed, copied = self._first_wave(operation), 0, packer.bytes_copied
+        try:
+            with scheduler.notes.lap("packs", operation.options.function.names.function):
+                for call in self._packed(operation, iter(calls), packer, shared, total):
+                    operation.add(call)
+                    packed += call.items
+                    if packed >= wave or packer.bytes_copied - copied > WAVE_BYTES:
+                        scheduler.admit(operation, waits=borrow)
+                        let_collector_look()
+                        wave, packed, copied = min(2 * wave, LARGEST_WAVE), 0, packer.bytes_copied
+                    if operation.has_failed:  # what comes behind is not even taken from its source, as in a loop
+                        break
+                operation.sealed = True
+                scheduler.admit(operation, waits=borrow)
+        except BaseException:
+            scheduler.call_off(operation)
+            raise
+
+    def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:
+        """What packs each call, for who takes them as they are needed."""
+        grad, state = operation.options.modes.grad, operation.options.function.state
+        packing = Packing(self._scheduler.copying_packer, grad, operation.streams, operation.options.request, state)
+        pack = functools.partial(pack_call, packing)
+        return (functools.partial(pack, index, args, kwargs) for index, (args, kwargs) in enumerate(calls))
+
+    def _first_wave(self, operation: Operation) -> int:
+        seconds = self._scheduler.seconds(operation.options.function.pickled)
+        return first_wave(math.inf if seconds is None else seconds)
+
+    def _packed(
+        self, operation: Operation, calls: Iterator[Arguments], packer: Packer, shared: Shared | None, total: int | None
+    ) -> Iterator[PackedCall]:
+        """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
+        grad, state = operation.options.modes.grad, operation.options.function.state
+        packing = Packing(packer, grad, operation.streams, operation.options.request, state, shared)
+
+        size = self._bundle_size(operation, total)
+        while size != 1 and (some := list(itertools.islice(calls, size or 1))):
+            bundle = None if size is None else pack_bundle(packing, operation.added, some, operation.items)
+            if bundle is not None:
+                yield bundle
+            else:
+                for args, kwargs in some:
+                    yield pack_call(packing, operation.added, args, kwargs, operation.items)
+            if bundle is None and size is not None:
+                break  # items of this kind have calls of their own
+            size = self._bundle_size(operation, total)
+        for args, kwargs in calls:
+            yield pack_call(packing, operation.added, args, kwargs, operation.items)
+
+    def _bundle_size(self, operation: Operation, total: int | None) -> int | None:
+        """Of how many items; None where it is not known yet what they cost."""
+        if total is None:
+            return 1
+        seconds = self._scheduler.seconds(operation.options.function.pickled)
+        if seconds is None:
+            return None
+        return bundle_size(seconds, total, total - operation.items, self._scheduler.settings.workers)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpgrad
 from mpgrad import nn, per_item_grad
-from mpgrad.submission.feeding import Feeder
+from mpgrad.submission.submitter import Feeder
 
 Tensor = torch.Tensor
 Loop = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]

@@ -567,7 +567,7 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
 def test_a_chunk_stays_called_off_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
-    from mpgrad.scheduling.under_way import UnderWay
+    from mpgrad.scheduling.worker_handle import UnderWay
     from mpgrad.wire.asides import Whereabouts
 
     def chunk(operation: Any, numbers: range) -> Any:
@@ -602,7 +602,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(operation, [(number, types.SimpleNamespace(index=number))], [], None, None)  # type: ignore[list-item]
     worker.under_way.whereabouts[Whereabouts.CHUNK] = 1
-    monkeypatch.setattr("mpgrad.scheduling.under_way.SEEN", 0.0)
+    monkeypatch.setattr("mpgrad.scheduling.worker_handle.SEEN", 0.0)
     worker.under_way.skip_unbegun()
     ((_, taken),) = worker.under_way.take_back()
     assert [call.index for call in taken] == [2] and 2 in worker.under_way.whereabouts[Whereabouts.SKIPPED :]

@@ -26,7 +26,7 @@ import mpgrad
 from mpgrad.calls import packing
 from mpgrad.calls.operations import Operation
 from mpgrad.scheduling.sizes import FAR, NEAR, bundle_size, chunk_size, fed, guided_size
-from mpgrad.submission.feeding import Feeder
+from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import BUCKETED_BYTES
 
 Tensor = torch.Tensor
@@ -144,7 +144,7 @@ def test_a_map_in_the_background_goes_in_bundles(pool2: mpgrad.Pool, monkeypatch
         packed.append(len(calls))
         return packing.pack_bundle(how, index, calls, *others)
 
-    monkeypatch.setattr("mpgrad.submission.feeding.pack_bundle", pack_bundle)
+    monkeypatch.setattr("mpgrad.submission.submitter.pack_bundle", pack_bundle)
     xs = leaves()
     result = pool2.map_async(loss, xs)
     with torch.no_grad():

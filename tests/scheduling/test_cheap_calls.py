@@ -16,7 +16,7 @@ from conftest import staffed
 
 import mpgrad
 from mpgrad.scheduling.function_cache import Codes
-from mpgrad.submission.cheap_calls import MAPS, TOLD
+from mpgrad.submission.submitter import MAPS, TOLD
 from mpgrad.testing import assert_same_as_serial
 from mpgrad.wire.messages import Results
 

@@ -314,7 +314,7 @@ def test_a_chain_does_not_wait_for_another(pool2: mpgrad.Pool, tmp_path: Path, s
 def test_gradients_go_from_worker_to_worker(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of hidden calls the caller makes neither values nor gradients."""
     from mpgrad.calls.homes import Arrived
-    from mpgrad.calls.outcomes import Delivered
+    from mpgrad.calls.operations import Delivered
 
     looked: list[str] = []
     views, gradients = Delivered.views, Arrived.tensors

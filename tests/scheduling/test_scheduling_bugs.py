@@ -25,7 +25,7 @@ import torch
 
 import mpgrad
 from mpgrad.autograd.remote_graph import forget_oldest
-from mpgrad.scheduling.under_way import UnderWay
+from mpgrad.scheduling.worker_handle import UnderWay
 from mpgrad.wire.asides import Whereabouts, in_order
 from mpgrad.workers.run import Tracker
 
@@ -397,7 +397,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
             did.append(place)
             return super().__getitem__(place)
 
-    for module in ("mpgrad.workers.run", "mpgrad.scheduling.under_way"):
+    for module in ("mpgrad.workers.run", "mpgrad.scheduling.worker_handle"):
         monkeypatch.setattr(f"{module}.in_order", lambda: did.append("in order"))
     tracker: Any = SimpleNamespace(_numbers=Numbers([0] * Whereabouts.COUNT))
     Tracker.begin(tracker, 7, 3)

@@ -18,8 +18,7 @@ from engine import CheckFailed, SimulatedEngine, SimulatedLenders, Task, World
 
 from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled
 from mpgrad.calls.homes import OperationHome
-from mpgrad.calls.operations import Operation, Submitted, let_go
-from mpgrad.calls.outcomes import Delivered, Failed
+from mpgrad.calls.operations import Delivered, Failed, Operation, Submitted, let_go
 from mpgrad.calls.packing import OperationOptions, PackedCall, PickledFunction, SharedFunction
 from mpgrad.errors import CallNames
 from mpgrad.pickling.exceptions import one_more

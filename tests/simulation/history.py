@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import adapter
 from engine import TWICE, CheckFailed, Rates, Task, World, gradient_of
 
-from mpgrad.calls.outcomes import Failed
+from mpgrad.calls.operations import Failed
 from mpgrad.errors import AncestorFailedError, CallTimeoutError, PoolClosedError, SharedMemoryError, WorkerDiedError
 
 IDLE_DEATHS = 2  # as in `recovery`

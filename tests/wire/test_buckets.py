@@ -17,7 +17,7 @@ from conftest import every_loss_gets
 import mpgrad
 from mpgrad.calls.operations import Operation
 from mpgrad.memory.arena import Arena
-from mpgrad.submission.feeding import Feeder
+from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import LEAF, REQUIRES_GRAD, Bucket, Packer, Payload, Together, lent, view, views
 
 pytestmark = pytest.mark.quick
