@@ -43,7 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PYTHON = os.path.join(os.path.dirname(os.__file__), "")
-CALLS_OF_TASKS = ("call_run.py", "run"), ("autograd.py", "gradients")  # in `workers`, `torch_state.private`
+CALLS_OF_TASKS = ("run.py", "_run"), ("private.py", "gradients")  # in `workers` and `torch_state`
 # no mistake of mpgrad's; an interrupt comes wherever somebody waits
 OUTCOMES = (AncestorFailedError, CallTimeoutError, CancelledError, KeyboardInterrupt, PoolClosedError, WorkerDiedError)
 OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")

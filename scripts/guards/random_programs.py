@@ -349,18 +349,26 @@ class Program:
 
     def train(self, label: str) -> None:
         """Take losses whose gradients are mostly alike, as a pool predicts them, and change a parameter between."""
-        weight, items = self.some(1)[0].detach().clone().requires_grad_(), self.items()
-        task = Task(self.choose.randrange(10**6), SMOOTH, [], loss=True)
-        for _ in range(self.choose.randrange(2, 8)):
-            losses = self.calls.map(lambda item: task(weight, item), items)
+        choose, weight = self.choose, self.some(1)[0].detach().clone().requires_grad_()
+        leaves = [weight]
+
+        def fresh(value: Any) -> Any:
+            if not numbers_in(value):
+                return value
+            leaves.append(value.detach().clone().requires_grad_(choose.random() < 0.7))
+            return choose.choice([leaves[-1], leaves[-1].clone()])
+
+        items = tree_map(fresh, self.items())
+        wanted = [each for each in leaves if each.requires_grad]
+        task = Task(choose.randrange(10**6), SMOOTH, [], loss=True)
+        for _ in range(choose.randrange(2, 8)):
+            losses = self.calls.map(lambda item: task(weight, item), items, choose.choice([None, None, 1]))
             self.note(label, losses)
-            scale = self.choose.choice([1, 1, 1, 3])
-            (sum(losses) * scale + 0 * weight.sum()).backward(inputs=[weight])
-            assert weight.grad is not None
-            self.note(f"{label}, gradient", weight.grad)
+            scale, inputs = choose.choice([1] * 7 + [3]), choose.choice([wanted] * 7 + [[weight]])
+            total = sum(losses) * scale + 0 * weight.sum()
+            self.note(f"{label}, gradients", torch.autograd.grad(total, inputs, allow_unused=True))
             with torch.no_grad():
-                weight.sub_(weight.grad.remainder(3))
-            weight.grad = None
+                weight.sub_(losses[0].remainder(3))
 
     def transform(self, label: str) -> None:
         task, items = Task(self.choose.randrange(10**6), SMOOTH, self.some(1)), list(map(three, self.some(3)))
