@@ -253,7 +253,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         try:
             shape, tensors = structure.dumps(value)
         except Exception as error:
-            from mpgrad.pickling.uncarried import why_not  # only an error needs it
+            from mpgrad.pickling.exceptions import why_not  # only an error needs it
 
             raise UncarriedResultError(why_not(error, "the result", value), repr(error), described(value)) from error
     try:

@@ -43,8 +43,7 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import AS_IMPORTED, PLACED, attribute_here, own_import, pickle_finds
-from mpgrad.pickling.uses import is_own, name_of
+from mpgrad.pickling.modules import AS_IMPORTED, PLACED, attribute_here, is_own, name_of, own_import, pickle_finds
 
 __all__ = [
     "SETS_CLASS",

@@ -35,14 +35,26 @@ from typing import Any, Generic, TypeVar
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling import caches
 from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, Placement
-from mpgrad.pickling.modules import ABOUT_ITSELF, PLACED, LeftOf, Live, Namespaces, make_function, own_imports
-from mpgrad.pickling.reducers import INHERITED, weakly
+from mpgrad.pickling.modules import (
+    ABOUT_ITSELF,
+    PLACED,
+    LeftOf,
+    Live,
+    Namespaces,
+    Wanted,
+    contents_of,
+    is_own,
+    make_function,
+    module_of,
+    name_of,
+    own_imports,
+    uses_in,
+)
+from mpgrad.pickling.reducers import INHERITED, identities, reduce_by_value, weakly
 from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, reduce_generator
 from mpgrad.pickling.structure import RUNS_CODE, CallerPickler, TensorUnpickler, loads
-from mpgrad.pickling.uses import Wanted, contents_of, is_own, module_of, name_of, uses_in
 
 __all__ = [
     "Recent",
@@ -269,8 +281,8 @@ class StatePickler(CallerPickler):
         if isinstance(value, type):
             return self._noted_class(value)
         if isinstance(value, functools._lru_cache_wrapper):
-            self.watch.content(caches.identities, value)
-            return caches.reduce_by_value(value)
+            self.watch.content(identities, value)
+            return reduce_by_value(value)
         if (reduced := reduce_generator(value, captured)) is not None:
             if hasattr(value, "__dict__"):
                 self.watch.content(attributes_beside_state, value)

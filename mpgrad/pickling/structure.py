@@ -32,37 +32,35 @@ from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     LIVE,
     NAMES_HERE,
+    CarriedGlobals,
     GlobalsOf,
     LeftOf,
     Live,
+    Lookups,
     Mark,
     NamesHere,
     Namespaces,
-    find_in,
-    make_function,
-    pickle_finds,
-    reduce_carried,
-    set_function,
-)
-from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
-from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
-from mpgrad.pickling.uses import (
-    CarriedGlobals,
-    Lookups,
     SysOf,
     Wanted,
     fill_main,
+    find_in,
     is_of_libraries,
     is_own,
     is_users,
     looks_up,
     main_of,
+    make_function,
     mentioned_in,
     module_of,
     name_of,
+    pickle_finds,
+    reduce_carried,
+    set_function,
     stands_alone,
     uses_of,
 )
+from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
 
@@ -72,6 +70,7 @@ __all__ = [
     "Deferred",
     "TensorPickler",
     "TensorUnpickler",
+    "Trial",
     "dumps",
     "has_own_way",
     "loads",
@@ -354,6 +353,13 @@ class CallerPickler(TensorPickler):
 
     def _reduce_main(self, namespace: dict[str, Any]) -> Any:
         return main_of, (self._carried(namespace),), self._names_of(namespace, frozenset(), {}), None, None, fill_main
+
+
+class Trial(CallerPickler):
+    """To see what is in a value: claims no futures, and takes nothing out."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return 0 if isinstance(value, torch.Tensor | Deferred) else super().persistent_id(value)
 
 
 class Alone(CallerPickler):

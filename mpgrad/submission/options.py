@@ -19,7 +19,7 @@ from mpgrad.engines.kinds import EngineName, traits_of
 from mpgrad.engines.protocol import Traits
 from mpgrad.environment import Since
 from mpgrad.pickling import classes
-from mpgrad.pickling.uncarried import not_carried
+from mpgrad.pickling.exceptions import not_carried
 from mpgrad.progress import Progress
 from mpgrad.scheduling.settings import Settings, worker_devices
 from mpgrad.system import bytes_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling.uses import UNASKED_BYTES, looks_up
+from mpgrad.pickling.modules import UNASKED_BYTES, looks_up
 
 pytestmark = pytest.mark.quick
 
