@@ -30,7 +30,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import AsyncResult
 from mpgrad.cpus import THREAD_VARIABLES, usable_cpus
 from mpgrad.engines.kinds import traits_of
-from mpgrad.pickling.streams import ItemStreams
+from mpgrad.pickling.state import ItemStreams
 from mpgrad.place import PLACE
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions

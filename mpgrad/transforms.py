@@ -20,8 +20,8 @@ from mpgrad.autograd.gates import ROOT, ROOT_EDGE
 from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import item_not_carried
-from mpgrad.pickling.state import dumps_whole
-from mpgrad.pickling.streams import ItemStreams, drawn
+from mpgrad.pickling.state import ItemStreams, dumps_whole
+from mpgrad.pickling.streams import drawn
 from mpgrad.tasks.transform_programs import Batched, Direct, Jvp, Program, Runner, Vjp
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.torch_state.private import (

@@ -33,7 +33,7 @@ from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import OperationOptions, PackedCall
 from mpgrad.errors import contextmanager
 from mpgrad.pickling import structure
-from mpgrad.pickling.streams import ItemStreams
+from mpgrad.pickling.state import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.messages import Warned, owners, split

@@ -26,8 +26,8 @@ from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import Borrowed
 from mpgrad.pickling import state
 from mpgrad.pickling.exceptions import item_not_carried, not_carried
-from mpgrad.pickling.state import State
-from mpgrad.pickling.streams import ItemStreams, Root
+from mpgrad.pickling.state import ItemStreams, State
+from mpgrad.pickling.streams import Root
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.wire.messages import Eager, Parts, Structure, owners

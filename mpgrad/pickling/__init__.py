@@ -10,6 +10,6 @@ Imports `wire` and what is below it. Nothing here knows of calls, graphs or work
     classes      classes by value; those of the script are one class on both sides; types of ctypes
     reducers     kinds of objects that pickle refuses: PyTorch's modules, caches of functools
     compiled     what torch.compile made
-    streams      generators of random numbers that a function captures, or that items hold
+    streams      generators of random numbers that a function captures
     exceptions   a task's exception with its traceback; the path to what cannot be carried
 """

@@ -20,7 +20,8 @@ from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, OperationOptions, SharedFunction, pickled_function, requested
 from mpgrad.errors import ONE_CALL, CallNames
-from mpgrad.pickling.streams import ItemStreams, drawn
+from mpgrad.pickling.state import ItemStreams
+from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions
 from mpgrad.torch_state.modes import Modes, current_modes, draw_seed, under_global_hooks, under_hooks
