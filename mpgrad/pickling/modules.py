@@ -9,9 +9,9 @@ is the worker's own import's.
 
 Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Which, nobody
 can read from it. So such a function gets those that its strings mention, and then all names of its
-script, as far as they can be carried and are not large. Its globals know of the others: to look one
-up raises an error that says why, where a plain dictionary would say that there is none, and
-`globals().get("w", 0)` would go on with 0. To go through the values of all names raises it too.
+script, as far as they can be carried and are not large. In the places of the others stand
+objects that raise an error, which says why, whatever is done with them (`NotCarried`): without
+them, `globals().get("w", 0)` would go on with 0.
 
 Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
     import name`); one that is used in any other way, such as given to a function, travels with all
@@ -40,7 +40,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from cloudpickle import list_registry_pickle_by_value
@@ -61,7 +61,8 @@ __all__ = [
     "NAMES_HERE",
     "PLACED",
     "UNASKED_BYTES",
-    "CarriedGlobals",
+    "UNCARRIED",
+    "CarriedMain",
     "GlobalsOf",
     "LeftOf",
     "Live",
@@ -81,7 +82,6 @@ __all__ = [
     "is_users",
     "leads_to_libraries",
     "looks_up",
-    "main_of",
     "make_function",
     "mentioned_in",
     "module_of",
@@ -278,6 +278,7 @@ def libraries(modules: Loaded) -> frozenset[bytes]:
 # --- names that are found at run time
 
 
+UNCARRIED = "_mpgrad_uncarried"  # in the state of a function that looks up names: which did not come along, and why
 UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
 BUILTINS = {"eval", "exec", "globals", "__import__"}
 ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints", "import_module", "getmodule", "resolve_name"}
@@ -401,94 +402,35 @@ def is_library(module: types.ModuleType) -> bool:
 # --- and in the worker
 
 
-class CarriedGlobals(dict[str, Any]):
-    """The globals of functions that look up names: knows of those that did not come along."""
+class NotCarried:
+    """Stands for what a function finds at run time and did not come along: whoever uses it is told why.
 
-    def __init__(self, contents: Mapping[str, Any] | None = None, uncarried: dict[str, str] | None = None) -> None:
-        super().__init__(contents or {})
-        self.uncarried = {} if uncarried is None else uncarried
-        self._builtins: CarriedBuiltins | None = None
+    Only `is` and `type` take it for an object of its own.
+    """
 
-    def builtins(self, contents: Mapping[str, Any]) -> CarriedBuiltins:
-        """For all functions that have these globals, with the builtins of this process."""
-        if self._builtins is None:
-            self._builtins = CarriedBuiltins(contents, self)
-        return self._builtins
-
-    def __reduce__(self) -> Any:
-        return CarriedGlobals, (dict(super().items()), self.uncarried)
-
-    def own(self, name: str, otherwise: Any) -> Any:
-        return super().get(name, otherwise)
-
-    def check(self, name: object) -> None:
-        if name in self.uncarried and not super().__contains__(name):
-            path = f"{self.own('__name__', 'the caller')}.{name}"
-            remedy = "name it in the function that looks it up, or pass it"
-            raise TypeError(f"{path} was not carried to this worker ({self.uncarried[str(name)]}); {remedy}")
-
-    def __missing__(self, name: str) -> Any:
-        self.check(name)
-        raise KeyError(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.check(name)
-        return super().get(name, default)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self.check(name)
-        return super().pop(name, *default)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        self.check(name)
-        return super().setdefault(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.uncarried
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*super().keys(), *(self.uncarried.keys() - super().keys())])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def keys(self) -> Any:
-        return dict.fromkeys(self).keys()
-
-    def values(self) -> Any:
-        return self.copy().values()
-
-    def items(self) -> Any:
-        return self.copy().items()
-
-    def copy(self) -> Any:
-        return {name: self[name] for name in self}
+    def __init__(self, words: str) -> None:
+        object.__setattr__(self, "_words", words)
 
 
-class CarriedBuiltins(dict[str, Any]):
-    """Asked last for a name, also by what `eval` runs, which asks dictionaries without their methods."""
+def refuse(value: Any, *given: Any, **named: Any) -> NoReturn:
+    raise TypeError(object.__getattribute__(value, "_words"))
 
-    def __init__(self, contents: Mapping[str, Any], carried: CarriedGlobals) -> None:
-        super().__init__(contents)
-        self._carried = carried
-        self._import = contents["__import__"]
-        if carried.own("__name__", "") == "__main__":
-            self["__import__"] = self._import_here
 
-    def __missing__(self, name: str) -> Any:
-        self._carried.check(name)
-        raise KeyError(name)
-
-    def _import_here(self, name: str, *others: Any, **more: Any) -> Any:
-        if name == "sys":
-            return CarriedSys(self._carried)
-        return main_of(self._carried) if name == "__main__" else self._import(name, *others, **more)
+# what Python, its types and its operators ask of a value; but it shows itself
+BINARY = "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift"
+ASKED = (
+    *("getattribute", "setattr", "delattr", "dir", "get", "call", "enter", "bool", "hash", "eq", "lt", "le", "gt", "ge"),
+    *("iter", "next", "reversed", "len", "contains", "getitem", "setitem", "delitem", "reduce_ex", "str", "format"),
+    *("int", "float", "complex", "index", "neg", "pos", "abs", "invert", "round"),
+)
+for asked in (*ASKED, *BINARY, *(f"r{each}" for each in BINARY)):
+    setattr(NotCarried, f"__{asked}__", refuse)
 
 
 class CarriedMain(types.ModuleType):
     """The caller's `__main__`: what functions have as their globals, as a module."""
 
-    def __init__(self, contents: CarriedGlobals) -> None:
+    def __init__(self, contents: dict[str, Any]) -> None:
         super().__init__("__main__")
         object.__setattr__(self, "_contents", contents)
 
@@ -507,7 +449,7 @@ class CarriedMain(types.ModuleType):
 class CarriedSys(types.ModuleType):
     """`sys`, whose `modules` have the caller's `__main__`."""
 
-    def __init__(self, contents: CarriedGlobals) -> None:
+    def __init__(self, contents: dict[str, Any]) -> None:
         super().__init__("sys")
         object.__setattr__(self, "_contents", contents)
 
@@ -521,7 +463,7 @@ class CarriedSys(types.ModuleType):
 class SysOf:
     """Stands for one in the caller."""
 
-    def __init__(self, contents: CarriedGlobals) -> None:
+    def __init__(self, contents: dict[str, Any]) -> None:
         self._contents = contents
 
     def __reduce__(self) -> Any:
@@ -531,23 +473,28 @@ class SysOf:
 class Modules(collections.UserDict[str, types.ModuleType]):
     """`sys.modules`, with another `__main__`."""
 
-    def __init__(self, contents: CarriedGlobals) -> None:
+    def __init__(self, contents: dict[str, Any]) -> None:
         self.data = sys.modules
-        self._main = main_of(contents)
+        self._main = CarriedMain(contents)
 
     def __getitem__(self, name: str) -> types.ModuleType:
         return self._main if name == "__main__" else self.data[name]
 
 
-def main_of(contents: CarriedGlobals) -> CarriedMain:
-    found = vars(contents).get("main")
-    if found is None:
-        found = vars(contents)["main"] = CarriedMain(contents)
-    return found
+def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -> None:
+    """Give it the names that came along, and say of the others why they did not."""
+    names, uncarried = state
+    vars(main).update(names)
+    add_uncarried(vars(main), vars(main), uncarried)
 
 
-def fill_main(main: CarriedMain, contents: Mapping[str, Any]) -> None:
-    vars(main).update(contents)
+def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]) -> None:
+    """What stands for the names that did not come along: by themselves, nor with a function that uses them."""
+    for name, reason in uncarried.items():
+        if name not in known and name not in given:
+            path = f"{known.get('__name__', 'the caller')}.{name}"
+            remedy = "name it in the function that looks it up, or pass it"
+            given[name] = NotCarried(f"{path} was not carried to this worker ({reason}); {remedy}")
 
 
 # --- modules that came from the caller
@@ -616,7 +563,7 @@ class Namespaces(Live):
     def __init__(self, placement: Placement | None = None) -> None:
         super().__init__(None if PLACE.in_worker else {}, placement)
         self.modules: dict[str, CarriedModule] = {}
-        self.main: CarriedGlobals | None = None  # of the main script, if its functions look names up
+        self.main: dict[str, Any] | None = None  # the globals of the main script, if its functions look names up
         self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
 
     @functools.cached_property
@@ -632,6 +579,8 @@ class Namespaces(Live):
         level: int = 0,
     ) -> types.ModuleType:
         """What the `import` of a function finds."""
+        if self.main is not None and name in ("__main__", "sys"):
+            return CarriedMain(self.main) if name == "__main__" else CarriedSys(self.main)
         full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules:
@@ -684,8 +633,6 @@ def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any]
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
     found = names.builtins if isinstance(names, Namespaces) else vars(builtins)
-    if isinstance(own_globals, CarriedGlobals):
-        found = own_globals.builtins(found)
     own_globals["__builtins__"] = found
     return types.FunctionType(code, own_globals, *others)
 
@@ -693,11 +640,13 @@ def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any]
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
     """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
     *own_state, names = state
+    uncarried = state[1].pop(UNCARRIED, None)
     if state[1]["__module__"] == "__main__" and isinstance(names, Namespaces):
         names.script[state[1]["__qualname__"]] = made
-        if isinstance(made.__globals__, CarriedGlobals):
+        if uncarried is not None:
             names.main = made.__globals__
         names.script.update({name: each for name, each in state[1]["__globals__"].items() if isinstance(each, BY_NAME)})
+    add_uncarried(state[1]["__globals__"], made.__globals__, uncarried or {})
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
         return
@@ -927,6 +876,8 @@ def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def held_in(value: Any) -> Iterable[Any]:
+    if type(value) is NotCarried:
+        return ()
     if isinstance(value, list | set | dict):
         return [*value, *value.values()] if isinstance(value, dict) else value
     attributes = getattr(value, "__dict__", None)

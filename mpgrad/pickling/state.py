@@ -204,8 +204,6 @@ MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as
 class StatePickler(CallerPickler):
     """Functions and classes of the user's own modules by value, and what their code wants after them."""
 
-    starts_again = False  # the pickle has many parts
-
     def __init__(self, left: dict[Wanted, LeftOf]) -> None:
         self.buffer = io.BytesIO()
         super().__init__(self.buffer)

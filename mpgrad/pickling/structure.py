@@ -32,7 +32,8 @@ from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
     LIVE,
     NAMES_HERE,
-    CarriedGlobals,
+    UNCARRIED,
+    CarriedMain,
     GlobalsOf,
     LeftOf,
     Live,
@@ -48,7 +49,6 @@ from mpgrad.pickling.modules import (
     is_own,
     is_users,
     looks_up,
-    main_of,
     make_function,
     mentioned_in,
     module_of,
@@ -204,14 +204,6 @@ class Bare(NamedTuple):
     tensor: torch.Tensor
 
 
-class LooksUpLateError(Exception):
-    """A function looks up names in globals that are in the pickle already, as those of functions that do not."""
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        super().__init__()
-        self.namespace = namespace
-
-
 def has_own_way(kind: Any) -> bool:
     """Whether its objects are pickled by code of their own, which may leave tensors out and make others in their place."""
     reducer = copyreg.dispatch_table.get(kind)
@@ -245,35 +237,16 @@ class CallerPickler(TensorPickler):
     """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
 
     follows_lookups = True  # gives functions the names that they may find at run time
-    starts_again = True  # where it turns out late that a function does so; else all functions are taken for such
 
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
         """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
         learn()
         self._travel = travel
-        self._buffer = buffer
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[Wanted, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
-
-    def dump(self, value: Any) -> None:
-        start = self._buffer.tell()
-        while True:
-            try:
-                super().dump(value)
-                return
-            except LooksUpLateError as late:
-                self._buffer.seek(start)
-                self._buffer.truncate()
-                self.clear_memo()
-                for each in (self.tensors, self.buffers, self.claims or [], self._number, self.wanted, self._seen):
-                    each.clear()
-                # that of each namespace which is known by now
-                bases: dict[int, dict[str, Any]] = self.globals_ref
-                known = {key: CarriedGlobals() for key, base in bases.items() if type(base) is CarriedGlobals}
-                self.globals_ref = {**known, id(late.namespace): CarriedGlobals()}
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
@@ -305,12 +278,6 @@ class CallerPickler(TensorPickler):
             return self._reduce_main(vars(value))
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 
-    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
-        found = self.follows_lookups and (looks_up(function) or not self.starts_again)
-        if found and stands_alone(function.__globals__):
-            self._carried(function.__globals__)
-        return super()._dynamic_function_reduce(function)
-
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
         return {}
@@ -328,9 +295,10 @@ class CallerPickler(TensorPickler):
             self.wanted[wanted] = None
         if home is not None and looks_up(value):
             self.wanted[Wanted(home, None)] = None
-        if type(own_globals) is CarriedGlobals and looks_up(value):
-            given.update(self._names_of(value.__globals__, mentioned_in(value.__code__), given))
-            if own_globals.own("__name__", "") == "__main__":
+        if self.follows_lookups and stands_alone(value.__globals__) and looks_up(value):
+            found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned_in(value.__code__), given)
+            given.update(found)
+            if own_globals.get("__name__") == "__main__":
                 given.update({name: SysOf(own_globals) for name, each in given.items() if each is sys})
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
@@ -338,21 +306,16 @@ class CallerPickler(TensorPickler):
         here = NamesHere()
         return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
 
-    def _carried(self, namespace: dict[str, Any]) -> CarriedGlobals:
-        """What stands in the pickle for the globals of functions that look up names."""
-        base = self.globals_ref.setdefault(id(namespace), CarriedGlobals())
-        if type(base) is not CarriedGlobals:
-            raise LooksUpLateError(namespace)
-        return base
-
-    def _names_of(self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
+    def _names_of(
+        self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The names that functions of a script may find at run time, beside those `given`; and why others do not come along."""
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
-        found = lookups.names(mentioned, given)
-        self._carried(namespace).uncarried.update(lookups.uncarried)
-        return found
+        return lookups.names(mentioned, given), lookups.uncarried
 
     def _reduce_main(self, namespace: dict[str, Any]) -> Any:
-        return main_of, (self._carried(namespace),), self._names_of(namespace, frozenset(), {}), None, None, fill_main
+        here = self.globals_ref.setdefault(id(namespace), {"__name__": "__main__"})
+        return CarriedMain, (here,), self._names_of(namespace, frozenset(), here), None, None, fill_main
 
 
 class Trial(CallerPickler):
