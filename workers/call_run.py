@@ -14,7 +14,7 @@ import torch
 
 from mpgrad.errors import UncarriedResultError
 from mpgrad.pickling import structure
-from mpgrad.pickling.modules import Live
+from mpgrad.pickling.modules import Namespaces
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.wire.messages import Forward, ForwardCall, Rerun, Structure
@@ -201,7 +201,7 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 
 
 def arguments(
-    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Live
+    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
     shape = structure_of(call, offset)

@@ -57,7 +57,6 @@ __all__ = [
     "ABOUT_ITSELF",
     "AS_IMPORTED",
     "LIBRARIES",
-    "LIVE",
     "NAMES_HERE",
     "PLACED",
     "UNASKED_BYTES",
@@ -65,7 +64,6 @@ __all__ = [
     "CarriedMain",
     "GlobalsOf",
     "LeftOf",
-    "Live",
     "Lookups",
     "Mark",
     "NamesHere",
@@ -380,7 +378,7 @@ class Lookups:
         return {name: contents[name] for name in contents if name in self._carried and name not in given}
 
     def _try(self, name: str, value: Any, limit: int | None) -> None:
-        if limit is not None and isinstance(value, types.ModuleType) and not is_library(value):
+        if limit is not None and isinstance(value, types.ModuleType) and is_own(value.__name__):
             self.uncarried[name] = "it is a module of your own, all of which would travel"
             return
         try:
@@ -393,10 +391,6 @@ class Lookups:
             self._left -= 0 if limit is None else size
             self._carried.add(name)
             self.uncarried.pop(name, None)
-
-
-def is_library(module: types.ModuleType) -> bool:
-    return not is_own(module.__name__)
 
 
 # --- and in the worker
@@ -535,33 +529,13 @@ Mark = str | GlobalsOf | LeftOf  # a string: a module
 # --- and where they arrive
 
 
-class Live:
-    """The modules of this process.
-
-    `classes`: what the process has of the classes that travel by value, where it is the caller's; elsewhere None.
-    """
-
-    modules: Mapping[str, CarriedModule] = {}  # that are not those of this process
-
-    def __init__(self, classes: dict[str, type] | None = None, placement: Placement | None = None) -> None:
-        self.classes = classes
-        self.placement = placement  # where there are functions that the compiler made
-
-    def resolve(self, mark: Mark) -> Any:
-        module = imported(mark if isinstance(mark, str) else mark.module)
-        if isinstance(mark, str):
-            return module
-        return getattr(module, mark.name) if isinstance(mark, LeftOf) else vars(module)
-
-
-LIVE = Live()
-
-
-class Namespaces(Live):
+class Namespaces:
     """The modules of one state, see `mpgrad.pickling.state`."""
 
     def __init__(self, placement: Placement | None = None) -> None:
-        super().__init__(None if PLACE.in_worker else {}, placement)
+        # what the process has of the classes that travel by value, where it is the caller's
+        self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
+        self.placement = placement  # where there are functions that the compiler made
         self.modules: dict[str, CarriedModule] = {}
         self.main: dict[str, Any] | None = None  # the globals of the main script, if its functions look names up
         self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
@@ -599,10 +573,8 @@ class Namespaces(Live):
         PLACED.leave()
 
     def find(self, module: str, path: str) -> Any:
-        found: Any = self.modules[module]
-        for part in path.split("."):
-            found = getattr(found, part)
-        return found
+        """What `pickle` would look for in `sys.modules`."""
+        return operator.attrgetter(path)(self.modules[module]) if module in self.modules else named(module, path)
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
         values, contents = {**names, **set_by_initializer(module, names)}, vars(self.module(module))
@@ -621,27 +593,24 @@ class Namespaces(Live):
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
 
 
-def find_in(names: Live, module: str, path: str) -> Any:
-    """What `pickle` would look for in `sys.modules`."""
-    if isinstance(names, Namespaces) and module in names.modules:
-        return names.find(module, path)
-    return named(module, path)
+def find_in(names: Namespaces, module: str, path: str) -> Any:
+    """Find it as `Namespaces.find` does: a pickle names functions, and no methods."""
+    return names.find(module, path)
 
 
-def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
+def make_function(names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
     """cloudpickle would give it the builtins of this process."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
-    found = names.builtins if isinstance(names, Namespaces) else vars(builtins)
-    own_globals["__builtins__"] = found
+    own_globals["__builtins__"] = names.builtins
     return types.FunctionType(code, own_globals, *others)
 
 
-def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
+def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -> None:
     """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
     *own_state, names = state
     uncarried = state[1].pop(UNCARRIED, None)
-    if state[1]["__module__"] == "__main__" and isinstance(names, Namespaces):
+    if state[1]["__module__"] == "__main__":
         names.script[state[1]["__qualname__"]] = made
         if uncarried is not None:
             names.main = made.__globals__

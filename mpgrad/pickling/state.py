@@ -25,6 +25,7 @@ import itertools
 import operator
 import pathlib
 import re
+import struct
 import sys
 import threading
 import types
@@ -41,7 +42,6 @@ from mpgrad.pickling.modules import (
     ABOUT_ITSELF,
     PLACED,
     LeftOf,
-    Live,
     Namespaces,
     Wanted,
     contents_of,
@@ -54,7 +54,7 @@ from mpgrad.pickling.modules import (
 )
 from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
 from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, plain, reduce_generator
-from mpgrad.pickling.structure import RUNS_CODE, CallerPickler, TensorUnpickler, Trial, loads
+from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
 
@@ -85,14 +85,12 @@ STEADY = (
 
 ABSENT = object()
 MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
-OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-ATTRIBUTES = operator.attrgetter("__dict__")
 
 Content = Sequence[Any]
 Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, so that no other object gets its address
 MOST_STATES = 128  # kept for the next operation
-NUMBER_BYTES = 8
 T = TypeVar("T")
+HEADER = struct.Struct("<QQQ")  # behind it: the number of the state, its tensors, and its bytes
 WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle begins otherwise
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
@@ -112,59 +110,36 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._functions: list[types.FunctionType] = []
-        self._code: list[Any] = []
-        self._bare: list[types.FunctionType | torch.Tensor] = []  # without attributes of their own
-        self._names: list[tuple[dict[str, Any], list[str], list[Any]]] = []
-        self._rest: list[tuple[Callable[[Any], Content], Any, Content]] = []
+        self._contents: list[tuple[Callable[[Any], Content], Any, Content]] = []
         self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
 
     def is_unchanged(self) -> bool:
         """Whether each object that was noted holds what it held then."""
-        if not all(map(operator.is_, self._code, [part for each in self._functions for part in OF_A_FUNCTION(each)])):
-            return False
-        if any(map(ATTRIBUTES, self._bare)):
-            return False
-        for contents, names, values in self._names:
-            if not all(map(operator.is_, [contents.get(name, ABSENT) for name in names], values)):
-                return False
-        for held_by, value, before in self._rest:
+        for held_by, value, before in self._contents:
             now = held_by(value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
         return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
 
-    def names(self, contents: dict[str, Any], names: list[str]) -> None:
-        """Of a module."""
-        self._names.append((contents, names, [contents.get(name, ABSENT) for name in names]))
-
-    def function(self, value: types.FunctionType) -> None:
-        self._functions.append(value)
-        self._code.extend(OF_A_FUNCTION(value))
-        self.attributes(value)
-
-    def attributes(self, value: types.FunctionType | torch.Tensor) -> None:
-        if vars(value):
-            self.content(attributes_of, value)
-        else:
-            self._bare.append(value)
-
     def content(self, held_by: Callable[[Any], Content], value: Any) -> None:
-        self._rest.append((held_by, value, held_by(value)))
+        self._contents.append((held_by, value, held_by(value)))
+
+    def names(self, contents: dict[str, Any], names: Iterable[str]) -> None:
+        """Note what a module has under these names."""
+        self.content(values_of, (contents, tuple(names)))
 
     def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
         self._opaque.append((pickled, value, now))
 
     def mark(self) -> tuple[int, int]:
-        return len(self._rest), len(self._opaque)
+        return len(self._contents), len(self._opaque)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
         """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
-        later = self._rest[mark[0] :]
-        kept = [each for each in later if each[0] is not pairs_of and each[0] is not items_of]
+        kept = [each for each in self._contents[mark[0] :] if each[0] is not pairs_of and each[0] is not items_of]
         if len(kept) > MOST_OBJECTS:
-            kept = [each for each in kept if isinstance(each[1], type)]
-        self._rest[mark[0] :] = kept
+            kept = [each for each in kept if each[0] in OF_CODE]
+        self._contents[mark[0] :] = kept
         del self._opaque[mark[1] :]
 
 
@@ -190,11 +165,23 @@ def attributes_of(value: Any) -> Content:
     return pairs_of(value.__dict__)
 
 
+def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
+    """The values of some names in a dictionary."""
+    contents, chosen = names
+    return [contents.get(name, ABSENT) for name in chosen]
+
+
+def contents_of_function(value: types.FunctionType) -> Content:
+    """Its code, defaults and closure, and its attributes."""
+    return (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__, *attributes_of(value))
+
+
 def contents_of_class(value: type) -> Content:
     """Its bases, and what stands in its body."""
     return (*value.__bases__, *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON])
 
 
+OF_CODE = contents_of_class, contents_of_function, values_of
 MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as it goes along
 
 
@@ -273,7 +260,7 @@ class StatePickler(CallerPickler):
             self.watch.content(pairs_of if kind is dict else items_of, value)
             return None
         if issubclass(kind, torch.Tensor):
-            self.watch.attributes(value)
+            self.watch.content(attributes_of, value)
         return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
@@ -297,10 +284,10 @@ class StatePickler(CallerPickler):
 
     def _noted_function(self, value: types.FunctionType) -> Any:
         reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
-        if reduced is not NotImplemented and reduced[0] is not make_function:  # the compiler made it
-            self.watch.function(value)
-        elif reduced is not NotImplemented:
-            self.watch.function(value)
+        if reduced is NotImplemented:
+            return reduced
+        self.watch.content(contents_of_function, value)
+        if reduced[0] is make_function:  # the compiler did not make it
             given = reduced[2][1]["__globals__"]
             self.watch.names(value.__globals__, list(given))
             self._note_made(reduced, value.__annotations__)
@@ -599,28 +586,22 @@ def dumps_arguments(
 
     What the state `known` has is left to it.
     """
-    pickler = CallerPickler(buffer := io.BytesIO(), claims=[], travel=travel)
+    claims: list[Any] = []
+    return *dumps_whole(value, travel, known, claims), claims
+
+
+def dumps_whole(
+    value: object, travel: Travel = captured, known: State | None = None, claims: list[Any] | None = None
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
+    pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
-    if pickler.wanted and (known is None or not known.covers(pickler.wanted)):
-        pickled, tensors = with_state(pickled, tensors, pickler.wanted)
-    return pickled, tensors, pickler.claims or []
-
-
-def dumps_whole(value: object, travel: Travel = captured) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
-    pickler = CallerPickler(buffer := io.BytesIO(), travel=travel)
-    pickler.dump(value)
-    return with_state(buffer.getvalue(), pickler.taken_out, pickler.wanted)
-
-
-def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wanted]) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes and tensors with those of the state behind what uses it, where it uses any."""
-    state = STATES.of(wanted)
+    state = None if known is not None and known.covers(pickler.wanted) else STATES.of(pickler.wanted)
     if state is None:
         return pickled, tensors
-    pickled += b"" if pickled.endswith(RUNS_CODE) else state.mark
-    header = b"".join(each.to_bytes(NUMBER_BYTES, "little") for each in (state.number, len(tensors), len(state.pickled)))
+    pickled += b"" if pickler.runs_code else state.mark
+    header = HEADER.pack(state.number, len(state.tensors), len(state.pickled))
     return WHOLE + header + state.pickled + pickled, tensors + state.tensors
 
 
@@ -628,40 +609,45 @@ def loads_whole(
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
     claimed: Sequence[Any] = (),
-    names: Live | None = None,
+    names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
     """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then.
 
     `streams`: gets those of the generators that it captures.
     """
-    names = names or Namespaces()
-    if MARK in pickled and names.placement is None:
-        placement = Placement()
-        names = Namespaces(placement)
-        return placement.load(lambda: loads_whole(pickled, tensors, claimed, names, streams))
     if not pickled.startswith(WHOLE):
-        return loads(pickled, tensors, claimed, names, streams)
-    start = len(WHOLE) + 3 * NUMBER_BYTES
-    parts = [pickled[place : place + NUMBER_BYTES] for place in range(len(WHOLE), start, NUMBER_BYTES)]
-    number, own, size = [int.from_bytes(part, "little") for part in parts]
-    names = loaded(number, pickled[start : start + size], tensors[own:], names.placement, streams)
-    return loads(pickled[start + size :], tensors[:own], claimed, names, streams)
+        return loads_with_state(pickled, tensors, 0, b"", 0, claimed, names, streams)[0]
+    number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
+    start = len(WHOLE) + HEADER.size
+    state = pickled[start : start + size]
+    return loads_with_state(pickled[start + size :], tensors, number, state, in_state, claimed, names, streams)[0]
 
 
 def loads_with_state(
-    pickled: bytes, captures: Sequence[torch.Tensor], number: int, state: bytes, tensors: int
+    pickled: bytes,
+    captures: Sequence[torch.Tensor],
+    number: int,
+    state: bytes,
+    tensors: int,
+    claimed: Sequence[Any] = (),
+    names: Namespaces | None = None,
+    streams: Streams | None = None,
 ) -> tuple[Any, Namespaces, Streams]:
     """A function, the modules that it sees, and the generators that it captures.
 
-    Of `captures` the last `tensors` are those of the state `number`, if any.
+    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names` are the modules.
     """
-    placement = Placement() if MARK in pickled or MARK in state else None
-    own, streams = len(captures) - tensors, Streams()
+    own = len(captures) - tensors
+    seen = names or Namespaces()
+    found = Streams() if streams is None else streams
+    placement = Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+    if placement is not None:
+        seen = Namespaces(placement)
 
     def load() -> tuple[Any, Namespaces, Streams]:
-        names = loaded(number, state, captures[own:], placement, streams) if state else Namespaces(placement)
-        return loads(pickled, captures[:own], (), names, streams), names, streams
+        modules = loaded(number, state, captures[own:], seen.placement, found) if state else seen
+        return loads(pickled, captures[:own], claimed, modules, found), modules, found
 
     return load() if placement is None else placement.load(load)
 
@@ -773,12 +759,21 @@ class ItemStreams:
             return True
         if self._items is None:
             return any(each is generator for each in tuple(SHARED))
-        return self._census.is_in_several(generator)
+        return len(self._holders.get(id(generator), (None, ()))[1]) > 1
 
     @functools.cached_property
-    def _census(self) -> Census:
-        assert self._items is not None
-        return Census(self._items)
+    def _holders(self) -> dict[int, tuple[Any, set[int]]]:
+        """Which items have which generators, by the generator's id; these are held, so that no other one gets its id."""
+        found: dict[int, tuple[Any, set[int]]] = {}
+
+        def note(item: int, kind: Kind, generator: Any) -> Any:
+            found.setdefault(id(generator), (generator, set()))[1].add(item)
+            return NotImplemented
+
+        for number, item in enumerate(self._items or ()):
+            with contextlib.suppress(Exception):  # whoever packs the item will find it again, and name the item
+                Trial(io.BytesIO(), claims=[], travel=functools.partial(note, number)).dump(item)
+        return found
 
 
 def root_of(kind: Kind, generator: Any, roots: Roots) -> Any:
@@ -788,22 +783,3 @@ def root_of(kind: Kind, generator: Any, roots: Roots) -> Any:
             roots[id(generator)] = generator, kind.root(generator)
         SHARED.append(generator)
     return roots[id(generator)][1]
-
-
-class Census:
-    """Which items have which generators."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._found: dict[int, tuple[Any, set[int]]] = {}  # held, so that no other one gets its id
-        for number, item in enumerate(items):
-            try:
-                Trial(io.BytesIO(), claims=[], travel=functools.partial(self._note, number)).dump(item)
-            except Exception:  # whoever packs the item will find it again, and name the item
-                continue
-
-    def _note(self, item: int, kind: Kind, generator: Any) -> Any:
-        self._found.setdefault(id(generator), (generator, set()))[1].add(item)
-        return NotImplemented
-
-    def is_in_several(self, generator: Any) -> bool:
-        return len(self._found.get(id(generator), (None, ()))[1]) > 1

@@ -30,13 +30,11 @@ from torch.nn import Module
 from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
-    LIVE,
     NAMES_HERE,
     UNCARRIED,
     CarriedMain,
     GlobalsOf,
     LeftOf,
-    Live,
     Lookups,
     Mark,
     NamesHere,
@@ -102,7 +100,7 @@ def loads(
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
     claimed: Sequence[Any] = (),
-    names: Live = LIVE,
+    names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
     """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
@@ -400,11 +398,15 @@ class TensorUnpickler(ClassUnpickler):
         buffer: io.BytesIO,
         tensors: Sequence[torch.Tensor],
         claimed: Sequence[Any],
-        names: Live,
+        names: Namespaces | None,
         streams: Streams | None = None,
     ) -> None:
         # `cpu`, where `device=` has moved all that a call was given
-        super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)
+        super().__init__(
+            buffer,
+            buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)),
+            copies=None if names is None else names.classes,
+        )
         self._tensors = tensors
         self._claimed = claimed
         self._names = names
@@ -417,11 +419,13 @@ class TensorUnpickler(ClassUnpickler):
             return mark.again()
         if mark == STREAMS_HERE:
             return self._streams
+        assert self._names is not None  # who takes out names loads with them
         return self._names if mark == NAMES_HERE else self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == SETS_CLASS and self._names.placement is not None:
-            return functools.partial(self._names.placement.set_class, super().find_class(module, name))
-        if isinstance(self._names, Namespaces) and module in self._names.modules:
+        if self._names is not None and module in self._names.modules:
             return self._names.find(module, name)
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if (module, name) == SETS_CLASS and self._names is not None and self._names.placement is not None:
+            return functools.partial(self._names.placement.set_class, found)
+        return found
