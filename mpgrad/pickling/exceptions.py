@@ -35,8 +35,8 @@ from mpgrad.errors import (
 )
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import uses_in
-from mpgrad.pickling.reducers import PROXIES, REGISTER, attributes_of_cache, entries_with_tensors
-from mpgrad.pickling.structure import Deferred, TensorPickler
+from mpgrad.pickling.reducers import REGISTER, attributes_of_cache, entries_with_tensors
+from mpgrad.pickling.structure import Trial
 
 __all__ = [
     "ExceptionPickler",
@@ -190,17 +190,6 @@ def item_not_carried(error: Exception, index: int, args: Sequence[object], kwarg
     named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
     value = args[0] if len(args) == 1 and not kwargs else named
     not_carried(error, f"item {index}", value, may_wait=True)
-
-
-class Trial(TensorPickler):
-    """Pickles to see whether that works; of futures nothing is asked."""
-
-    def persistent_id(self, value: object) -> Any:
-        if type(value) in PROXIES:
-            return super().persistent_id(value)
-        if isinstance(value, Deferred) and self.claims is not None:
-            return 0
-        return super().persistent_id(value)
 
 
 def fails(may_wait: bool, value: object) -> bool:

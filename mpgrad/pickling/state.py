@@ -67,7 +67,6 @@ __all__ = [
     "dumps_whole",
     "loads_whole",
     "loads_with_state",
-    "namespaces_of",
 ]
 
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
@@ -84,6 +83,7 @@ STEADY = (
 )  # never written to; or they show what they hold as they are pickled
 
 ABSENT = object()
+OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 
 Content = Sequence[Any]
@@ -173,7 +173,8 @@ def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
 
 def contents_of_function(value: types.FunctionType) -> Content:
     """Its code, defaults and closure, and its attributes."""
-    return (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__, *attributes_of(value))
+    parts = OF_A_FUNCTION(value)
+    return (*parts, *attributes_of(value)) if vars(value) else parts
 
 
 def contents_of_class(value: type) -> Content:
@@ -660,35 +661,24 @@ def loaded(
     streams: Streams | None = None,
 ) -> Namespaces:
     """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
-    if tensors or placement is not None:
-        LAST[0] = 0
-        return namespaces_of(pickled, tensors, placement, streams)
-    found = LOADED.get(number)
-    if found is None:
-        found = namespaces_of(pickled, ())
-    elif number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS):
-        # states share classes: the one that was loaded since has set their attributes
-        namespaces_of(pickled, ())
-    LAST[0] = number
-    LOADED.put(number, found)
-    return found
-
-
-def namespaces_of(
-    pickled: bytes,
-    tensors: Sequence[torch.Tensor],
-    placement: Placement | None = None,
-    streams: Streams | None = None,
-) -> Namespaces:
-    """The modules as a state has them."""
-    found = Namespaces(placement)
-    stream = io.BytesIO(pickled)
-    unpickler = TensorUnpickler(stream, tensors, (), found, streams)
-    with PLACED.taken_back():  # for what is this process's own
-        own_imports(unpickler.load())
-        while stream.tell() < len(pickled):
-            module, name, value = unpickler.load()
-            found.put(module, {name: value})
+    is_kept = not tensors and placement is None
+    found = LOADED.get(number) if is_kept else None
+    # states share classes: the one that was loaded since has set their attributes
+    has_old_classes = number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS)
+    LAST[0] = 0
+    if found is None or has_old_classes:
+        again = Namespaces(placement)
+        stream = io.BytesIO(pickled)
+        unpickler = TensorUnpickler(stream, tensors, (), again, streams)
+        with PLACED.taken_back():  # for what is this process's own
+            own_imports(unpickler.load())
+            while stream.tell() < len(pickled):
+                module, name, value = unpickler.load()
+                again.put(module, {name: value})
+        found = found or again
+    if is_kept:
+        LAST[0] = number
+        LOADED.put(number, found)
     return found
 
 

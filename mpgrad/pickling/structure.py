@@ -317,10 +317,12 @@ class CallerPickler(TensorPickler):
 
 
 class Trial(CallerPickler):
-    """To see what is in a value: claims no futures, and takes nothing out."""
+    """To see what is in a value, and whether it can be carried; of futures, where there may be `claims`, nothing is asked."""
 
     def persistent_id(self, value: Any) -> Any:
-        return 0 if isinstance(value, torch.Tensor | Deferred) else super().persistent_id(value)
+        if self.claims is not None and type(value) not in PROXIES and isinstance(value, Deferred):
+            return 0
+        return super().persistent_id(value)
 
 
 class Alone(CallerPickler):
