@@ -71,6 +71,7 @@ __all__ = [
     "SysOf",
     "Uses",
     "Wanted",
+    "at_path",
     "attribute_here",
     "contents_of",
     "fill_main",
@@ -164,10 +165,16 @@ def name_of(value: Any) -> Wanted | None:
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
         return None
-    found: Any = sys.modules[module]
+    if at_path(sys.modules[module], path) is not value:
+        return None
+    return Wanted(module, path.partition(".")[0])
+
+
+def at_path(found: Any, path: str) -> Any:
+    """What a module has under a dotted path; None where it has nothing."""
     for part in path.split("."):
         found = getattr(found, part, None)
-    return Wanted(module, path.partition(".")[0]) if found is value else None
+    return found
 
 
 class Wanted(NamedTuple):
@@ -276,7 +283,8 @@ def libraries(modules: Loaded) -> frozenset[bytes]:
 # --- names that are found at run time
 
 
-UNCARRIED = "_mpgrad_uncarried"  # in the state of a function that looks up names: which did not come along, and why
+# in the state of a function that looks up names: which did not come along, and why
+UNCARRIED = "_mpgrad_uncarried"
 UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
 BUILTINS = {"eval", "exec", "globals", "__import__"}
 ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints", "import_module", "getmodule", "resolve_name"}
@@ -397,9 +405,9 @@ class Lookups:
 
 
 class NotCarried:
-    """Stands for what a function finds at run time and did not come along: whoever uses it is told why.
+    """Stands for a name that a function finds at run time, and whose value did not come along.
 
-    Only `is` and `type` take it for an object of its own.
+    Whoever uses it is told why. Only `is` and `type` take it for an object of its own.
     """
 
     def __init__(self, words: str) -> None:
@@ -411,10 +419,14 @@ def refuse(value: Any, *given: Any, **named: Any) -> NoReturn:
 
 
 # what Python, its types and its operators ask of a value; but it shows itself
-BINARY = "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift"
+BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
 ASKED = (
-    *("getattribute", "setattr", "delattr", "dir", "get", "call", "enter", "bool", "hash", "eq", "lt", "le", "gt", "ge"),
-    *("iter", "next", "reversed", "len", "contains", "getitem", "setitem", "delitem", "reduce_ex", "str", "format"),
+    *("getattribute", "setattr", "delattr", "dir", "get", "call", "enter", "bool", "hash"),
+    *("eq", "lt", "le", "gt", "ge", "reduce_ex", "str", "format", "iter", "next", "reversed"),
+    *("len", "contains", "getitem", "setitem", "delitem"),
     *("int", "float", "complex", "index", "neg", "pos", "abs", "invert", "round"),
 )
 for asked in (*ASKED, *BINARY, *(f"r{each}" for each in BINARY)):
@@ -483,7 +495,7 @@ def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -
 
 
 def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]) -> None:
-    """What stands for the names that did not come along: by themselves, nor with a function that uses them."""
+    """Add what stands for names that came neither by themselves nor with a function that uses them."""
     for name, reason in uncarried.items():
         if name not in known and name not in given:
             path = f"{known.get('__name__', 'the caller')}.{name}"
@@ -537,7 +549,8 @@ class Namespaces:
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
         self.placement = placement  # where there are functions that the compiler made
         self.modules: dict[str, CarriedModule] = {}
-        self.main: dict[str, Any] | None = None  # the globals of the main script, if its functions look names up
+        # the globals of the main script, if its functions look names up
+        self.main: dict[str, Any] | None = None
         self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
 
     @functools.cached_property
@@ -574,7 +587,8 @@ class Namespaces:
 
     def find(self, module: str, path: str) -> Any:
         """What `pickle` would look for in `sys.modules`."""
-        return operator.attrgetter(path)(self.modules[module]) if module in self.modules else named(module, path)
+        found = self.modules.get(module) or imported(module)
+        return operator.attrgetter(path)(found)
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
         values, contents = {**names, **set_by_initializer(module, names)}, vars(self.module(module))
@@ -632,15 +646,9 @@ BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper  # pickle takes
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
     """A function on its way back to the caller, who has it; None for one that is not of a module that came from there."""
     module = value.__globals__.get(CARRIED)
-    return (named, (module.__name__, value.__qualname__)) if module is not None and stands_in(module, value) else None
-
-
-def stands_in(module: types.ModuleType, value: Any) -> bool:
-    """Whether it is what stands in the module under its own name."""
-    found: Any = module
-    for part in value.__qualname__.split("."):
-        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    return found is value
+    if module is None or at_path(module, value.__qualname__) is not value:
+        return None
+    return named, (module.__name__, value.__qualname__)
 
 
 def named(module: str, path: str) -> Any:
@@ -903,7 +911,6 @@ def attribute_here(module: str, path: str) -> Any:
 def own_imports(names: Iterable[str]) -> None:
     """For what modules do when they are imported, such as to register something; functions that need none of it go without."""
     for name in names:
-        try:
+        # the error is kept, and raised as soon as something of the import is wanted
+        with contextlib.suppress(ImportError):
             own_import(name)
-        except ImportError:
-            continue  # it is kept, and raised as soon as something of the import is wanted

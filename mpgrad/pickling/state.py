@@ -31,7 +31,7 @@ import threading
 import types
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
@@ -136,7 +136,7 @@ class Watch:
 
     def forget_since(self, mark: tuple[int, int]) -> None:
         """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
-        kept = [each for each in self._contents[mark[0] :] if each[0] is not pairs_of and each[0] is not items_of]
+        kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
         if len(kept) > MOST_OBJECTS:
             kept = [each for each in kept if each[0] in OF_CODE]
         self._contents[mark[0] :] = kept
@@ -470,20 +470,14 @@ class State:
         return self._watch.is_unchanged()
 
 
-class Recent(Generic[T]):
+class Recent(collections.OrderedDict[Hashable, T]):
     """The values that were put here last. Two of these that see the same keys in the same order keep the same ones."""
 
-    def __init__(self) -> None:
-        self._kept: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
-
-    def get(self, key: Hashable) -> T | None:
-        return self._kept.get(key)
-
     def put(self, key: Hashable, value: T) -> None:
-        self._kept[key] = value
-        self._kept.move_to_end(key)
-        if len(self._kept) > MOST_STATES:
-            self._kept.popitem(last=False)
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > MOST_STATES:
+            self.popitem(last=False)
 
 
 class States:
@@ -598,7 +592,9 @@ def dumps_whole(
     pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
-    state = None if known is not None and known.covers(pickler.wanted) else STATES.of(pickler.wanted)
+    if known is not None and known.covers(pickler.wanted):
+        return pickled, tensors
+    state = STATES.of(pickler.wanted)
     if state is None:
         return pickled, tensors
     pickled += b"" if pickler.runs_code else state.mark
@@ -753,7 +749,7 @@ class ItemStreams:
 
     @functools.cached_property
     def _holders(self) -> dict[int, tuple[Any, set[int]]]:
-        """Which items have which generators, by the generator's id; these are held, so that no other one gets its id."""
+        """Which items have which generators, by id; held, so that no other one gets the id."""
         found: dict[int, tuple[Any, set[int]]] = {}
 
         def note(item: int, kind: Kind, generator: Any) -> Any:
@@ -761,7 +757,8 @@ class ItemStreams:
             return NotImplemented
 
         for number, item in enumerate(self._items or ()):
-            with contextlib.suppress(Exception):  # whoever packs the item will find it again, and name the item
+            # whoever packs an item that fails will find it again, and name the item
+            with contextlib.suppress(Exception):
                 Trial(io.BytesIO(), claims=[], travel=functools.partial(note, number)).dump(item)
         return found
 

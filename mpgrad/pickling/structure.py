@@ -294,7 +294,8 @@ class CallerPickler(TensorPickler):
         if home is not None and looks_up(value):
             self.wanted[Wanted(home, None)] = None
         if self.follows_lookups and stands_alone(value.__globals__) and looks_up(value):
-            found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned_in(value.__code__), given)
+            mentioned = mentioned_in(value.__code__)
+            found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned, given)
             given.update(found)
             if own_globals.get("__name__") == "__main__":
                 given.update({name: SysOf(own_globals) for name, each in given.items() if each is sys})
@@ -307,17 +308,18 @@ class CallerPickler(TensorPickler):
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The names that functions of a script may find at run time, beside those `given`; and why others do not come along."""
+        """What functions of a script may find at run time, beside the `given`; why the rest stays."""
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
         return lookups.names(mentioned, given), lookups.uncarried
 
     def _reduce_main(self, namespace: dict[str, Any]) -> Any:
         here = self.globals_ref.setdefault(id(namespace), {"__name__": "__main__"})
-        return CarriedMain, (here,), self._names_of(namespace, frozenset(), here), None, None, fill_main
+        state = self._names_of(namespace, frozenset(), here)
+        return CarriedMain, (here,), state, None, None, fill_main
 
 
 class Trial(CallerPickler):
-    """To see what is in a value, and whether it can be carried; of futures, where there may be `claims`, nothing is asked."""
+    """Shows what is in a value, and whether it can be carried; asks nothing of futures."""
 
     def persistent_id(self, value: Any) -> Any:
         if self.claims is not None and type(value) not in PROXIES and isinstance(value, Deferred):
