@@ -26,8 +26,8 @@ import torch
 
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.exceptions import find
-from mpgrad.pickling.modules import is_of_libraries, leads_to_libraries
-from mpgrad.pickling.structure import RUNS_CODE, has_own_way
+from mpgrad.pickling.modules import is_of_libraries
+from mpgrad.pickling.structure import RUNS_CODE, has_own_way, leads_to_libraries
 from mpgrad.torch_state.leaves import all_leaves, graph_behind, held_leaves, leading_to
 from mpgrad.torch_state.private import is_held
 from mpgrad.workers.graph_edges import ENTRY_NODE

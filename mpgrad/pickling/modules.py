@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ABOUT_ITSELF",
     "AS_IMPORTED",
+    "KNOWN",
     "LIBRARIES",
     "NAMES_HERE",
     "PLACED",
@@ -79,7 +80,6 @@ __all__ = [
     "is_of_libraries",
     "is_own",
     "is_users",
-    "leads_to_libraries",
     "looks_up",
     "make_function",
     "mentioned_in",
@@ -101,8 +101,6 @@ __all__ = [
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
 KNOWN = LIBRARIES | sys.stdlib_module_names  # packages whose code does as we know, and keeps nothing of the user's
-MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
-NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
 
@@ -253,31 +251,6 @@ def contents_of(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
         return []
-
-
-def leads_to_libraries(pickled: bytes) -> bool:
-    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
-    return len(pickled) > MOST_READ or names_library(pickled, loaded())
-
-
-Loaded = tuple[int, str, frozenset[str]]
-
-
-def loaded() -> Loaded:
-    """Another one when something has been imported, or packages that travel by value are others."""
-    return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
-
-
-@functools.lru_cache(maxsize=64)  # a function is mapped again and again
-def names_library(pickled: bytes, modules: Loaded) -> bool:
-    return not libraries(modules).isdisjoint(NAMES.findall(pickled))
-
-
-@functools.lru_cache(maxsize=1)
-def libraries(modules: Loaded) -> frozenset[bytes]:
-    """Of those `loaded`."""
-    roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
-    return frozenset(root.encode() for root in roots if not is_own(root))
 
 
 # --- names that are found at run time

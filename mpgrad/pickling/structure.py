@@ -17,12 +17,14 @@ import copyreg
 import functools
 import io
 import pickle
+import re
 import sys
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 from cloudpickle.cloudpickle import _make_function as make_dynamic
 from torch.nn import Module
@@ -30,6 +32,7 @@ from torch.nn import Module
 from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
+    KNOWN,
     NAMES_HERE,
     UNCARRIED,
     CarriedMain,
@@ -71,6 +74,7 @@ __all__ = [
     "Trial",
     "dumps",
     "has_own_way",
+    "leads_to_libraries",
     "loads",
     "loads_result",
 ]
@@ -433,3 +437,34 @@ class TensorUnpickler(ClassUnpickler):
         if (module, name) == SETS_CLASS and self._names is not None and self._names.placement is not None:
             return functools.partial(self._names.placement.set_class, found)
         return found
+
+
+# --- whether a pickle leads to installed packages
+
+MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
+NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
+
+
+def leads_to_libraries(pickled: bytes) -> bool:
+    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
+    return len(pickled) > MOST_READ or names_library(pickled, loaded())
+
+
+Loaded = tuple[int, str, frozenset[str]]
+
+
+def loaded() -> Loaded:
+    """Another one when something has been imported, or packages that travel by value are others."""
+    return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
+
+
+@functools.lru_cache(maxsize=64)  # a function is mapped again and again
+def names_library(pickled: bytes, modules: Loaded) -> bool:
+    return not libraries(modules).isdisjoint(NAMES.findall(pickled))
+
+
+@functools.lru_cache(maxsize=1)
+def libraries(modules: Loaded) -> frozenset[bytes]:
+    """Of those `loaded`."""
+    roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
+    return frozenset(root.encode() for root in roots if not is_own(root))
