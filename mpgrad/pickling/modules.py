@@ -57,7 +57,6 @@ __all__ = [
     "ABOUT_ITSELF",
     "AS_IMPORTED",
     "KNOWN",
-    "LIBRARIES",
     "NAMES_HERE",
     "PLACED",
     "UNASKED_BYTES",
@@ -359,7 +358,8 @@ class Lookups:
         return {name: contents[name] for name in contents if name in self._carried and name not in given}
 
     def _try(self, name: str, value: Any, limit: int | None) -> None:
-        if limit is not None and isinstance(value, types.ModuleType) and is_own(value.__name__):
+        is_module = issubclass(type(value), types.ModuleType)
+        if limit is not None and is_module and is_own(value.__name__):
             self.uncarried[name] = "it is a module of your own, all of which would travel"
             return
         try:

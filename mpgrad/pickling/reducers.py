@@ -58,7 +58,6 @@ __all__ = [
     "itself",
     "reduce_by_value",
     "reduce_module",
-    "reduce_script_function",
     "reduce_subclass",
     "referent",
     "weakly",

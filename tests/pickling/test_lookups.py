@@ -252,6 +252,26 @@ def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
         pool2.map(main.evaluate, [0])
 
 
+def test_a_task_that_maps_such_a_function(pool2: mpgrad.Pool, main: Any) -> None:
+    """What did not come to it does not go further, and is refused by the same words there."""
+    del main.mentions_large
+    exec("import mpgrad\ndef inner(x): return of_get(x) + 0 * eval('w')", vars(main))
+    exec("def refused(x): return globals()[''.join(['lar', 'ge'])]", vars(main))
+    exec(NESTED, vars(main))
+    assert pool2.map(main.maps_inner, [torch.tensor(3.0)]) == [6]
+    with pytest.raises(TypeError, match=r"__main__\.large was not carried to this worker"):
+        pool2.map(main.maps_refused, [0])
+
+
+NESTED = """
+def mapped(function, x):
+    with mpgrad.Pool(1, engine="inline") as pool:
+        return pool.map(function, [x])[0]
+def maps_inner(x): return mapped(inner, x)
+def maps_refused(x): return mapped(refused, x)
+"""
+
+
 def test_code_made_by_exec(pool: mpgrad.Pool) -> None:
     """It has globals that are no module's."""
     names: dict[str, Any] = {"w": torch.tensor(2.0, requires_grad=True)}
