@@ -30,7 +30,7 @@ from mpgrad.calls.operations import Operation
 from mpgrad.calls.results import AsyncResult
 from mpgrad.engines.kinds import traits_of
 from mpgrad.environment import PLACE
-from mpgrad.pickling.item_streams import ItemStreams
+from mpgrad.pickling.state import ItemStreams
 from mpgrad.pool import Pool
 from mpgrad.submission.options import CallOptions
 from mpgrad.submission.starting import Source

@@ -19,10 +19,9 @@ from mpgrad.autograd.call_node import strays_behind
 from mpgrad.autograd.gates import ROOT, ROOT_EDGE
 from mpgrad.errors import LostGradientError
 from mpgrad.pickling import structure
-from mpgrad.pickling.item_streams import ItemStreams
-from mpgrad.pickling.state import dumps_whole
+from mpgrad.pickling.exceptions import item_not_carried
+from mpgrad.pickling.state import ItemStreams, dumps_whole
 from mpgrad.pickling.streams import drawn
-from mpgrad.pickling.uncarried import item_not_carried
 from mpgrad.tasks.transform_programs import Batched, Direct, Jvp, Program, Runner, Vjp
 from mpgrad.torch_state.modes import Modes, current_modes
 from mpgrad.torch_state.private import (

@@ -33,12 +33,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpgrad.errors import contextmanager
-from mpgrad.pickling.modules import PLACED, Namespaces
+from mpgrad.pickling.exceptions import find
+from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
-from mpgrad.pickling.structure import RUNS_CODE, has_own_way
-from mpgrad.pickling.uncarried import find
-from mpgrad.pickling.uses import is_of_libraries, leads_to_libraries
+from mpgrad.pickling.structure import RUNS_CODE, has_own_way, leads_to_libraries
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
 from mpgrad.wire.messages import Define, Failure, Forget

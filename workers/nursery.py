@@ -46,7 +46,7 @@ def main(descriptor: int) -> None:
     import multiprocessing.resource_tracker
     import multiprocessing.shared_memory  # noqa: F401
 
-    from mpgrad.pickling.uses import installed
+    from mpgrad.pickling.modules import installed
 
     installed()
     gc.freeze()  # a worker's collector then leaves the inherited objects, and so their shared pages, alone

@@ -37,7 +37,7 @@ from mpgrad.environment import FOLLOWER
 from mpgrad.errors import SharedMemoryError, UncarriedResultError
 from mpgrad.memory.arena import Arena
 from mpgrad.pickling import classes, structure
-from mpgrad.pickling.modules import Live
+from mpgrad.pickling.modules import Namespaces
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
 from mpgrad.torch_state.modes import under
@@ -317,7 +317,7 @@ def structure_of(call: ForwardCall, offset: int) -> Structure:
 
 
 def arguments(
-    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Live
+    call: ForwardCall, offset: int, tensors: list[torch.Tensor], modules: Namespaces
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
     shape = structure_of(call, offset)
@@ -369,7 +369,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         try:
             shape, tensors = structure.dumps(value)
         except Exception as error:
-            from mpgrad.pickling.uncarried import why_not  # only an error needs it
+            from mpgrad.pickling.exceptions import why_not  # only an error needs it
 
             raise UncarriedResultError(why_not(error, "the result", value), repr(error), described(value)) from error
     try:

@@ -37,7 +37,7 @@ from mpgrad.errors import ancestor_failed, contextmanager
 from mpgrad.memory.arena import Borrowed, Slot
 from mpgrad.pickling import structure
 from mpgrad.pickling.exceptions import one_more
-from mpgrad.pickling.item_streams import ItemStreams
+from mpgrad.pickling.state import ItemStreams
 from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.messages import Result, Warned, owners, split

@@ -25,10 +25,9 @@ from mpgrad.errors import CallNames
 from mpgrad.memory.accelerator import INSTALLED, device_code, name_of
 from mpgrad.memory.arena import Borrowed
 from mpgrad.pickling import state
-from mpgrad.pickling.item_streams import ItemStreams
-from mpgrad.pickling.state import State
+from mpgrad.pickling.exceptions import item_not_carried, not_carried
+from mpgrad.pickling.state import ItemStreams, State
 from mpgrad.pickling.streams import Root
-from mpgrad.pickling.uncarried import item_not_carried, not_carried
 from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import dual_level_is_active, outside_transforms, transforms_are_active
 from mpgrad.wire.messages import Eager, Parts, Structure, owners

@@ -43,8 +43,7 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname as importable_as
 from cloudpickle.cloudpickle import _make_skeleton_class as make_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
 
-from mpgrad.pickling.modules import AS_IMPORTED, PLACED, attribute_here, own_import, pickle_finds
-from mpgrad.pickling.uses import is_own, name_of
+from mpgrad.pickling.modules import AS_IMPORTED, PLACED, at_path, attribute_here, is_own, name_of, own_import, pickle_finds
 
 __all__ = [
     "SETS_CLASS",
@@ -149,8 +148,7 @@ def made_like_own(module: str, path: str, tracker_id: str, make: Callable[..., t
     found: Any = sys.modules.get(module)
     with contextlib.suppress(ImportError):  # then there is none
         found = own_import(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
+    found = at_path(found, path)
     is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
     if isinstance(found, type) and is_free and is_alike(found, make, arguments):
         AS_IMPORTED[found] = dict(vars(found))

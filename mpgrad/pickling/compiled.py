@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mpgrad.pickling import classes
+from mpgrad.pickling.modules import uses_in
 from mpgrad.torch_state.private import (
     before_compiler,
     compile_in_place,
@@ -134,7 +135,7 @@ class Placement:
         """Set it by `set_function`; notes what has to be put in place when the function runs."""
         namespace, values = self._values.setdefault(id(function.__globals__), (function.__globals__, {}))
         values.update(state[1]["__globals__"])
-        if "__name__" in names_in(function.__code__):  # of which classes that are made in it are said to be
+        if "__name__" in uses_in(function.__code__).names:  # of which classes that are made in it are said to be
             values["__name__"] = namespace["__name__"] = state[1].get("__module__")
         set_function(function, state)
 
@@ -149,11 +150,6 @@ class Placement:
             ROOMS.classes.clear()
         ROOMS.classes[made] = None
         set_class(made, state)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The globals and attributes that it names, and the functions defined in it."""
-    return {*code.co_names}.union(*(names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 # --- what stands in a pickle for what the compiler made

@@ -1,20 +1,52 @@
-"""How an exception of a task comes to the caller: its type, what it holds, its traceback as text."""
+"""Errors: how a task's exception comes to the caller, and where in a value that stands which cannot be pickled.
+
+pickle says "cannot pickle '_io.TextIOWrapper' object", and not who holds it. So the value is searched once more after the
+failure: of what an object is made of, one part fails by itself, and of that one part of it, down to what has no such part.
+
+Guarantees: the search costs nothing where nothing fails; where much has to be tried (`SECONDS`), or an object's own code fails
+    when it is asked, the path ends early. The error stays the first one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import io
 import logging
+import pickle
+import reprlib
+import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from mpgrad.errors import InternalError, RemoteError, RemoteTraceback, add_note, error_in_words, read, write
+from mpgrad.errors import (
+    InternalError,
+    RemoteError,
+    RemoteTraceback,
+    UnsupportedTorchError,
+    add_note,
+    error_in_words,
+    read,
+    write,
+)
 from mpgrad.pickling import classes
+from mpgrad.pickling.modules import uses_in
+from mpgrad.pickling.reducers import REGISTER, attributes_of_cache, entries_with_tensors
+from mpgrad.pickling.structure import Trial
 
-__all__ = ["ExceptionPickler", "carried", "raised_again"]
+__all__ = [
+    "ExceptionPickler",
+    "carried",
+    "find",
+    "item_not_carried",
+    "not_carried",
+    "raised_again",
+    "why_not",
+]
 
 log = logging.getLogger("mpgrad")
 
@@ -121,3 +153,193 @@ def raised_again(pickled: bytes, traceback: str, phase: str, call: str, worker: 
     write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
     return error  # type: ignore[no-any-return]
+
+
+# --- the path to what cannot be carried, and the remedy
+
+
+SECONDS = 5.0
+
+
+def not_carried(error: Exception, subject: str, value: object, may_wait: bool = False) -> NoReturn:
+    """Raise the `error` with which `value`, the `subject` (say "item 3"), could not be pickled: same type, named subject.
+
+    What an object's own code raised stays the object that it is, and the subject is a note. `may_wait`: futures may be in it.
+    """
+    if isinstance(error, UnsupportedTorchError):
+        raise error
+    if type(error) in (TypeError, pickle.PicklingError):
+        raise type(error)(why_not(error, subject, value, may_wait)) from error
+    if isinstance(error, StopIteration):  # the loop that takes items from their source would take it for its end
+        raise pickle.PicklingError(why_not(error, subject, value, may_wait, repr(error))) from error
+    add_note(error, why_not(error, subject, value, may_wait, ""))
+    raise error
+
+
+def why_not(error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None) -> str:
+    """By which path the culprit is reached, and what to do. `words`: the error's."""
+    words = str(error) if words is None else words
+    path, culprit = find(value, functools.partial(fails, may_wait))
+    remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
+    colon, where = ": " if words else "", f" ({path})" if path else ""
+    return f"{subject} cannot be carried to or from a worker{colon}{words}{where}{'; ' if remedy else ''}{remedy}"
+
+
+def item_not_carried(error: Exception, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> NoReturn:
+    """Raise what `not_carried` says of an item."""
+    named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
+    value = args[0] if len(args) == 1 and not kwargs else named
+    not_carried(error, f"item {index}", value, may_wait=True)
+
+
+def fails(may_wait: bool, value: object) -> bool:
+    """Whether `value` cannot be pickled."""
+    try:
+        Trial(io.BytesIO(), [] if may_wait else None).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+class Found(NamedTuple):
+    path: str  # from the value that was to be carried; "" where it is that itself
+    culprit: object
+
+
+class Part(NamedTuple):
+    name: str
+    value: object
+
+
+def find(value: object, fails: Callable[[object], bool]) -> Found:
+    """The innermost part of `value` that cannot be carried, whose own parts all can; `fails` tries one."""
+    deadline = time.monotonic() + SECONDS
+    path, seen = "", {id(value)}
+    while True:
+        tried = () if remedy_for(value) else parts(value)
+        inner = None
+        with contextlib.suppress(Exception):  # of the user's objects, and another one is about to be raised
+            inner = next((part for part in tried if is_culprit(part.value, seen, fails, deadline)), None)
+        if inner is None:
+            return Found(path, value)
+        seen.add(id(inner.value))
+        if isinstance(value, types.FunctionType):
+            path += (", " if path else "") + f"{value.__name__}'s {inner.name}"
+        else:
+            path += inner.name if path else inner.name.removeprefix(".")
+        value = inner.value
+
+
+def is_culprit(part: object, seen: set[int], fails: Callable[[object], bool], deadline: float) -> bool:
+    """Whether it is worth looking into: not seen yet, in time, and it fails too."""
+    return id(part) not in seen and time.monotonic() < deadline and fails(part)
+
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 60
+shown = SHORT.repr  # also of what fails to show itself
+
+
+def parts(value: object) -> Iterator[Part]:
+    """What pickle would carry along with `value`, by the names that somebody would write who looks for it."""
+    if isinstance(value, types.FunctionType):
+        yield from parts_of_function(value)
+    elif isinstance(value, torch.Tensor):
+        yield from (Part(f".{name}", each) for name, each in value.__dict__.items())
+    elif isinstance(value, types.MethodType):
+        yield Part("", value.__self__)
+        yield Part(".__func__", value.__func__)
+    elif isinstance(value, functools.partial):
+        yield Part(".func", value.func)
+        yield from (Part(f".args[{number}]", each) for number, each in enumerate(value.args))
+        yield from (Part(f".keywords[{shown(name)}]", each) for name, each in value.keywords.items())
+    elif isinstance(value, Mapping):
+        yield from (Part(f"[{shown(key)}]", each) for key, each in list(value.items()))
+        yield from (Part(f" (the key {shown(key)})", key) for key in list(value))
+        yield from parts_of_state(value)
+    elif isinstance(value, (list, tuple)):
+        yield from (Part(f"[{number}]", each) for number, each in enumerate(value))
+        yield from parts_of_state(value)
+    elif isinstance(value, (set, frozenset)):
+        yield from (Part(f" (its member {shown(each)})", each) for each in list(value))
+    elif isinstance(value, type):
+        yield from (Part(f".{name}", each) for name, each in list(vars(value).items()))
+        yield from (Part(f" (its base {each.__name__})", each) for each in value.__bases__)
+    elif isinstance(value, property):
+        yield from (Part(f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel"))
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield Part("", value.__wrapped__)
+        yield from (Part(f".{name}", each) for name, each in attributes_of_cache(value).items())
+        for entry in entries_with_tensors(value):
+            yield Part(f" (what its cache has for {shown(entry.key)})", entry.result)
+            yield Part(f" (the key {shown(entry.key)} of its cache)", entry.key)
+    elif (cached := getattr(value, "__wrapped__", None)) is not None:
+        yield Part("", cached)
+    else:
+        yield from parts_of_state(value)
+        yield Part(" (its class)", type(value))
+
+
+def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
+    """All that its pickle has of it, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield Part(f"closure: {name}", cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    for name in sorted(uses_in(function.__code__).names & function.__globals__.keys()):
+        yield Part(f"global: {name}", function.__globals__[name])
+    for number, each in enumerate(function.__defaults__ or ()):
+        yield Part(f"default {number}", each)
+    for name, each in (function.__kwdefaults__ or {}).items():
+        yield Part(f"default: {name}", each)
+    for name, each in vars(function).items():
+        yield Part(f"attribute: {name}", each)
+
+
+def parts_of_state(value: object) -> Iterator[Part]:
+    """What it would have itself made again from: its attributes, unless it says otherwise."""
+    try:
+        reduced = value.__reduce_ex__(5)
+    except Exception:  # it refuses: then it is the one
+        return
+    if isinstance(reduced, str):  # it goes by name
+        return
+    own = type(value)
+    yield from (Part(f" (made from a {type(each).__name__})", each) for each in reduced[1] if each is not own)
+    state = reduced[2] if len(reduced) > 2 else None
+    for attributes in state if isinstance(state, tuple) else (state,):
+        if isinstance(attributes, dict):
+            yield from (Part(f".{name}", each) for name, each in attributes.items())
+        elif attributes is not None:
+            yield Part(" (its state)", attributes)
+
+
+def remedy_for(culprit: object) -> str:
+    """What to do about something that means nothing outside of the caller's process; "" where no more is known of it."""
+    names = {f"{each.__module__}.{each.__qualname__}" for each in type(culprit).__mro__}
+    return next((words for kinds, words in REMEDIES.items() if names & set(kinds)), "")
+
+
+# by name: most of these modules are never imported
+ONCE = "or once a worker, with Pool(initializer=...)"
+ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of what holds it"
+PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
+REMEDIES = {
+    ("io.IOBase", "_io._IOBase"): f"pass its name, and open it in the function, {ONCE}",
+    ("ctypes.CDLL", "_ctypes.CFuncPtr"): f"load the library in the function, {ONCE}",
+    ("_socket.socket", "ssl.SSLContext", "_ssl._SSLContext", "sqlite3.Connection"): f"connect in the function, {ONCE}",
+    ("builtins.generator", "builtins.coroutine", "builtins.async_generator"): "make a list of what it gives, or call in the "
+    "function what gave it",
+    ("threading.Thread",): "start it in the function, or have the function not reach it",
+    ("subprocess.Popen", "multiprocessing.process.BaseProcess"): "it is the caller's child: pass what it gave, or start it in "
+    "the function",
+    ("multiprocessing.synchronize.SemLock", "_multiprocessing.SemLock"): "workers are no children of multiprocessing's: use "
+    "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by its name",
+    ("queue.Queue", "_queue.SimpleQueue", "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"): "return what "
+    "was to be put into it, and pass what was to be taken out; or use a queue of a multiprocessing.Manager()",
+    ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
+    ("concurrent.futures._base.Future",): "pass its result()",
+    ("torch.jit.Future",): "pass what it gives (wait())",
+    ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",
+}

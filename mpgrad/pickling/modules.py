@@ -1,33 +1,54 @@
-"""The user's own modules, put together again where they arrive: in a worker, or in the caller for a call that runs there.
+"""The user's own modules: what code uses of them, and how they are put together again where they arrive.
 
-A worker could import them, but would have them as they are on disk: without what the caller has set or reloaded since.
-So what a function uses of them (`uses`) travels by value (`state` makes the pickle). Here it is put into modules again, which
-only the functions that came along see, as their globals or when they `import` them: each operation has the modules as they
-were when it began. What did not travel is the worker's own import's.
+A worker could import them, but would have them as they are on disk: without what the caller has set
+or reloaded since. So what a function uses of them travels by value (`state` makes the pickle). Here
+it is read from the code what that is; and, in a worker or in the caller for a call that runs there,
+it is put into modules again, which only the functions that came along see, as their globals or when
+they `import` them: each operation has the modules as they were when it began. What did not travel
+is the worker's own import's.
+
+Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Which, nobody
+can read from it. So such a function gets those that its strings mention, and then all names of its
+script, as far as they can be carried and are not large. In the places of the others stand
+objects that raise an error, which says why, whatever is done with them (`NotCarried`): without
+them, `globals().get("w", 0)` would go on with 0.
+
+Assumes: code looks into a module by names that stand in the code (`module.name`, `from module
+    import name`); one that is used in any other way, such as given to a function, travels with all
+    that is in it. A module of the user's own has all its names (`mpgrad.pickling.state`); lookups
+    at run time are seen to for scripts, and for code that was made by `exec`.
 """
 
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
+import dis
 import functools
+import importlib
+import importlib.machinery
 import importlib.util
+import itertools
 import operator
 import os
+import re
+import site
 import sys
+import sysconfig
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as CLASS_OF
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
-from mpgrad.pickling.uses import CarriedGlobals, is_own, uses_in
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import Placement
@@ -35,25 +56,428 @@ if TYPE_CHECKING:
 __all__ = [
     "ABOUT_ITSELF",
     "AS_IMPORTED",
-    "LIVE",
+    "KNOWN",
     "NAMES_HERE",
     "PLACED",
+    "UNASKED_BYTES",
+    "UNCARRIED",
+    "CarriedMain",
     "GlobalsOf",
     "LeftOf",
-    "Live",
+    "Lookups",
     "Mark",
     "NamesHere",
     "Namespaces",
+    "SysOf",
+    "Uses",
+    "Wanted",
+    "at_path",
     "attribute_here",
+    "contents_of",
+    "fill_main",
     "find_in",
+    "is_of_libraries",
+    "is_own",
+    "is_users",
+    "looks_up",
     "make_function",
+    "mentioned_in",
+    "module_of",
+    "name_of",
     "own_import",
     "own_imports",
     "pickle_finds",
     "reduce_carried",
     "run_initializer",
     "set_function",
+    "stands_alone",
+    "uses_in",
+    "uses_of",
 ]
+
+# --- what code uses by name: asked by whoever pickles it
+
+
+LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # also where they are not installed
+KNOWN = LIBRARIES | sys.stdlib_module_names  # packages whose code does as we know, and keeps nothing of the user's
+BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
+
+
+def is_own(name: str | None) -> bool:
+    """Whether the module is the user's own: imported from a file of theirs, or made by them, and not the main script.
+
+    An editable install is; so is what `cloudpickle.register_pickle_by_value` was told of.
+    """
+    if name is None or name == "__main__" or name not in sys.modules:
+        return False
+    return stands_outside_libraries(name) or name in list_registry_pickle_by_value()
+
+
+def is_users(kind: type) -> bool:
+    """Whether the class is the user's, also of the main script, or derived from one that is."""
+    modules = {each.__module__ for each in kind.__mro__}
+    return any(each == "__main__" or each not in sys.modules or is_own(each) for each in modules)
+
+
+@functools.lru_cache(maxsize=4096)
+def stands_outside_libraries(name: str) -> bool:
+    """Whether it was neither installed nor belongs to Python, by its file; an extension module cannot be carried."""
+    root = name.partition(".")[0]
+    files = [file for each in (name, root) if each in sys.modules for file in files_of(sys.modules[each])]
+    if root in LIBRARIES or (root in sys.stdlib_module_names and not files):
+        return False
+    if any(file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) for file in files):
+        return False
+    if not files:  # made by hand, unless it belongs to the interpreter
+        return getattr(sys.modules[name], "__spec__", None) is None
+    return not any(file.startswith(installed()) or "/dist-packages/" in file or "/site-packages/" in file for file in files)
+
+
+def files_of(module: types.ModuleType) -> list[str]:
+    file = getattr(module, "__file__", None)
+    return [file] if isinstance(file, str) else [str(path) + "/" for path in getattr(module, "__path__", ())]
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    paths = {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    return tuple(paths | {*site.getsitepackages(), site.getusersitepackages()})
+
+
+def is_of_libraries(module: object) -> bool:
+    """Whether a module of this name is Python's, PyTorch's or ours."""
+    return isinstance(module, str) and module.partition(".")[0] in KNOWN
+
+
+def module_of(function: types.FunctionType) -> str | None:
+    """The module of the user's own whose globals are the function's."""
+    name = function.__globals__.get("__name__")
+    if not isinstance(name, str) or not is_own(name):
+        return None
+    return name if vars(sys.modules[name]) is function.__globals__ else None
+
+
+def name_of(value: Any) -> Wanted | None:
+    """Under which name a function or class stands in a module of the user's own."""
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
+        return None
+    if at_path(sys.modules[module], path) is not value:
+        return None
+    return Wanted(module, path.partition(".")[0])
+
+
+def at_path(found: Any, path: str) -> Any:
+    """What a module has under a dotted path; None where it has nothing."""
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class Wanted(NamedTuple):
+    """A name in a module of the user's own."""
+
+    module: str
+    name: str | None  # None: all that is in it
+
+
+class Uses(NamedTuple):
+    """What the code of a function, and of those defined in it, does with names."""
+
+    names: frozenset[str]
+    loose: frozenset[str]  # names of which not only attributes are used
+    imports: frozenset[tuple[str, int, bool]]  # modules, the dots before them, and whether under another name
+
+
+@functools.lru_cache(maxsize=4096)
+def uses_in(code: types.CodeType) -> Uses:
+    """Read from the bytecode."""
+    loose, imports = set[str](), set[tuple[str, int, bool]]()
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for number, step in enumerate(steps[:-1]):
+        follower = steps[number + 1]
+        if step.opname == "IMPORT_NAME":
+            stored = follower.argval if follower.opname.startswith("STORE_") else None
+            level = int(steps[number - 2].argval)
+            imports.add((step.argval, level, stored not in (None, step.argval.partition(".")[0])))
+        elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
+            loose.add(step.argval)
+        elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at a time, from Python 3.13 on
+            loose |= {name for name in loaded if isinstance(name, str)}
+    inner = [uses_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return Uses(
+        frozenset(code.co_names).union(*(each.names for each in inner)),
+        frozenset(loose).union(*(each.loose for each in inner)),
+        frozenset(imports).union(*(each.imports for each in inner)),
+    )
+
+
+def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[Wanted]:
+    """What it uses as attributes of modules of the user's own; `given` are the values of its globals."""
+    uses = uses_in(function.__code__)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = {name: contents for name, cell in cells for contents in contents_of(cell)}
+    found: dict[str, bool] = {}  # module -> whether all of it
+    for name, value in itertools.chain(given.items(), closure.items()):
+        if isinstance(value, types.ModuleType) and is_own(value.__name__):
+            found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
+    for name, level, renamed in uses.imports:
+        full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__") or "") if level else name
+        for each in itertools.accumulate(full.split("."), "{}.{}".format):
+            if is_own(each):
+                found[each] = found.get(each, False) or renamed or each.rpartition(".")[2] in uses.loose
+    waiting = list(found)
+    while waiting:
+        module = waiting.pop()
+        yield Wanted(module, "__name__")  # the module itself
+        if found[module]:
+            yield Wanted(module, None)
+            continue
+        contents = vars(sys.modules[module])
+        if "__getattr__" in contents and uses.names - contents.keys():
+            yield Wanted(module, "__getattr__")
+        for name in uses.names & contents.keys():
+            yield Wanted(module, name)
+            inner = contents[name]
+            if isinstance(inner, types.ModuleType) and is_own(inner.__name__) and inner.__name__ not in found:
+                found[inner.__name__] = name in uses.loose
+                waiting.append(inner.__name__)
+
+
+def contents_of(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # a cell that is not filled yet: a recursive function while it is defined
+        return []
+
+
+# --- names that are found at run time
+
+
+# in the state of a function that looks up names: which did not come along, and why
+UNCARRIED = "_mpgrad_uncarried"
+UNASKED_BYTES = 1 << 20  # of names that no string mentions, all together
+BUILTINS = {"eval", "exec", "globals", "__import__"}
+ATTRIBUTES = {"__globals__", "f_globals", "get_type_hints", "import_module", "getmodule", "resolve_name"}
+FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
+LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}  # of whose attributes only these lead to names
+WORDS = re.compile(r"[^\W\d]\w*")
+
+
+# --- in the caller
+
+
+@functools.lru_cache(maxsize=4096)
+def ways_in(code: types.CodeType) -> frozenset[str]:
+    """By which the code, or that of functions defined in it, may look up any name."""
+    found = ATTRIBUTES & spelled_in(code)
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found |= {step.argval} & {*BUILTINS, "__main__", "sys"}
+        elif step.opname == "IMPORT_NAME":
+            found |= {step.argval} & {"__main__", "sys", "builtins", "pydoc"}
+    for module, names in LEADING.items():
+        if names.isdisjoint(spelled_in(code)):
+            found.discard(module)
+    return frozenset(found.union(*(ways_in(each) for each in code.co_consts if isinstance(each, types.CodeType))))
+
+
+@functools.lru_cache(maxsize=4096)
+def spelled_in(code: types.CodeType) -> set[str]:
+    """Names of attributes, also as strings for `getattr`."""
+    return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+
+
+def looks_up(function: types.FunctionType) -> bool:
+    """Whether it finds names at run time: by a builtin, and not by a method or a function of the script that is called so."""
+    ways = ways_in(function.__code__)
+    if ways and any(way not in BUILTINS or way not in function.__globals__ for way in ways):
+        return True
+    return any(leads_to_names(value, function.__code__) for value in values_near(function))
+
+
+def values_near(function: types.FunctionType) -> Iterator[Any]:
+    """What it has by a name of its own."""
+    names = function.__globals__
+    yield from [names[each] for each in uses_in(function.__code__).names if each in names]
+    yield from [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        yield from contents_of(cell)
+
+
+def leads_to_names(value: Any, code: types.CodeType) -> bool:
+    kind = type(value)
+    if kind is types.ModuleType:
+        return not LEADING.get(value.__name__, set()).isdisjoint(spelled_in(code))
+    return (kind is types.BuiltinFunctionType or kind is types.FunctionType) and value in FINDERS
+
+
+@functools.lru_cache(maxsize=4096)
+def mentioned_in(code: types.CodeType) -> frozenset[str]:
+    """Words of its strings, and names of attributes, which may be those of `__main__`."""
+    found = set(code.co_names)
+    waiting = list(code.co_consts)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, types.CodeType):
+            found |= mentioned_in(each)
+        elif isinstance(each, str):
+            found.update(WORDS.findall(each))
+        elif isinstance(each, tuple | frozenset):
+            waiting += each
+    return frozenset(found)
+
+
+def stands_alone(namespace: Mapping[str, Any]) -> bool:
+    """Whether the script has it, or `exec` made it: those of other modules are the worker's own, too."""
+    module = sys.modules.get(str(namespace.get("__name__")))
+    return module is None or module is sys.modules["__main__"] or vars(module) is not namespace
+
+
+class Lookups:
+    """The names of one namespace, for the functions in a pickle that may look them up."""
+
+    def __init__(self, contents: Mapping[str, Any], size: Callable[[Any, int | None], int]) -> None:
+        """`size(value, limit)`: bytes of a value by itself; raises OverflowError above the limit, or what pickle says."""
+        self._contents = contents
+        self._size = size
+        self._left = UNASKED_BYTES
+        self._carried: set[str] = set()
+        self.uncarried: dict[str, str] = {}  # and why
+
+    def names(self, mentioned: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a function gets beside what it is `given`."""
+        contents = dict(self._contents)
+        for name in contents.keys() - self._carried - given.keys():
+            if name in mentioned:
+                self._try(name, contents[name], None)
+        for name, value in contents.items():
+            if name not in self._carried and name not in self.uncarried and name not in given and name != "__builtins__":
+                self._try(name, value, self._left)
+        return {name: contents[name] for name in contents if name in self._carried and name not in given}
+
+    def _try(self, name: str, value: Any, limit: int | None) -> None:
+        is_module = issubclass(type(value), types.ModuleType)
+        if limit is not None and is_module and is_own(value.__name__):
+            self.uncarried[name] = "it is a module of your own, all of which would travel"
+            return
+        try:
+            size = self._size(value, limit)
+        except OverflowError:
+            self.uncarried[name] = f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it has more"
+        except Exception as error:
+            self.uncarried[name] = f"{type(error).__name__}: {error}"
+        else:
+            self._left -= 0 if limit is None else size
+            self._carried.add(name)
+            self.uncarried.pop(name, None)
+
+
+# --- and in the worker
+
+
+class NotCarried:
+    """Stands for a name that a function finds at run time, and whose value did not come along.
+
+    Whoever uses it is told why. Only `is` and `type` take it for an object of its own.
+    """
+
+    def __init__(self, words: str) -> None:
+        object.__setattr__(self, "_words", words)
+
+
+def refuse(value: Any, *given: Any, **named: Any) -> NoReturn:
+    raise TypeError(object.__getattribute__(value, "_words"))
+
+
+# what Python, its types and its operators ask of a value; but it shows itself
+BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+ASKED = (
+    *("getattribute", "setattr", "delattr", "dir", "get", "call", "enter", "bool", "hash"),
+    *("eq", "lt", "le", "gt", "ge", "reduce_ex", "str", "format", "iter", "next", "reversed"),
+    *("len", "contains", "getitem", "setitem", "delitem"),
+    *("int", "float", "complex", "index", "neg", "pos", "abs", "invert", "round"),
+)
+for asked in (*ASKED, *BINARY, *(f"r{each}" for each in BINARY)):
+    setattr(NotCarried, f"__{asked}__", refuse)
+
+
+class CarriedMain(types.ModuleType):
+    """The caller's `__main__`: what functions have as their globals, as a module."""
+
+    def __init__(self, contents: dict[str, Any]) -> None:
+        super().__init__("__main__")
+        object.__setattr__(self, "_contents", contents)
+
+    def __getattribute__(self, name: str) -> Any:
+        contents = object.__getattribute__(self, "_contents")
+        if name == "__dict__":
+            return contents
+        if name in contents:
+            return contents[name]
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__getattribute__(self, "_contents")[name] = value
+
+
+class CarriedSys(types.ModuleType):
+    """`sys`, whose `modules` have the caller's `__main__`."""
+
+    def __init__(self, contents: dict[str, Any]) -> None:
+        super().__init__("sys")
+        object.__setattr__(self, "_contents", contents)
+
+    def __getattribute__(self, name: str) -> Any:
+        return Modules(object.__getattribute__(self, "_contents")) if name == "modules" else getattr(sys, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(sys, name, value)
+
+
+class SysOf:
+    """Stands for one in the caller."""
+
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self._contents = contents
+
+    def __reduce__(self) -> Any:
+        return CarriedSys, (self._contents,)
+
+
+class Modules(collections.UserDict[str, types.ModuleType]):
+    """`sys.modules`, with another `__main__`."""
+
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self.data = sys.modules
+        self._main = CarriedMain(contents)
+
+    def __getitem__(self, name: str) -> types.ModuleType:
+        return self._main if name == "__main__" else self.data[name]
+
+
+def fill_main(main: CarriedMain, state: tuple[dict[str, Any], dict[str, str]]) -> None:
+    """Give it the names that came along, and say of the others why they did not."""
+    names, uncarried = state
+    vars(main).update(names)
+    add_uncarried(vars(main), vars(main), uncarried)
+
+
+def add_uncarried(given: dict[str, Any], known: Mapping[str, Any], uncarried: Mapping[str, str]) -> None:
+    """Add what stands for names that came neither by themselves nor with a function that uses them."""
+    for name, reason in uncarried.items():
+        if name not in known and name not in given:
+            path = f"{known.get('__name__', 'the caller')}.{name}"
+            remedy = "name it in the function that looks it up, or pass it"
+            given[name] = NotCarried(f"{path} was not carried to this worker ({reason}); {remedy}")
+
+
+# --- modules that came from the caller
+
 
 CARRIED = "_mpgrad_carried"  # among the globals of a module that came from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # what a module's imports look at
@@ -90,35 +514,16 @@ Mark = str | GlobalsOf | LeftOf  # a string: a module
 # --- and where they arrive
 
 
-class Live:
-    """The modules of this process.
-
-    `classes`: what the process has of the classes that travel by value, where it is the caller's; elsewhere None.
-    """
-
-    modules: Mapping[str, CarriedModule] = {}  # that are not those of this process
-
-    def __init__(self, classes: dict[str, type] | None = None, placement: Placement | None = None) -> None:
-        self.classes = classes
-        self.placement = placement  # where there are functions that the compiler made
-
-    def resolve(self, mark: Mark) -> Any:
-        module = imported(mark if isinstance(mark, str) else mark.module)
-        if isinstance(mark, str):
-            return module
-        return getattr(module, mark.name) if isinstance(mark, LeftOf) else vars(module)
-
-
-LIVE = Live()
-
-
-class Namespaces(Live):
+class Namespaces:
     """The modules of one state, see `mpgrad.pickling.state`."""
 
     def __init__(self, placement: Placement | None = None) -> None:
-        super().__init__(None if PLACE.in_worker else {}, placement)
+        # what the process has of the classes that travel by value, where it is the caller's
+        self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
+        self.placement = placement  # where there are functions that the compiler made
         self.modules: dict[str, CarriedModule] = {}
-        self.main: CarriedGlobals | None = None  # of the main script, if its functions look names up
+        # the globals of the main script, if its functions look names up
+        self.main: dict[str, Any] | None = None
         self.script: dict[str, Any] = {}  # the functions and classes of the main script that came along, by name
 
     @functools.cached_property
@@ -134,6 +539,8 @@ class Namespaces(Live):
         level: int = 0,
     ) -> types.ModuleType:
         """What the `import` of a function finds."""
+        if self.main is not None and name in ("__main__", "sys"):
+            return CarriedMain(self.main) if name == "__main__" else CarriedSys(self.main)
         full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules:
@@ -152,10 +559,9 @@ class Namespaces(Live):
         PLACED.leave()
 
     def find(self, module: str, path: str) -> Any:
-        found: Any = self.modules[module]
-        for part in path.split("."):
-            found = getattr(found, part)
-        return found
+        """What `pickle` would look for in `sys.modules`."""
+        found = self.modules.get(module) or imported(module)
+        return operator.attrgetter(path)(found)
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
         values, contents = {**names, **set_by_initializer(module, names)}, vars(self.module(module))
@@ -174,32 +580,29 @@ class Namespaces(Live):
         return self.module(mark) if isinstance(mark, str) else vars(self.module(mark.module))
 
 
-def find_in(names: Live, module: str, path: str) -> Any:
-    """What `pickle` would look for in `sys.modules`."""
-    if isinstance(names, Namespaces) and module in names.modules:
-        return names.find(module, path)
-    return named(module, path)
+def find_in(names: Namespaces, module: str, path: str) -> Any:
+    """Find it as `Namespaces.find` does: a pickle names functions, and no methods."""
+    return names.find(module, path)
 
 
-def make_function(names: Live, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
+def make_function(names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any) -> types.FunctionType:
     """cloudpickle would give it the builtins of this process."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
-    found = names.builtins if isinstance(names, Namespaces) else vars(builtins)
-    if isinstance(own_globals, CarriedGlobals):
-        found = own_globals.builtins(found)
-    own_globals["__builtins__"] = found
+    own_globals["__builtins__"] = names.builtins
     return types.FunctionType(code, own_globals, *others)
 
 
-def set_function(made: types.FunctionType, state: tuple[Any, Any, Live]) -> None:
+def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -> None:
     """As cloudpickle does, but with the builtins that it has; what an initializer has set here stays."""
     *own_state, names = state
-    if state[1]["__module__"] == "__main__" and isinstance(names, Namespaces):
+    uncarried = state[1].pop(UNCARRIED, None)
+    if state[1]["__module__"] == "__main__":
         names.script[state[1]["__qualname__"]] = made
-        if isinstance(made.__globals__, CarriedGlobals):
+        if uncarried is not None:
             names.main = made.__globals__
         names.script.update({name: each for name, each in state[1]["__globals__"].items() if isinstance(each, BY_NAME)})
+    add_uncarried(state[1]["__globals__"], made.__globals__, uncarried or {})
     if names.placement is not None:
         names.placement.set_state(function_setstate, made, own_state)
         return
@@ -216,15 +619,9 @@ BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper  # pickle takes
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
     """A function on its way back to the caller, who has it; None for one that is not of a module that came from there."""
     module = value.__globals__.get(CARRIED)
-    return (named, (module.__name__, value.__qualname__)) if module is not None and stands_in(module, value) else None
-
-
-def stands_in(module: types.ModuleType, value: Any) -> bool:
-    """Whether it is what stands in the module under its own name."""
-    found: Any = module
-    for part in value.__qualname__.split("."):
-        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    return found is value
+    if module is None or at_path(module, value.__qualname__) is not value:
+        return None
+    return named, (module.__name__, value.__qualname__)
 
 
 def named(module: str, path: str) -> Any:
@@ -429,6 +826,8 @@ def inside(contents: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def held_in(value: Any) -> Iterable[Any]:
+    if type(value) is NotCarried:
+        return ()
     if isinstance(value, list | set | dict):
         return [*value, *value.values()] if isinstance(value, dict) else value
     attributes = getattr(value, "__dict__", None)
@@ -485,7 +884,6 @@ def attribute_here(module: str, path: str) -> Any:
 def own_imports(names: Iterable[str]) -> None:
     """For what modules do when they are imported, such as to register something; functions that need none of it go without."""
     for name in names:
-        try:
+        # the error is kept, and raised as soon as something of the import is wanted
+        with contextlib.suppress(ImportError):
             own_import(name)
-        except ImportError:
-            continue  # it is kept, and raised as soon as something of the import is wanted

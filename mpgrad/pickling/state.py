@@ -25,26 +25,41 @@ import itertools
 import operator
 import pathlib
 import re
+import struct
 import sys
 import threading
 import types
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
-from mpgrad.pickling import caches
 from mpgrad.pickling.classes import MAKERS, dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, Placement
-from mpgrad.pickling.modules import ABOUT_ITSELF, PLACED, LeftOf, Live, Namespaces, make_function, own_imports
-from mpgrad.pickling.reducers import INHERITED, weakly
-from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, reduce_generator
-from mpgrad.pickling.structure import RUNS_CODE, CallerPickler, TensorUnpickler, loads
-from mpgrad.pickling.uses import Wanted, contents_of, is_own, module_of, name_of, uses_in
+from mpgrad.pickling.modules import (
+    ABOUT_ITSELF,
+    PLACED,
+    LeftOf,
+    Namespaces,
+    Wanted,
+    contents_of,
+    is_own,
+    make_function,
+    module_of,
+    name_of,
+    own_imports,
+    uses_in,
+)
+from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
+from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, plain, reduce_generator
+from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
+from mpgrad.torch_state.generators import Kind
+from mpgrad.torch_state.private import outside_transforms
 
 __all__ = [
+    "ItemStreams",
     "Recent",
     "State",
     "dumps_arguments",
@@ -52,7 +67,6 @@ __all__ = [
     "dumps_whole",
     "loads_whole",
     "loads_with_state",
-    "namespaces_of",
 ]
 
 LARGE_BYTES = 64 << 10  # of a pickle: what has more is compared by its identity
@@ -69,15 +83,14 @@ STEADY = (
 )  # never written to; or they show what they hold as they are pickled
 
 ABSENT = object()
-MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 OF_A_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-ATTRIBUTES = operator.attrgetter("__dict__")
+MOST_OBJECTS = 1000  # of one large value that are looked at before each operation
 
 Content = Sequence[Any]
 Opaque = tuple[bytes, Sequence[Any], Sequence[tuple[int, int]]]  # kept alive, so that no other object gets its address
 MOST_STATES = 128  # kept for the next operation
-NUMBER_BYTES = 8
 T = TypeVar("T")
+HEADER = struct.Struct("<QQQ")  # behind it: the number of the state, its tensors, and its bytes
 WHOLE = b"w"  # begins what `dumps_whole` gives where there is a state; a pickle begins otherwise
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
@@ -97,59 +110,36 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._functions: list[types.FunctionType] = []
-        self._code: list[Any] = []
-        self._bare: list[types.FunctionType | torch.Tensor] = []  # without attributes of their own
-        self._names: list[tuple[dict[str, Any], list[str], list[Any]]] = []
-        self._rest: list[tuple[Callable[[Any], Content], Any, Content]] = []
+        self._contents: list[tuple[Callable[[Any], Content], Any, Content]] = []
         self._opaque: list[tuple[Callable[[Any], Opaque], Any, Opaque]] = []
 
     def is_unchanged(self) -> bool:
         """Whether each object that was noted holds what it held then."""
-        if not all(map(operator.is_, self._code, [part for each in self._functions for part in OF_A_FUNCTION(each)])):
-            return False
-        if any(map(ATTRIBUTES, self._bare)):
-            return False
-        for contents, names, values in self._names:
-            if not all(map(operator.is_, [contents.get(name, ABSENT) for name in names], values)):
-                return False
-        for held_by, value, before in self._rest:
+        for held_by, value, before in self._contents:
             now = held_by(value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
         return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
 
-    def names(self, contents: dict[str, Any], names: list[str]) -> None:
-        """Of a module."""
-        self._names.append((contents, names, [contents.get(name, ABSENT) for name in names]))
-
-    def function(self, value: types.FunctionType) -> None:
-        self._functions.append(value)
-        self._code.extend(OF_A_FUNCTION(value))
-        self.attributes(value)
-
-    def attributes(self, value: types.FunctionType | torch.Tensor) -> None:
-        if vars(value):
-            self.content(attributes_of, value)
-        else:
-            self._bare.append(value)
-
     def content(self, held_by: Callable[[Any], Content], value: Any) -> None:
-        self._rest.append((held_by, value, held_by(value)))
+        self._contents.append((held_by, value, held_by(value)))
+
+    def names(self, contents: dict[str, Any], names: Iterable[str]) -> None:
+        """Note what a module has under these names."""
+        self.content(values_of, (contents, tuple(names)))
 
     def opaque(self, pickled: Callable[[Any], Opaque], value: Any, now: Opaque) -> None:
         self._opaque.append((pickled, value, now))
 
     def mark(self) -> tuple[int, int]:
-        return len(self._rest), len(self._opaque)
+        return len(self._contents), len(self._opaque)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
         """Containers, and where there are very many, objects; but neither classes, functions nor modules."""
-        later = self._rest[mark[0] :]
-        kept = [each for each in later if each[0] is not pairs_of and each[0] is not items_of]
+        kept = [each for each in self._contents[mark[0] :] if each[0] not in (pairs_of, items_of)]
         if len(kept) > MOST_OBJECTS:
-            kept = [each for each in kept if isinstance(each[1], type)]
-        self._rest[mark[0] :] = kept
+            kept = [each for each in kept if each[0] in OF_CODE]
+        self._contents[mark[0] :] = kept
         del self._opaque[mark[1] :]
 
 
@@ -175,11 +165,24 @@ def attributes_of(value: Any) -> Content:
     return pairs_of(value.__dict__)
 
 
+def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
+    """The values of some names in a dictionary."""
+    contents, chosen = names
+    return [contents.get(name, ABSENT) for name in chosen]
+
+
+def contents_of_function(value: types.FunctionType) -> Content:
+    """Its code, defaults and closure, and its attributes."""
+    parts = OF_A_FUNCTION(value)
+    return (*parts, *attributes_of(value)) if vars(value) else parts
+
+
 def contents_of_class(value: type) -> Content:
     """Its bases, and what stands in its body."""
     return (*value.__bases__, *[part for name, part in vars(value).items() if name not in MADE_BY_PYTHON])
 
 
+OF_CODE = contents_of_class, contents_of_function, values_of
 MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as it goes along
 
 
@@ -188,8 +191,6 @@ MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}  # as
 
 class StatePickler(CallerPickler):
     """Functions and classes of the user's own modules by value, and what their code wants after them."""
-
-    starts_again = False  # the pickle has many parts
 
     def __init__(self, left: dict[Wanted, LeftOf]) -> None:
         self.buffer = io.BytesIO()
@@ -260,7 +261,7 @@ class StatePickler(CallerPickler):
             self.watch.content(pairs_of if kind is dict else items_of, value)
             return None
         if issubclass(kind, torch.Tensor):
-            self.watch.attributes(value)
+            self.watch.content(attributes_of, value)
         return super().persistent_id(value)
 
     def reducer_override(self, value: object) -> Any:
@@ -269,8 +270,8 @@ class StatePickler(CallerPickler):
         if isinstance(value, type):
             return self._noted_class(value)
         if isinstance(value, functools._lru_cache_wrapper):
-            self.watch.content(caches.identities, value)
-            return caches.reduce_by_value(value)
+            self.watch.content(identities, value)
+            return reduce_by_value(value)
         if (reduced := reduce_generator(value, captured)) is not None:
             if hasattr(value, "__dict__"):
                 self.watch.content(attributes_beside_state, value)
@@ -284,10 +285,10 @@ class StatePickler(CallerPickler):
 
     def _noted_function(self, value: types.FunctionType) -> Any:
         reduced = self.reduce_function(value) if name_of(value) is None else self.reduce_function(value, by_value=True)
-        if reduced is not NotImplemented and reduced[0] is not make_function:  # the compiler made it
-            self.watch.function(value)
-        elif reduced is not NotImplemented:
-            self.watch.function(value)
+        if reduced is NotImplemented:
+            return reduced
+        self.watch.content(contents_of_function, value)
+        if reduced[0] is make_function:  # the compiler did not make it
             given = reduced[2][1]["__globals__"]
             self.watch.names(value.__globals__, list(given))
             self._note_made(reduced, value.__annotations__)
@@ -469,20 +470,14 @@ class State:
         return self._watch.is_unchanged()
 
 
-class Recent(Generic[T]):
+class Recent(collections.OrderedDict[Hashable, T]):
     """The values that were put here last. Two of these that see the same keys in the same order keep the same ones."""
 
-    def __init__(self) -> None:
-        self._kept: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
-
-    def get(self, key: Hashable) -> T | None:
-        return self._kept.get(key)
-
     def put(self, key: Hashable, value: T) -> None:
-        self._kept[key] = value
-        self._kept.move_to_end(key)
-        if len(self._kept) > MOST_STATES:
-            self._kept.popitem(last=False)
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > MOST_STATES:
+            self.popitem(last=False)
 
 
 class States:
@@ -586,28 +581,24 @@ def dumps_arguments(
 
     What the state `known` has is left to it.
     """
-    pickler = CallerPickler(buffer := io.BytesIO(), claims=[], travel=travel)
+    claims: list[Any] = []
+    return *dumps_whole(value, travel, known, claims), claims
+
+
+def dumps_whole(
+    value: object, travel: Travel = captured, known: State | None = None, claims: list[Any] | None = None
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
+    pickler = CallerPickler(buffer := io.BytesIO(), claims, travel)
     pickler.dump(value)
     pickled, tensors = buffer.getvalue() + pickler.mark, pickler.taken_out
-    if pickler.wanted and (known is None or not known.covers(pickler.wanted)):
-        pickled, tensors = with_state(pickled, tensors, pickler.wanted)
-    return pickled, tensors, pickler.claims or []
-
-
-def dumps_whole(value: object, travel: Travel = captured) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes of `value` with all that it uses of the user's modules, and the tensors in both. `loads_whole` reads them."""
-    pickler = CallerPickler(buffer := io.BytesIO(), travel=travel)
-    pickler.dump(value)
-    return with_state(buffer.getvalue(), pickler.taken_out, pickler.wanted)
-
-
-def with_state(pickled: bytes, tensors: list[torch.Tensor], wanted: Iterable[Wanted]) -> tuple[bytes, list[torch.Tensor]]:
-    """The bytes and tensors with those of the state behind what uses it, where it uses any."""
-    state = STATES.of(wanted)
+    if known is not None and known.covers(pickler.wanted):
+        return pickled, tensors
+    state = STATES.of(pickler.wanted)
     if state is None:
         return pickled, tensors
-    pickled += b"" if pickled.endswith(RUNS_CODE) else state.mark
-    header = b"".join(each.to_bytes(NUMBER_BYTES, "little") for each in (state.number, len(tensors), len(state.pickled)))
+    pickled += b"" if pickler.runs_code else state.mark
+    header = HEADER.pack(state.number, len(state.tensors), len(state.pickled))
     return WHOLE + header + state.pickled + pickled, tensors + state.tensors
 
 
@@ -615,40 +606,45 @@ def loads_whole(
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
     claimed: Sequence[Any] = (),
-    names: Live | None = None,
+    names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
     """What `dumps_whole` or `dumps_arguments` gave; `names` are those of the state that was known then.
 
     `streams`: gets those of the generators that it captures.
     """
-    names = names or Namespaces()
-    if MARK in pickled and names.placement is None:
-        placement = Placement()
-        names = Namespaces(placement)
-        return placement.load(lambda: loads_whole(pickled, tensors, claimed, names, streams))
     if not pickled.startswith(WHOLE):
-        return loads(pickled, tensors, claimed, names, streams)
-    start = len(WHOLE) + 3 * NUMBER_BYTES
-    parts = [pickled[place : place + NUMBER_BYTES] for place in range(len(WHOLE), start, NUMBER_BYTES)]
-    number, own, size = [int.from_bytes(part, "little") for part in parts]
-    names = loaded(number, pickled[start : start + size], tensors[own:], names.placement, streams)
-    return loads(pickled[start + size :], tensors[:own], claimed, names, streams)
+        return loads_with_state(pickled, tensors, 0, b"", 0, claimed, names, streams)[0]
+    number, in_state, size = HEADER.unpack_from(pickled, len(WHOLE))
+    start = len(WHOLE) + HEADER.size
+    state = pickled[start : start + size]
+    return loads_with_state(pickled[start + size :], tensors, number, state, in_state, claimed, names, streams)[0]
 
 
 def loads_with_state(
-    pickled: bytes, captures: Sequence[torch.Tensor], number: int, state: bytes, tensors: int
+    pickled: bytes,
+    captures: Sequence[torch.Tensor],
+    number: int,
+    state: bytes,
+    tensors: int,
+    claimed: Sequence[Any] = (),
+    names: Namespaces | None = None,
+    streams: Streams | None = None,
 ) -> tuple[Any, Namespaces, Streams]:
     """A function, the modules that it sees, and the generators that it captures.
 
-    Of `captures` the last `tensors` are those of the state `number`, if any.
+    Of `captures` the last `tensors` are those of the state `number`, if any; without one, `names` are the modules.
     """
-    placement = Placement() if MARK in pickled or MARK in state else None
-    own, streams = len(captures) - tensors, Streams()
+    own = len(captures) - tensors
+    seen = names or Namespaces()
+    found = Streams() if streams is None else streams
+    placement = Placement() if seen.placement is None and (MARK in pickled or MARK in state) else None
+    if placement is not None:
+        seen = Namespaces(placement)
 
     def load() -> tuple[Any, Namespaces, Streams]:
-        names = loaded(number, state, captures[own:], placement, streams) if state else Namespaces(placement)
-        return loads(pickled, captures[:own], (), names, streams), names, streams
+        modules = loaded(number, state, captures[own:], seen.placement, found) if state else seen
+        return loads(pickled, captures[:own], claimed, modules, found), modules, found
 
     return load() if placement is None else placement.load(load)
 
@@ -661,33 +657,116 @@ def loaded(
     streams: Streams | None = None,
 ) -> Namespaces:
     """The modules as the state has them; those that were loaded before, where it has no tensors, which are others each time."""
-    if tensors or placement is not None:
-        LAST[0] = 0
-        return namespaces_of(pickled, tensors, placement, streams)
-    found = LOADED.get(number)
-    if found is None:
-        found = namespaces_of(pickled, ())
-    elif number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS):
-        # states share classes: the one that was loaded since has set their attributes
-        namespaces_of(pickled, ())
-    LAST[0] = number
-    LOADED.put(number, found)
+    is_kept = not tensors and placement is None
+    found = LOADED.get(number) if is_kept else None
+    # states share classes: the one that was loaded since has set their attributes
+    has_old_classes = number != LAST[0] and any(each.__name__.encode() in pickled for each in MAKERS)
+    LAST[0] = 0
+    if found is None or has_old_classes:
+        again = Namespaces(placement)
+        stream = io.BytesIO(pickled)
+        unpickler = TensorUnpickler(stream, tensors, (), again, streams)
+        with PLACED.taken_back():  # for what is this process's own
+            own_imports(unpickler.load())
+            while stream.tell() < len(pickled):
+                module, name, value = unpickler.load()
+                again.put(module, {name: value})
+        found = found or again
+    if is_kept:
+        LAST[0] = number
+        LOADED.put(number, found)
     return found
 
 
-def namespaces_of(
-    pickled: bytes,
-    tensors: Sequence[torch.Tensor],
-    placement: Placement | None = None,
-    streams: Streams | None = None,
-) -> Namespaces:
-    """The modules as a state has them."""
-    found = Namespaces(placement)
-    stream = io.BytesIO(pickled)
-    unpickler = TensorUnpickler(stream, tensors, (), found, streams)
-    with PLACED.taken_back():  # for what is this process's own
-        own_imports(unpickler.load())
-        while stream.tell() < len(pickled):
-            module, name, value = unpickler.load()
-            found.put(module, {name: value})
-    return found
+# --- generators of random numbers that items hold
+
+
+SHARED: collections.deque[Any] = collections.deque(maxlen=64)  # generators; numpy's have no weak references
+
+
+Roots = dict[int, tuple[Any, Any]]  # generator and root, by the generator's id
+
+
+class Met(NamedTuple):
+    """A generator that an item had."""
+
+    generator: Any  # held, so that no other one gets its id
+    first: int
+    is_shared: bool
+
+
+class ItemStreams:
+    """How the generators travel that the items of one operation hold. An item may be packed more than once.
+
+    They travel as they are; but one that several items have gives each a stream of its own. Where the items are not all there
+    yet (an iterator's), the first one that has a generator gets it as it is, the others a stream each; from then on it is known
+    that several items have it.
+    """
+
+    def __init__(self, items: Iterable[Any] | None, captures: Sequence[torch.Tensor] = ()) -> None:
+        """`items`: where they are all there. `captures`: of the function, before they are `drawn`."""
+        self._items = items
+        self._captured = [each.generator for each in captures if type(each) is Root]
+        self._first = 0  # the number of the operation's first item
+        self._met: dict[int, Met] = {}
+        self._roots: Roots = {}
+        self._roots_of_code: Roots = {}
+
+    def onwards(self, first: int) -> ItemStreams:
+        """For items that come later, in an operation of their own: these are numbered from `first` on."""
+        later = ItemStreams(self._items)
+        later._first, later._met, later._roots = first, self._met, self._roots
+        return later
+
+    def of(self, item: int) -> Travel:
+        return functools.partial(self._reduce, self._first + item)
+
+    def _reduce(self, item: int, kind: Kind, generator: Any) -> Any:
+        met = self._met.get(id(generator))
+        if met is None:
+            met = self._met[id(generator)] = Met(generator, item, self._is_shared(generator))
+        if item == met.first and not met.is_shared:
+            return NotImplemented
+        root = root_of(kind, generator, self._roots)
+        with outside_transforms():
+            own = kind.own(generator)
+            kind.begin(own, root, item)
+        self._met[id(own)] = Met(own, item, is_shared=False)
+        return itself, (own,)
+
+    def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of an item; generators that code captures which it brings, in a module of the user's, are everybody's."""
+        roots = self._roots_of_code
+        return [plain(root_of(each.kind, each.generator, roots)) if type(each) is Root else each for each in tensors]
+
+    def _is_shared(self, generator: Any) -> bool:
+        """Whether the function has it, or several items."""
+        if any(each is generator for each in self._captured):
+            return True
+        if self._items is None:
+            return any(each is generator for each in tuple(SHARED))
+        return len(self._holders.get(id(generator), (None, ()))[1]) > 1
+
+    @functools.cached_property
+    def _holders(self) -> dict[int, tuple[Any, set[int]]]:
+        """Which items have which generators, by id; held, so that no other one gets the id."""
+        found: dict[int, tuple[Any, set[int]]] = {}
+
+        def note(item: int, kind: Kind, generator: Any) -> Any:
+            found.setdefault(id(generator), (generator, set()))[1].add(item)
+            return NotImplemented
+
+        for number, item in enumerate(self._items or ()):
+            # whoever packs an item that fails will find it again, and name the item
+            with contextlib.suppress(Exception):
+                Trial(io.BytesIO(), claims=[], travel=functools.partial(note, number)).dump(item)
+        return found
+
+
+def root_of(kind: Kind, generator: Any, roots: Roots) -> Any:
+    """The generator's among these; drawn, if it has none there."""
+    if id(generator) not in roots:
+        with outside_transforms():
+            roots[id(generator)] = generator, kind.root(generator)
+        SHARED.append(generator)
+    return roots[id(generator)][1]

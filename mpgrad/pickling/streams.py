@@ -1,4 +1,4 @@
-"""Generators of random numbers that a function captures, on their way. (Those of items: `mpgrad.pickling.item_streams`.)
+"""Generators of random numbers that a function captures, on their way. (Those of items: `ItemStreams`.)
 
     [1] `captured`: a `Root` in the place of its state ─► [2] `drawn`, for one operation, a capture like others
         ─► [3] `kept`, in a worker: a `Stream`, which begins anew before each item
@@ -20,7 +20,17 @@ from mpgrad.pickling.modules import attribute_here
 from mpgrad.torch_state.generators import Kind, bits_of, is_generator, kind_of, kind_of_class, named
 from mpgrad.torch_state.private import outside_transforms
 
-__all__ = ["Root", "Streams", "Travel", "as_it_is", "captured", "drawn", "reduce_generator", "set_attributes"]
+__all__ = [
+    "Root",
+    "Streams",
+    "Travel",
+    "as_it_is",
+    "captured",
+    "drawn",
+    "plain",
+    "reduce_generator",
+    "set_attributes",
+]
 
 Travel = Callable[[Kind, Any], Any]  # how a generator is reduced; NotImplemented: as it is
 

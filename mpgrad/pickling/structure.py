@@ -17,12 +17,14 @@ import copyreg
 import functools
 import io
 import pickle
+import re
 import sys
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from cloudpickle import list_registry_pickle_by_value
 from cloudpickle.cloudpickle import _function_setstate as function_setstate
 from cloudpickle.cloudpickle import _make_function as make_dynamic
 from torch.nn import Module
@@ -30,39 +32,36 @@ from torch.nn import Module
 from mpgrad.pickling.classes import SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
-    LIVE,
+    KNOWN,
     NAMES_HERE,
+    UNCARRIED,
+    CarriedMain,
     GlobalsOf,
     LeftOf,
-    Live,
+    Lookups,
     Mark,
     NamesHere,
     Namespaces,
-    find_in,
-    make_function,
-    pickle_finds,
-    reduce_carried,
-    set_function,
-)
-from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
-from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
-from mpgrad.pickling.uses import (
-    CarriedGlobals,
-    Lookups,
     SysOf,
     Wanted,
     fill_main,
+    find_in,
     is_of_libraries,
     is_own,
     is_users,
     looks_up,
-    main_of,
+    make_function,
     mentioned_in,
     module_of,
     name_of,
+    pickle_finds,
+    reduce_carried,
+    set_function,
     stands_alone,
     uses_of,
 )
+from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
+from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
 from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
 
@@ -72,8 +71,10 @@ __all__ = [
     "Deferred",
     "TensorPickler",
     "TensorUnpickler",
+    "Trial",
     "dumps",
     "has_own_way",
+    "leads_to_libraries",
     "loads",
     "loads_result",
 ]
@@ -103,7 +104,7 @@ def loads(
     pickled: bytes,
     tensors: Sequence[torch.Tensor],
     claimed: Sequence[Any] = (),
-    names: Live = LIVE,
+    names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
     """The value again, with `tensors` in the places of those that `dumps` took out, and what was claimed in its own.
@@ -205,14 +206,6 @@ class Bare(NamedTuple):
     tensor: torch.Tensor
 
 
-class LooksUpLateError(Exception):
-    """A function looks up names in globals that are in the pickle already, as those of functions that do not."""
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        super().__init__()
-        self.namespace = namespace
-
-
 def has_own_way(kind: Any) -> bool:
     """Whether its objects are pickled by code of their own, which may leave tensors out and make others in their place."""
     reducer = copyreg.dispatch_table.get(kind)
@@ -246,35 +239,16 @@ class CallerPickler(TensorPickler):
     """The caller's side: functions and classes of the user's modules go by name, and what is `wanted` of these is noted."""
 
     follows_lookups = True  # gives functions the names that they may find at run time
-    starts_again = True  # where it turns out late that a function does so; else all functions are taken for such
 
     def __init__(self, buffer: io.BytesIO, claims: list[Any] | None = None, travel: Travel = captured) -> None:
         """`travel`: of generators of random numbers."""
         super().__init__(buffer, claims)
         learn()
         self._travel = travel
-        self._buffer = buffer
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[Wanted, None] = {}  # in order
         self._seen: set[str] = set()  # modules, of which it is known what is wanted
-
-    def dump(self, value: Any) -> None:
-        start = self._buffer.tell()
-        while True:
-            try:
-                super().dump(value)
-                return
-            except LooksUpLateError as late:
-                self._buffer.seek(start)
-                self._buffer.truncate()
-                self.clear_memo()
-                for each in (self.tensors, self.buffers, self.claims or [], self._number, self.wanted, self._seen):
-                    each.clear()
-                # that of each namespace which is known by now
-                bases: dict[int, dict[str, Any]] = self.globals_ref
-                known = {key: CarriedGlobals() for key, base in bases.items() if type(base) is CarriedGlobals}
-                self.globals_ref = {**known, id(late.namespace): CarriedGlobals()}
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)  # no isinstance: a weak proxy would answer for what it stands for
@@ -306,12 +280,6 @@ class CallerPickler(TensorPickler):
             return self._reduce_main(vars(value))
         return reduce_generator(value, self._travel) or super().reducer_override(value)
 
-    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
-        found = self.follows_lookups and (looks_up(function) or not self.starts_again)
-        if found and stands_alone(function.__globals__):
-            self._carried(function.__globals__)
-        return super()._dynamic_function_reduce(function)
-
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
         """Those of its globals that stand beside it in the pickle; it finds the others in its module."""
         return {}
@@ -329,9 +297,11 @@ class CallerPickler(TensorPickler):
             self.wanted[wanted] = None
         if home is not None and looks_up(value):
             self.wanted[Wanted(home, None)] = None
-        if type(own_globals) is CarriedGlobals and looks_up(value):
-            given.update(self._names_of(value.__globals__, mentioned_in(value.__code__), given))
-            if own_globals.own("__name__", "") == "__main__":
+        if self.follows_lookups and stands_alone(value.__globals__) and looks_up(value):
+            mentioned = mentioned_in(value.__code__)
+            found, rest[UNCARRIED] = self._names_of(value.__globals__, mentioned, given)
+            given.update(found)
+            if own_globals.get("__name__") == "__main__":
                 given.update({name: SysOf(own_globals) for name, each in given.items() if each is sys})
         if home is not None:
             self.wanted.update(dict.fromkeys([Wanted(home, name) for name in given]))
@@ -339,21 +309,26 @@ class CallerPickler(TensorPickler):
         here = NamesHere()
         return make_function, (here, code, own_globals, *others), (attributes, rest, here), items, pairs, set_function
 
-    def _carried(self, namespace: dict[str, Any]) -> CarriedGlobals:
-        """What stands in the pickle for the globals of functions that look up names."""
-        base = self.globals_ref.setdefault(id(namespace), CarriedGlobals())
-        if type(base) is not CarriedGlobals:
-            raise LooksUpLateError(namespace)
-        return base
-
-    def _names_of(self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
+    def _names_of(
+        self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """What functions of a script may find at run time, beside the `given`; why the rest stays."""
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
-        found = lookups.names(mentioned, given)
-        self._carried(namespace).uncarried.update(lookups.uncarried)
-        return found
+        return lookups.names(mentioned, given), lookups.uncarried
 
     def _reduce_main(self, namespace: dict[str, Any]) -> Any:
-        return main_of, (self._carried(namespace),), self._names_of(namespace, frozenset(), {}), None, None, fill_main
+        here = self.globals_ref.setdefault(id(namespace), {"__name__": "__main__"})
+        state = self._names_of(namespace, frozenset(), here)
+        return CarriedMain, (here,), state, None, None, fill_main
+
+
+class Trial(CallerPickler):
+    """Shows what is in a value, and whether it can be carried; asks nothing of futures."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if self.claims is not None and type(value) not in PROXIES and isinstance(value, Deferred):
+            return 0
+        return super().persistent_id(value)
 
 
 class Alone(CallerPickler):
@@ -431,11 +406,15 @@ class TensorUnpickler(ClassUnpickler):
         buffer: io.BytesIO,
         tensors: Sequence[torch.Tensor],
         claimed: Sequence[Any],
-        names: Live,
+        names: Namespaces | None,
         streams: Streams | None = None,
     ) -> None:
         # `cpu`, where `device=` has moved all that a call was given
-        super().__init__(buffer, buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)), copies=names.classes)
+        super().__init__(
+            buffer,
+            buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)),
+            copies=None if names is None else names.classes,
+        )
         self._tensors = tensors
         self._claimed = claimed
         self._names = names
@@ -448,11 +427,44 @@ class TensorUnpickler(ClassUnpickler):
             return mark.again()
         if mark == STREAMS_HERE:
             return self._streams
+        assert self._names is not None  # who takes out names loads with them
         return self._names if mark == NAMES_HERE else self._names.resolve(mark)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == SETS_CLASS and self._names.placement is not None:
-            return functools.partial(self._names.placement.set_class, super().find_class(module, name))
-        if isinstance(self._names, Namespaces) and module in self._names.modules:
+        if self._names is not None and module in self._names.modules:
             return self._names.find(module, name)
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if (module, name) == SETS_CLASS and self._names is not None and self._names.placement is not None:
+            return functools.partial(self._names.placement.set_class, found)
+        return found
+
+
+# --- whether a pickle leads to installed packages
+
+MOST_READ = 16384  # bytes of a pickle: to read more takes longer than what it may save
+NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)  # a short string begins with an opcode and its length
+
+
+def leads_to_libraries(pickled: bytes) -> bool:
+    """Whether it names a package whose code is not in it, and is neither Python's nor PyTorch's; a long one may."""
+    return len(pickled) > MOST_READ or names_library(pickled, loaded())
+
+
+Loaded = tuple[int, str, frozenset[str]]
+
+
+def loaded() -> Loaded:
+    """Another one when something has been imported, or packages that travel by value are others."""
+    return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
+
+
+@functools.lru_cache(maxsize=64)  # a function is mapped again and again
+def names_library(pickled: bytes, modules: Loaded) -> bool:
+    return not libraries(modules).isdisjoint(NAMES.findall(pickled))
+
+
+@functools.lru_cache(maxsize=1)
+def libraries(modules: Loaded) -> frozenset[bytes]:
+    """Of those `loaded`."""
+    roots = {name.partition(".")[0] for name in list(sys.modules)} - KNOWN - {"__main__"}
+    return frozenset(root.encode() for root in roots if not is_own(root))

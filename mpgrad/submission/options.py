@@ -17,7 +17,7 @@ from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Traits, traits_of
 from mpgrad.environment import Since
 from mpgrad.pickling import classes
-from mpgrad.pickling.uncarried import not_carried
+from mpgrad.pickling.exceptions import not_carried
 from mpgrad.progress import Progress
 from mpgrad.scheduling.settings import Settings, worker_devices
 from mpgrad.system import bytes_of, usable_cpus

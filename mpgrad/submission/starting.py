@@ -20,7 +20,7 @@ from mpgrad.calls.homes import OperationHome
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Arguments, OperationOptions, SharedFunction, pickled_function, requested
 from mpgrad.errors import ONE_CALL, CallNames
-from mpgrad.pickling.item_streams import ItemStreams
+from mpgrad.pickling.state import ItemStreams
 from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.scheduler import Scheduler
 from mpgrad.submission.options import CallOptions, PoolOptions

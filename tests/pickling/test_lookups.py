@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling.uses import UNASKED_BYTES, looks_up
+from mpgrad.pickling.modules import UNASKED_BYTES, looks_up
 
 pytestmark = pytest.mark.quick
 
@@ -203,9 +203,11 @@ def test_going_through_all_names(pool: mpgrad.Pool, main: Any) -> None:
     exec(THROUGH, vars(main))
     through = vars(main).pop("through")
     names = through.pop("keys")
-    for name, function in through.items():
+    for name in ("dict", "stars", "copy"):  # which look at no other name
+        assert pool.map(through[name], [3]) == [6], name
+    for name in ("items", "values", "vars"):
         with pytest.raises(TypeError, match=r"__main__\.counting was not carried to this worker \(.*generator"):
-            print(name, pool.map(function, [3]))
+            pool.map(through[name], [3])
     assert pool.map(names, [3]) == [6]
     del main.counting
     for name, function in through.items():
@@ -248,6 +250,26 @@ def test_what_the_script_has_not(pool2: mpgrad.Pool, main: Any) -> None:
     assert pool2.map(main.get, [0]) == [(7, False, True)]
     with pytest.raises(NameError, match="absent"):
         pool2.map(main.evaluate, [0])
+
+
+def test_a_task_that_maps_such_a_function(pool2: mpgrad.Pool, main: Any) -> None:
+    """What did not come to it does not go further, and is refused by the same words there."""
+    del main.mentions_large
+    exec("import mpgrad\ndef inner(x): return of_get(x) + 0 * eval('w')", vars(main))
+    exec("def refused(x): return globals()[''.join(['lar', 'ge'])]", vars(main))
+    exec(NESTED, vars(main))
+    assert pool2.map(main.maps_inner, [torch.tensor(3.0)]) == [6]
+    with pytest.raises(TypeError, match=r"__main__\.large was not carried to this worker"):
+        pool2.map(main.maps_refused, [0])
+
+
+NESTED = """
+def mapped(function, x):
+    with mpgrad.Pool(1, engine="inline") as pool:
+        return pool.map(function, [x])[0]
+def maps_inner(x): return mapped(inner, x)
+def maps_refused(x): return mapped(refused, x)
+"""
 
 
 def test_code_made_by_exec(pool: mpgrad.Pool) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling import state, uses
+from mpgrad.pickling import modules, state
 
 pytestmark = pytest.mark.quick
 
@@ -329,10 +329,10 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, nursery: mpgrad.Po
 
 
 def test_whose_modules_are_the_users_own(user: Any) -> None:
-    assert all(map(uses.is_own, [*NAMES, __name__]))
+    assert all(map(modules.is_own, [*NAMES, __name__]))
     libraries = "torch", "torch.nn", "torch._C", "json", "builtins", "numpy", "pytest", "mpgrad", "mpgrad.pool"
     for name in (*libraries, "__main__", "no"):
-        assert not uses.is_own(name), name
+        assert not modules.is_own(name), name
 
 
 def test_a_library_can_be_declared_ones_own(user: Any, nursery: mpgrad.Pool) -> None:

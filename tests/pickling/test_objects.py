@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.pickling import reducers, structure, uncarried
+from mpgrad.pickling import exceptions, reducers, structure
 from mpgrad.testing import assert_same_as_serial
 
 FOLDER = Path(__file__).parent
@@ -133,10 +133,10 @@ def closing_over(value: Any) -> Callable[[Any], Any]:
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     cycle: list[Any] = []
     cycle.append([cycle, log])
-    fails = functools.partial(uncarried.fails, False)
-    assert uncarried.find(cycle, fails) == ("[0][1].file", log.file)
-    monkeypatch.setattr(uncarried, "SECONDS", 0.0)
-    assert uncarried.find(cycle, fails) == ("", cycle)
+    fails = functools.partial(exceptions.fails, False)
+    assert exceptions.find(cycle, fails) == ("[0][1].file", log.file)
+    monkeypatch.setattr(exceptions, "SECONDS", 0.0)
+    assert exceptions.find(cycle, fails) == ("", cycle)
 
 
 class Unruly(dict[Any, Any]):
