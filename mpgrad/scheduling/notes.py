@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mpgrad.memory.accelerator import name_of
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
-from mpgrad.timeline.trace import NotedCall, NotedChunk, Recording, Worker
+from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, Worker
 from mpgrad.wire.messages import Recorded
 
 __all__ = ["Notes"]

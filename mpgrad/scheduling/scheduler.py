@@ -48,7 +48,7 @@ from mpgrad.scheduling.sizes import FAR, NEAR
 from mpgrad.scheduling.staffing import Staff
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
-from mpgrad.timeline.trace import Recording
+from mpgrad.timeline.timeline import Recording
 from mpgrad.torch_state.modes import Watch
 from mpgrad.wire.messages import Record
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mpgrad.timeline.trace import CALLER, Event
+from mpgrad.timeline.timeline import CALLER, Event
 
 __all__ = ["draw"]
 

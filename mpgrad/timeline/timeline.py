@@ -1,18 +1,44 @@
-"""What `Pool.timeline` gives."""
+"""What `Pool.timeline` gives, what is noted meanwhile, and that as Chrome's trace events, which
+Perfetto (ui.perfetto.dev) opens.
+
+    a thread of the caller ──► `lap` ──► Lap
+    the scheduling thread (`scheduling.notes`) ──► NotedChunk ◄── a worker's `Recorded`
+    a Recording that has ended ──► `events_of`
+
+Process 1 is the caller, with a track for each of its threads; process 1 + n is worker n. Slices of a track lie side by side
+or within one another: a chunk has the slices of its items within it.
+Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Assumes: any thread appends to `laps`; all else is the scheduling thread's. Times are nanoseconds of `time.monotonic_ns`, those
+    of workers by their own clock.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from mpgrad.timeline.trace import Event, Recording, events_of
+from mpgrad.errors import contextmanager
+from mpgrad.wire.messages import Span
 
 __all__ = [
+    "CALLER",
+    "Event",
+    "Lap",
+    "NotedCall",
+    "NotedChunk",
+    "Recording",
     "Timeline",
+    "Worker",
+    "events_of",
 ]
 
 
@@ -103,3 +129,175 @@ class Timeline:
         if self._recording.ended is None:
             return "<mpgrad timeline, being recorded>"
         return f"<mpgrad timeline, {len(self.events)} events>"
+
+
+class Lap(NamedTuple):
+    """What a thread of the caller did for a while."""
+
+    thread: int
+    kind: str  # "pickles", "packs", "waits" or "makes results"
+    function: str  # its name, or ""
+    began: int
+    ended: int
+
+
+class NotedCall(NamedTuple):
+    """A call, or a backward of one."""
+
+    items: int | range
+    function: str  # its name, or ""
+
+
+@dataclass
+class NotedChunk:
+    """Calls, or backwards, that a worker was sent in one message."""
+
+    worker: int
+    phase: str  # "forward", "backward", or "sums": of capture gradients
+    calls: Sequence[NotedCall]
+    sent: int
+    answered: int | None = None
+    began: int = 0  # by the worker's clock, as what follows
+    ended: int = 0
+    spans: Sequence[Span] = ()
+    died: int | None = None  # when the worker did, without an answer
+
+
+class Worker(NamedTuple):
+    """Who it is."""
+
+    number: int
+    pid: int
+    device: str
+    node: str  # "": this machine
+
+
+class Recording:
+    """From its making to `end`."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic_ns()
+        self.ended: int | None = None
+        self.is_known = False  # to the workers, which time what they are sent from then on
+        self.laps: list[Lap] = []
+        self.chunks: list[NotedChunk] = []  # in the order in which they were sent
+        self.workers: dict[int, Worker] = {}
+        self.threads: dict[int, str] = {}  # of the caller, with their names
+
+    @contextmanager
+    def lap(self, kind: str, function: str) -> Iterator[None]:
+        """This thread does that in the block."""
+        thread, began = threading.get_ident(), time.monotonic_ns()
+        self.threads.setdefault(thread, threading.current_thread().name)
+        try:
+            yield
+        finally:
+            self.laps.append(Lap(thread, kind, function, began, time.monotonic_ns()))
+
+    def end(self) -> None:
+        self.ended = time.monotonic_ns()
+
+
+# --- as events
+
+Event = dict[str, Any]
+
+CALLER = 1  # the process
+CALLS = 1  # a worker's thread that runs calls
+PHASES = {"forward": "calls", "backward": "backwards", "sums": "sums of gradients"}
+
+
+class Slice(NamedTuple):
+    """Times are nanoseconds, by the caller's clock."""
+
+    pid: int
+    tid: int
+    began: int
+    ended: int
+    name: str
+    kind: str
+    args: dict[str, object]
+
+
+def events_of(recording: Recording) -> list[Event]:
+    """Names, then slices: of each track in the order of their beginnings, the outer ones first."""
+    assert recording.ended is not None
+    slices = list(caller_slices(recording))
+    chunks = list(recording.chunks)
+    for worker in list(recording.workers.values()):
+        own = [chunk for chunk in chunks if chunk.worker == worker.number]
+        slices += worker_slices(worker, own, recording.ended)
+    slices.sort(key=lambda each: (each.pid, each.tid, each.began, -each.ended))
+    shown = (each for each in slices if each.began < recording.ended)
+    return [*names(recording), *(slice_event(each, recording.began, recording.ended) for each in shown)]
+
+
+def names(recording: Recording) -> Iterator[Event]:
+    yield name_event("process_name", CALLER, 0, name="caller")
+    for thread, name in enumerate(list(recording.threads.values()), start=1):
+        yield name_event("thread_name", CALLER, thread, name=name)
+    for number, worker in sorted(recording.workers.items()):
+        where = [f"pid {worker.pid}", worker.device, *([f"node {worker.node}"] if worker.node else [])]
+        yield name_event("process_name", CALLER + number, 0, name=f"worker {number} ({', '.join(where)})")
+        yield name_event("thread_name", CALLER + number, CALLS, name="calls")
+
+
+def name_event(kind: str, pid: int, tid: int, **args: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def slice_event(each: Slice, start: int, end: int) -> Event:
+    """As much of it as lies in the recording, in microseconds since that began."""
+    began, ended = max(each.began, start) - start, min(each.ended, end) - start
+    times = {"ts": began / 1e3, "dur": max(0, ended - began) / 1e3}
+    return {"ph": "X", "pid": each.pid, "tid": each.tid, **times, "name": each.name, "cat": each.kind, "args": each.args}
+
+
+def caller_slices(recording: Recording) -> Iterator[Slice]:
+    laps = list(recording.laps)  # first: who adds one has added the thread
+    tracks = {thread: number for number, thread in enumerate(list(recording.threads), start=1)}
+    for thread, kind, function, began, ended in laps:
+        yield Slice(CALLER, tracks[thread], began, ended, f"{kind} {function}".rstrip(), kind, {})
+
+
+def worker_slices(worker: Worker, chunks: Sequence[NotedChunk], end: int) -> Iterator[Slice]:
+    """Of the chunks that have no answer only the first: the worker was at that one."""
+    pid, free = CALLER + worker.number, 0  # `free`: since when it has nothing to do
+    ahead = ahead_of(chunks) if worker.node else 0
+    for chunk in chunks:
+        if chunk.answered is None:
+            continue
+        began, free = chunk.began + ahead, chunk.ended + ahead
+        yield Slice(pid, CALLS, began, free, PHASES[chunk.phase], "chunk", items_in(chunk))
+        for phase, position, offset, first, last in chunk.spans:
+            items, function = chunk.calls[position]
+            if isinstance(items, range) and chunk.phase == "forward":
+                items = items[offset]
+            is_again = phase == "forward" and chunk.phase == "backward"
+            name = "forward again" if is_again else phase
+            args: dict[str, object] = {"item": whole(items), "function": function}
+            yield Slice(pid, CALLS, first + ahead, last + ahead, name, phase, args)
+    for chunk in [each for each in chunks if each.answered is None][:1]:
+        name = "not answered" if chunk.died is None else "the worker died"
+        yield Slice(pid, CALLS, max(free, chunk.sent), chunk.died or end, name, "unanswered", items_in(chunk))
+
+
+def items_in(chunk: NotedChunk) -> dict[str, object]:
+    return {"items": [whole(call.items) for call in chunk.calls]}
+
+
+def whole(items: int | range) -> int | list[int]:
+    """An item, or the first and the last one."""
+    return items if isinstance(items, int) else [items[0], items[-1]]
+
+
+def ahead_of(chunks: Sequence[NotedChunk]) -> int:
+    """Nanoseconds that the caller's clock shows more than that of a worker on another machine, which got these chunks.
+
+    A chunk begins after it was sent and ends before its answer is here. So each chunk bounds the difference from both sides;
+    all together bound it best. In the middle the error is at most half of the quickest way there and back, and of what the
+    clocks drift apart meanwhile.
+    """
+    least = [each.sent - each.began for each in chunks if each.answered is not None]
+    most = [each.answered - each.ended for each in chunks if each.answered is not None]
+    return (max(least) + min(most)) // 2 if least else 0

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
-from mpgrad.timeline.trace import NotedCall, NotedChunk, Recording, Worker, events_of
+from mpgrad.timeline.timeline import NotedCall, NotedChunk, Recording, Worker, events_of
 
 Events = list[dict[str, Any]]
 ITEMS = 12
