@@ -60,7 +60,6 @@ UNDOCUMENTED = (
     r"(multiprocessing\.context\.)?BaseContext",
     r"concurrent\.futures\._base\.Future",
     r"torch\.nn\.modules\.module\.Module",
-    r"mpgrad\.functions\.parallel\.Starmap",
     r"collections\.abc\.Mapping\[str",
     r"(mpgrad\..*\.)?([ART]|EachOptions|OnFailure|Items|MoreOptions|Device|Function)",
 )

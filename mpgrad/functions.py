@@ -24,7 +24,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.function import Function, FunctionCtx
@@ -41,6 +41,9 @@ from mpgrad.torch_state.private import (
     transforms_are_active,
     without_tangents,
 )
+
+if TYPE_CHECKING:
+    from mpgrad.pool import Pool
 
 __all__ = [
     "EmulatedAutogradContext",
@@ -270,15 +273,7 @@ def jvp_of(func: type[Function], ctx: EmulatedAutogradContext, tangents: Values)
 T = TypeVar("T")
 
 
-class Starmap(Protocol):
-    """What is used of a pool."""
-
-    def starmap(
-        self, func: Callable[..., Any], iterable: Iterable[Iterable[Any]], chunksize: int | None = ..., *, on_error: str = ...
-    ) -> list[Any]: ...
-
-
-def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[Any], pool: Starmap | None = None) -> Values:
+def map_with_parallel_backward(func: type[Function], *args_per_call: Sequence[Any], pool: Pool | None = None) -> Values:
     """``tuple(func.apply(*args) for args in args_per_call)``, all calls at once, forward and backward.
 
     Whatever depends on one call waits for all of them: no output before the last forward has ended, no gradient before
@@ -555,7 +550,7 @@ def joint(values: Values) -> Values:
     return tuple([left.get(id(each), each) for each in values])
 
 
-def in_pool(func: type[Function], calls: Sequence[Values], pool: Starmap) -> Values:
+def in_pool(func: type[Function], calls: Sequence[Values], pool: Pool) -> Values:
     """The calls in workers, behind one node that runs all their backwards."""
     entered = parted(joint(joined(calls)), [len(args) for args in calls])
     followed = transforms_are_active() or dual_level_is_active()  # there the first error ends all

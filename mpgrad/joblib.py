@@ -204,7 +204,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
             with job.being_sent:  # by another thread, perhaps in this moment
                 result = job.result
             if result is not None and job.callback.parallel._aborting:  # those of others that share this backend go on
-                result._desk.call_off(result._operation)
+                result._scheduler.call_off(result._operation)
 
     def get_nested_backend(self) -> tuple[SequentialBackend, None]:
         """For a Parallel in a task."""

@@ -16,7 +16,7 @@ so there are derivatives of every order.
 
 Guarantees: every item has gates of its own, so a backward for one item leaves the history of the others alone; gradients are
     the worker's, whatever placeholders travelled between the nodes.
-Assumes: a `Home` that delivers.
+Assumes: a home that delivers (`OperationHome`, in `mpgrad.calls.homes`).
 
 Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from mpgrad.autograd.remote_graph import WAIT_LAST, Home, Reach, RemoteGraph
+from mpgrad.autograd.remote_graph import WAIT_LAST, Reach, RemoteGraph
 from mpgrad.torch_state.private import (
     apply,
     current_graph_task,
@@ -25,6 +25,9 @@ from mpgrad.torch_state.private import (
     when_backward_ends,
 )
 from mpgrad.tracebacks import hide_own_frames
+
+if TYPE_CHECKING:
+    from mpgrad.calls.homes import OperationHome
 
 __all__ = [
     "ALONE_NODE",
@@ -155,7 +158,9 @@ class CaptureGate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, home: Home, led_to: Set[int], before: torch.Tensor | None, *captures: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, home: OperationHome, led_to: Set[int], before: torch.Tensor | None, *captures: torch.Tensor
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
         ctx.led_to = led_to  # of those that have more behind them
@@ -205,7 +210,7 @@ def added(total: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | N
     return [grad if held is None else held if grad is None else plus(held, grad) for held, grad in pairs]
 
 
-def further_token(home: Home, token: torch.Tensor | None, reached: Sequence[int]) -> torch.Tensor | None:
+def further_token(home: OperationHome, token: torch.Tensor | None, reached: Sequence[int]) -> torch.Tensor | None:
     """A token for gradients, which may depend on captures (`reached`), by way of hooks, that the result did not depend on.
 
     Raises:
@@ -233,7 +238,7 @@ class Captures:
     workers say, before a result is here, which ones it was made from of those that have `more_behind`.
     """
 
-    def __init__(self, home: Home, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
+    def __init__(self, home: OperationHome, captures: Sequence[torch.Tensor], more_behind: Set[int] = frozenset()) -> None:
         self._home = home
         self._reach = home.reach = Reach(captures, more_behind)
         with torch.enable_grad():  # the function may turn them on

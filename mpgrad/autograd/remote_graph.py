@@ -1,7 +1,7 @@
 """The caller's handle of a graph that a worker keeps, and its backwards, from the node that makes one to the gates.
 
     Call.backward ──► Backward ──► home.send ──► a worker ──► settle ──► gates of inputs: take; of captures: take_captures
-Whoever sends a backward notes on it what is needed on the way. Assumes: a `Home` that delivers; `settle` is called once for
+Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers; `settle` is called once for
 each time that a backward is sent, or by who gives it up, in any thread. Nothing here makes autograd nodes.
 """
 
@@ -13,11 +13,11 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpgrad.errors import CallNames, contextmanager
+from mpgrad.errors import contextmanager
 from mpgrad.torch_state.private import (
     Level,
     current_graph_task,
@@ -28,13 +28,15 @@ from mpgrad.torch_state.private import (
     within,
 )
 
+if TYPE_CHECKING:
+    from mpgrad.calls.homes import OperationHome
+
 __all__ = [
     "SEND",
     "WAIT",
     "WAIT_LAST",
     "Backward",
     "Grads",
-    "Home",
     "Member",
     "Members",
     "Promise",
@@ -93,55 +95,6 @@ class Settled:
         dependents, self.dependents = self.dependents, ()
         for tell in dependents:
             tell()
-
-
-class Home(Protocol):
-    """Where the graphs of one operation live, as the nodes see it."""
-
-    deterministic: bool  # captures' gradients are added in the order of the items
-    timeout: float | None  # seconds for each call
-    reach: Reach | None  # of the captures that need gradients, if there are any
-
-    @property
-    def function(self) -> int:
-        """The number of the function with its captures."""
-        ...
-
-    @property
-    def names(self) -> CallNames: ...
-
-    @property
-    def sender(self) -> object:
-        """By which graphs are reached: that of one pool."""
-        ...
-
-    def send(self, backward: Backward) -> None:
-        """Start the backward of one call; returns at once."""
-        ...
-
-    def wait(self, backward: Backward) -> Any:
-        """What came of it, in the end; raises what it raised."""
-        ...
-
-    def add_to_sum(self, backward: Backward) -> None:
-        """It gives captures gradients, too."""
-        ...
-
-    def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
-        """Parts of captures' gradients that another node may ask for before this backward ends."""
-        ...
-
-    def forget_sum(self, graph_task: int) -> None:
-        """Nobody asks for captures' gradients in this backward any more."""
-        ...
-
-    def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
-        """Wait for the captures' gradients: what is to be added up, of all calls in this backward."""
-        ...
-
-    def release(self, graph: RemoteGraph) -> None:
-        """No backward of this call can come any more."""
-        ...
 
 
 class Member(NamedTuple):
@@ -219,7 +172,7 @@ class RemoteGraph:
         "worker",
     )
 
-    def __init__(self, home: Home, worker: object, call: int, index: int | range, recipe: object = None) -> None:
+    def __init__(self, home: OperationHome, worker: object, call: int, index: int | range, recipe: object = None) -> None:
         self.home = home
         self.worker = worker
         self.recipe = recipe  # from which the graph can be made again, by another worker; None where it cannot
@@ -444,7 +397,7 @@ class Backward(Settled):
         return graph
 
     @property
-    def home(self) -> Home:
+    def home(self) -> OperationHome:
         """Not kept: it may have this in its sums."""
         return self.graph.home
 

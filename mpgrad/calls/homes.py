@@ -20,7 +20,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,9 @@ from mpgrad.tracebacks import shown
 from mpgrad.wire.messages import Eager, Failure
 from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Packer, Placed, TensorRef, place_of, placed_again, staged_again, views
 
+if TYPE_CHECKING:
+    from mpgrad.scheduling.gradient_sender import GradientSender
+
 __all__ = [
     "CONFIRMED",
     "LEAST",
@@ -44,7 +47,6 @@ __all__ = [
     "OperationHome",
     "Predicted",
     "Predictor",
-    "Sender",
     "SumRequest",
     "error_maker",
     "raised_from",
@@ -111,36 +113,12 @@ def error_maker(error: BaseException) -> Callable[[], BaseException]:
     return functools.partial(one_more, error)
 
 
-class Sender(Protocol):
-    """What a home needs of the scheduler. Workers are opaque here."""
-
-    def send(self, backward: Backward) -> None: ...
-
-    def wait_for(self, settled: Settled) -> None: ...
-
-    def modes_of(self, graph_task: int) -> Modes:
-        """Those of the backward with this number, which runs in this thread; raises where workers cannot be in them."""
-        ...
-
-    def request_sum(self, worker: Any, request: SumRequest) -> None: ...
-
-    def release(self, graph: RemoteGraph) -> None: ...
-
-    def spend(self, graph: RemoteGraph) -> None:
-        """Its last backward was an eager one, and has come."""
-        ...
-
-    def predictor_of(self, function: SharedFunction) -> Predictor | None: ...
-
-    def note_wrong_prediction(self) -> None: ...
-
-
 class OperationHome:
-    """Where the graphs of one operation live (`autograd.Home`); keeps the function that they share."""
+    """Where the graphs of one operation live ; keeps the function that they share."""
 
     def __init__(
         self,
-        sender: Sender,
+        sender: GradientSender,
         function: SharedFunction,
         modes: Modes,
         deterministic: bool,
@@ -149,10 +127,10 @@ class OperationHome:
         learns: bool,
     ) -> None:
         """`modes`: those of the calls."""
-        self.sender = sender
+        self.sender = sender  # by which graphs are reached: that of one pool
         self._modes = modes
         self._function = function
-        self.deterministic = deterministic
+        self.deterministic = deterministic  # captures' gradients are added in the order of the items
         self.timeout = timeout  # seconds for each call
         self.reach: Reach | None = None  # of its captures that need gradients
         self._eager = eager
@@ -165,6 +143,7 @@ class OperationHome:
 
     @property
     def function(self) -> int:
+        """The number of the function with its captures."""
         return self._function.number
 
     @property
@@ -172,6 +151,7 @@ class OperationHome:
         return self._function.names
 
     def send(self, backward: Backward) -> None:
+        """Start the backward of one call; returns at once."""
         gradients = loss_gradients(backward) if self._to_see > 0 or self._eager is not None else set()
         if self._to_see > 0:
             self._learn(gradients)
@@ -237,19 +217,23 @@ class OperationHome:
     # --- captures
 
     def add_to_sum(self, backward: Backward) -> None:
+        """It gives captures gradients, too."""
         self._sums.setdefault(backward.graph_task, []).append(backward)
         forget_oldest(self._sums)
 
     def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
+        """Parts of captures' gradients that another node may ask for before this backward ends."""
         self._sums[graph_task] = [grads]
         forget_oldest(self._sums)
 
     def forget_sum(self, graph_task: int) -> None:
+        """Nobody asks for captures' gradients in this backward any more."""
         for each in self._sums.pop(graph_task, ()):
             if isinstance(each, Backward):
                 each.forget()
 
     def capture_gradients(self, graph_task: int) -> Iterator[Sequence[torch.Tensor | None]]:
+        """Wait for the captures' gradients: what is to be added up, of all calls in this backward."""
         parts = self._sums.pop(graph_task, [])
         backwards = [each for each in parts if isinstance(each, Backward)]
         for each in backwards:

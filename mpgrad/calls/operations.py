@@ -24,13 +24,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from mpgrad.autograd.call_node import attach
 from mpgrad.autograd.gates import Captures, gate, gate_behind, leaf_gate
-from mpgrad.autograd.remote_graph import Home, Members, RemoteGraph, modified_in_place
+from mpgrad.autograd.remote_graph import Members, RemoteGraph, modified_in_place
 from mpgrad.calls.output import taken, warned_again
 from mpgrad.calls.packing import OperationOptions, PackedCall
 from mpgrad.errors import ancestor_failed, contextmanager
@@ -42,6 +42,9 @@ from mpgrad.torch_state.private import outside_transforms
 from mpgrad.tracebacks import warn
 from mpgrad.wire.messages import Result, Warned, owners, split
 from mpgrad.wire.tensor_refs import LEAF, PARAMETER, REQUIRES_GRAD, Sparse, TensorRef, flags_in, stand_in, views
+
+if TYPE_CHECKING:
+    from mpgrad.calls.homes import OperationHome
 
 __all__ = [
     "Claim",
@@ -70,7 +73,11 @@ class Operation:
     """
 
     def __init__(
-        self, options: OperationOptions, home: Home, captures: Captures | None = None, streams: ItemStreams | None = None
+        self,
+        options: OperationOptions,
+        home: OperationHome,
+        captures: Captures | None = None,
+        streams: ItemStreams | None = None,
     ) -> None:
         self.options = options
         self.names = options.function.names

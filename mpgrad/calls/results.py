@@ -24,9 +24,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from mpgrad.callbacks import CallbackThread, later, report
+from mpgrad.callbacks import later, report
 from mpgrad.calls.operations import Claim, Failed, Operation, Submitted
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import add_note
@@ -36,7 +36,6 @@ from mpgrad.tracebacks import without_own_frames
 
 __all__ = [
     "AsyncResult",
-    "Desk",
     "DifferentiableFuture",
     "LateError",
     "ResultIterator",
@@ -45,32 +44,15 @@ __all__ = [
     "seconds_or_none",
 ]
 
+if TYPE_CHECKING:
+    from mpgrad.scheduling.scheduler import Scheduler
+
 R = TypeVar("R")
 
 
-class Desk(Protocol):
-    """What results need of the scheduler."""
-
-    callbacks: CallbackThread
-
-    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
-
-    def admit(self, operation: Operation) -> None: ...
-
-    def cancel(self, operation: Operation) -> None: ...
-
-    def call_off(self, operation: Operation) -> None: ...
-
-    def cancel_queued(self, operation: Operation) -> None: ...
-
-    def stop(self, operation: Operation) -> None: ...
-
-    def stop_at(self, moment: float, operation: Operation) -> None: ...
-
-
-def call_off_with(holder: object, desk: Desk, operation: Operation) -> None:
+def call_off_with(holder: object, scheduler: Scheduler, operation: Operation) -> None:
     """As soon as nobody holds the result."""
-    weakref.finalize(holder, desk.call_off, operation).atexit = False
+    weakref.finalize(holder, scheduler.call_off, operation).atexit = False
 
 
 class Uncollected:
@@ -119,7 +101,7 @@ class AsyncResult(Generic[R]):
 
     def __init__(
         self,
-        desk: Desk,
+        scheduler: Scheduler,
         operation: Operation,
         fetch: Callable[[Operation], R],
         callback: Callable[[R], object] | None,
@@ -128,7 +110,7 @@ class AsyncResult(Generic[R]):
         on_awaited: Callable[[], object] = lambda: None,
     ) -> None:
         """`on_awaited`: called by who has waited until all is done."""
-        self._desk = desk
+        self._scheduler = scheduler
         self._uncollected = uncollected
         self._number = uncollected.number()
         self._operation = operation
@@ -170,7 +152,7 @@ class AsyncResult(Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         timeout = seconds_or_none("timeout", timeout)
         try:
-            is_ready = self._desk.wait_until(self.ready, timeout)
+            is_ready = self._scheduler.wait_until(self.ready, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._abandon()
             raise
@@ -183,7 +165,7 @@ class AsyncResult(Generic[R]):
         if self._is_abandoned or self.ready() or self._callback is not None or self._error_callback is not None:
             return
         self._is_abandoned = True
-        call_off_with(self, self._desk, self._operation)
+        call_off_with(self, self._scheduler, self._operation)
         ref = weakref.ref(self)
         self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
 
@@ -248,9 +230,9 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         (True, tensor([3., 3.], grad_fn=<CallBackward>), tensor([3., 3.]))
     """
 
-    def __init__(self, desk: Desk, operation: Submitted, uncollected: Uncollected) -> None:
+    def __init__(self, scheduler: Scheduler, operation: Submitted, uncollected: Uncollected) -> None:
         super().__init__()
-        self._desk = desk
+        self._scheduler = scheduler
         self._operation = operation
         self._uncollected = uncollected
         self._number = uncollected.number()
@@ -293,7 +275,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
             concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
-        callbacks = self._desk.callbacks
+        callbacks = self._scheduler.callbacks
         if self.done():
             if callbacks.done != callbacks.added:
                 callbacks.catch_up()
@@ -323,15 +305,15 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         """
         cancelled = super().cancel()
         if cancelled:
-            self._desk.cancel(self._operation)
+            self._scheduler.cancel(self._operation)
         elif force and not self.done():
-            self._desk.stop(self._operation)
+            self._scheduler.stop(self._operation)
             return True
         return cancelled
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            return self._desk.wait_until(self.done, timeout)
+            return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._abandon()
             raise
@@ -341,7 +323,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         if self._is_abandoned or self.done() or self._tells:
             return
         self._is_abandoned = True
-        call_off_with(self, self._desk, self._operation)
+        call_off_with(self, self._scheduler, self._operation)
         ref = weakref.ref(self)
         self._operation.starts = lambda: told._starts() if (told := ref()) is not None else True
         self._operation.on_outcome = lambda index: told._finish(index) if (told := ref()) is not None else None
@@ -366,7 +348,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         """
         if (seconds := seconds_given("seconds", seconds)) < 0:
             raise ValueError(f"seconds must not be negative (seconds: {seconds:g})")
-        self._desk.stop_at(time.monotonic() + seconds, self._operation)
+        self._scheduler.stop_at(time.monotonic() + seconds, self._operation)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is.
@@ -434,14 +416,14 @@ class ResultIterator(Generic[R]):
 
     def __init__(
         self,
-        desk: Desk,
+        scheduler: Scheduler,
         operation: Operation,
         calls: Iterator[Callable[[], PackedCall]],
         window: float,
         ordered: bool,
         on_awaited: Callable[[], object] = lambda: None,
     ) -> None:
-        self._desk = desk
+        self._scheduler = scheduler
         self._operation = operation
         self._calls = calls  # each packs one call
         self._window = window
@@ -474,7 +456,7 @@ class ResultIterator(Generic[R]):
             if self._next == self._operation.added:
                 self._end()
             try:
-                is_there = self._desk.wait_until(self._is_there, timeout)
+                is_there = self._scheduler.wait_until(self._is_there, timeout)
             except BaseException:  # KeyboardInterrupt, above all
                 self._abandon()
                 raise
@@ -533,9 +515,9 @@ class ResultIterator(Generic[R]):
                 self._operation.sealed = True
             if self._operation.added - before[0] == wave:
                 wave *= 4
-                self._desk.admit(self._operation)
+                self._scheduler.admit(self._operation)
         if (self._operation.added, self._operation.sealed) != before:
-            self._desk.admit(self._operation)
+            self._scheduler.admit(self._operation)
 
     def _abandon(self) -> None:
         """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
@@ -544,20 +526,20 @@ class ResultIterator(Generic[R]):
     def _cancel_rest(self) -> None:
         """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
         if self._is_abandoned:
-            self._desk.call_off(self._operation)
+            self._scheduler.call_off(self._operation)
             return
         self._operation.sealed = True
         if not self._operation.has_ended:
-            self._desk.cancel_queued(self._operation)
+            self._scheduler.cancel_queued(self._operation)
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if python_ends():  # all pools have ended, and names of modules may be gone
             return
         if self._is_abandoned:
-            self._desk.call_off(self._operation)
+            self._scheduler.call_off(self._operation)
         # with a window without end, all is asked for, whether anybody looks at it or not
         elif not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
-            self._desk.cancel(self._operation)
+            self._scheduler.cancel(self._operation)
 
 
 MOST_SHOWN = 10**1000  # Python refuses to write integers of more than some thousand digits

@@ -37,7 +37,7 @@ class Surroundings(NamedTuple):
 
 
 class GradientSender:
-    """What homes of operations ask of the scheduler (see `calls.homes.Sender`)."""
+    """What homes of operations ask of the scheduler ."""
 
     def __init__(
         self,
@@ -137,6 +137,7 @@ class GradientSender:
         self._driver.nudge()
 
     def spend(self, graph: RemoteGraph) -> None:
+        """Its last backward was an eager one, and has come."""
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
         worker.spent.append(graph.call)

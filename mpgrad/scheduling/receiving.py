@@ -15,9 +15,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from mpgrad.autograd.remote_graph import Backward, Home, RemoteGraph, Settled
+from mpgrad.autograd.remote_graph import Backward, RemoteGraph, Settled
 from mpgrad.callbacks import later
-from mpgrad.calls.homes import Arrived, error_maker, raised_from
+from mpgrad.calls.homes import Arrived, OperationHome, error_maker, raised_from
 from mpgrad.calls.operations import Delivered, Failed, Operation, Outcome
 from mpgrad.calls.output import given_again
 from mpgrad.calls.packing import PackedCall
@@ -346,7 +346,7 @@ class Answers:
             self._arrive(request, worker, message.grads, payload)
 
     def _graph_kept(
-        self, worker: WorkerHandle, home: Home, number: int, index: int | range, recipe: PackedCall | Backward
+        self, worker: WorkerHandle, home: OperationHome, number: int, index: int | range, recipe: PackedCall | Backward
     ) -> RemoteGraph:
         worker.graphs.keep(number)
         return RemoteGraph(home, worker, number, index, recipe if self._recoverable else None)
