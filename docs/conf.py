@@ -61,7 +61,7 @@ UNDOCUMENTED = (
     r"concurrent\.futures\._base\.Future",
     r"torch\.nn\.modules\.module\.Module",
     r"collections\.abc\.Mapping\[str",
-    r"(mpgrad\..*\.)?([ART]|EachOptions|OnFailure|Items|MoreOptions|Device|Function)",
+    r"(mpgrad\..*\.)?([ART]|EachOptions|OnFailure|Items|MoreOptions|Device|Function|Values)",
 )
 nitpick_ignore = {("py:obj", name) for name in PARAMETERS}
 nitpick_ignore_regex = [("py:obj", name) for name in NO_LINKS]
