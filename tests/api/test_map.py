@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_non_leaf_items(pool: mpgrad.Pool) -> None:
     assert_same_as_serial(smooth, [x * 2 for x in ragged()], pool)
 
 
-@pytest.mark.parametrize("nbytes", [8, 4096, 8192, 8200, 70_000, 300_000, 5_000_000])
+@pytest.mark.parametrize("nbytes", [8, 4096, 8192, 8200, 70_000, 300_000, pytest.param(5_000_000, marks=pytest.mark.slow)])
 def test_sizes_around_every_border(pool2: mpgrad.Pool, nbytes: int) -> None:
     items = [torch.randn(nbytes // 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert_same_as_serial(smooth, items, pool2)
@@ -285,14 +286,19 @@ def test_partials_methods_and_callables(pool: mpgrad.Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "reason"),
+    ("make", "reason"),
     [
-        (torch.eye(3).to_mkldnn(), "layout is torch._mkldnn"),
-        (torch.ones(3, device="meta"), "device is meta"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "its type is NestedTensor"),
+        (lambda: torch.eye(3).to_mkldnn(), "layout is torch._mkldnn"),
+        (lambda: torch.ones(3, device="meta"), "device is meta"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "its type is NestedTensor",
+        ),
     ],
+    ids=["mkldnn", "meta", "nested"],
 )
-def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, tensor: torch.Tensor, reason: str) -> None:
+def test_what_cannot_be_carried_is_refused_by_name(pool: mpgrad.Pool, make: Callable[[], torch.Tensor], reason: str) -> None:
+    tensor = make()
     with pytest.raises(TypeError, match=rf"item 1 holds a tensor that cannot be carried.*{reason}"):
         pool.map(lambda x: x, [torch.ones(1), tensor])
     with pytest.raises(TypeError, match=f"the function holds a tensor that cannot be carried.*{reason}"):

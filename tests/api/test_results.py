@@ -301,7 +301,7 @@ def test_futures_in_asyncio(pool2: mpgrad.Pool) -> None:
 
 
 def test_a_future_cancelled_before_it_began(fresh_pool: mpgrad.Pool) -> None:
-    busy = [fresh_pool.submit(time.sleep, 0.3) for _ in range(8)]
+    busy = [fresh_pool.submit(time.sleep, 0.1) for _ in range(8)]
     last = fresh_pool.submit(abs, -1)
     assert last.cancel() and last.cancelled()
     with pytest.raises(concurrent.futures.CancelledError):

@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +28,10 @@ from mpgrad.workers import functions
 pytestmark = pytest.mark.quick
 
 KINDS: dict[str, dict[str, Any]] = {
-    **{engine: {"engine": engine} for engine in ("process", "thread", "inline")},
     "eager": {"deterministic": True},
+    **{engine: {"engine": engine} for engine in ("process", "inline", "thread")},
 }
+ENGINES = first_are_quick(2, ["process", "inline", "thread"])  # threads search the same modules as the caller does inline
 INSTALLED = """
 import functools, types, torch
 def new(value=2.0): return torch.tensor(value, requires_grad=True)
@@ -85,7 +87,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     del sys.modules["own_leaves"]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=first_are_quick(3, list(KINDS)))
 def any_pool(request: pytest.FixtureRequest, installed: Any) -> Iterator[mpgrad.Pool]:
     options, gradient = KINDS[request.param], 1.0 if request.param == "eager" else None
     with every_loss_gets(gradient), mpgrad.Pool(1 if request.param == "inline" else 2, **options) as pool:
@@ -159,7 +161,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_looks_into_modules(engine: str, monkeypatch: pytest.MonkeyPatch, nursery: mpgrad.Pool) -> None:
     # symptom: with engines "thread" and "inline" the gradient of the module's own leaf, which these find, was lost silently
     with mpgrad.Pool(1, engine=engine) as pool:
@@ -176,7 +178,7 @@ def test_what_looks_into_modules(engine: str, monkeypatch: pytest.MonkeyPatch, n
                 assert f"{own.__name__}.w" in str(error) and engine != "process"
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
     with mpgrad.Pool(1, engine=engine) as pool:
         given = items(1)
@@ -191,7 +193,7 @@ def test_derivatives_of_a_stray(engine: str, installed: Any) -> None:
             last.backward()
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_transforms_around_a_stray(engine: str, installed: Any) -> None:
     """Symptom: the gradient was lost without a word. Cause: results of workers came without their graph."""
     x = torch.tensor([1.0, 2.0])
@@ -423,8 +425,7 @@ def test_an_id_that_is_used_again(shared_pools: Callable[[str, int], mpgrad.Pool
 def test_searches_are_few(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
     # symptom: 53 s for a network of 200 parameters that a function made. cause: a search of all modules for each of them
     looked: list[int] = []
-    search = functions.look_through_modules
-    monkeypatch.setattr(functions, "look_through_modules", lambda: (looked.append(1), search()))
+    monkeypatch.setattr(functions, "look_through_modules", lambda: (looked.append(1), time.sleep(1e-3)))  # it finds nothing
     monkeypatch.setattr(functions, "SEARCHES", functions.Searches())
     known: list[Any] = []
 
@@ -447,7 +448,7 @@ def make_own() -> None:
     package.WEIGHT = torch.tensor(5.0, requires_grad=True)
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_leaves_that_an_initializer_made(engine: str, installed: Any) -> None:
     with mpgrad.Pool(1, engine=engine, initializer=make_own) as pool:
         given = items()

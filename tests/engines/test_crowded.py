@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import first_are_quick
 from test_cluster import ONE_EACH, chain, cluster, eventually, grad_of, leaf, serial, staffed
 
 import mpgrad
@@ -56,7 +57,7 @@ def sine(x: torch.Tensor) -> torch.Tensor:
 # --- a node is lost, and there is no room elsewhere
 
 
-@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("lost", first_are_quick(1, [1, 2]))
 def test_graphs_are_made_again_by_those_who_are_there(nursery: mpgrad.Pool, lost: int) -> None:
     """They were given to the worker with the least to do, which was one that never came."""
     xs = leaves()
@@ -89,6 +90,7 @@ def test_join_waits_for_gradients_that_wait_for_room(nursery: mpgrad.Pool) -> No
         joined.result(20)
 
 
+@pytest.mark.slow
 def test_without_retries_the_error_comes_at_once(nursery: mpgrad.Pool) -> None:
     """It waited for room, where the graph could not be made again anyway."""
     xs = leaves()
@@ -197,6 +199,7 @@ def test_nobody_is_left_to_make_graphs_again(nursery: mpgrad.Pool, tmp_path: Pat
 # --- places
 
 
+@pytest.mark.slow
 def test_a_replaced_worker_leaves_its_place_to_its_successor(nursery: mpgrad.Pool) -> None:
     """It keeps graphs, and its successor was to find room elsewhere."""
     xs = [torch.full((3,), float(k), requires_grad=True) for k in range(24)]

@@ -128,35 +128,31 @@ print(*(child.pid for child in psutil.Process().children(recursive=True)), flush
 """
 
 
-@pytest.mark.parametrize(
-    "ending",
-    ["", "raise SystemExit(0)", "pool.map_async(__import__('time').sleep, [100] * 4)", "del pool"],
-    ids=["open", "exit", "busy", "collected"],
-)
+ENDING = """
+busy, collected = mpgrad.Pool(2), mpgrad.Pool(2)
+busy.map_async(__import__('time').sleep, [100] * 4)
+collected.map(abs, range(10))
+del collected
+raise SystemExit(0)
+"""
+
+
 @pytest.mark.slow
-def test_an_interpreter_that_ends_with_an_open_pool(ending: str) -> None:
+def test_an_interpreter_that_ends_with_open_pools() -> None:
     begin = time.monotonic()
-    done = run([sys.executable, "-W", "error", "-c", UNCLOSED + ending])
+    done = run([sys.executable, "-W", "error", "-c", UNCLOSED + ENDING])
     assert done.stderr == "" and done.returncode == 0
     assert time.monotonic() - begin < 15
     assert gone([int(pid) for pid in done.stdout.split()], within=1)
 
 
-SPIN = "pool.map_async(spin, [1] * 4); __import__('time').sleep(1000)"
-
-
-@pytest.mark.parametrize(
-    "work",
-    ["while True: pass", "__import__('time').sleep(1000)", pytest.param(SPIN, marks=linux_only("the death signal"))],
-    ids=["computing", "asleep", "workers computing"],
-)
 @pytest.mark.slow
-def test_the_parent_is_killed(work: str) -> None:
-    code = UNCLOSED + "def spin(k):\n    while True: pass\n" + work
+def test_the_parent_is_killed() -> None:
+    """With idle workers; tests/faults/test_outside.py has busy ones."""
+    code = UNCLOSED + "__import__('time').sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.3)  # the workers are in the middle of it
         parent.kill()
         assert len(pids) == (2 if PORTABLE else 3)  # the nursery among them
         assert gone(pids, within=1)

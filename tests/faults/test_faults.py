@@ -288,7 +288,7 @@ def test_a_worker_that_dies_in_forward(fresh_pool: mpgrad.Pool, how: str, text: 
     assert len(fresh_pool._scheduler.workers) == 2
 
 
-@pytest.mark.parametrize(("how", "text"), DEATHS)
+@pytest.mark.parametrize(("how", "text"), [DEATHS[0], DEATHS[-1]])
 def test_a_worker_that_dies_in_backward(fresh_pool: mpgrad.Pool, how: str, text: str) -> None:
     class Dies(torch.autograd.Function):
         @staticmethod
@@ -558,7 +558,7 @@ def test_no_room_for_a_result(pool2: mpgrad.Pool) -> None:
 def test_the_system_refuses_memory(nursery: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, initializer=limit_files, initargs=(1 << 27,)) as pool:
         with pytest.raises(mpgrad.SharedMemoryError, match="800,000,000 bytes asked for"):
-            pool.map(lambda k: torch.zeros(100_000_000, dtype=torch.float64), [0])
+            pool.map(lambda k: torch.empty(100_000_000, dtype=torch.float64), [0])
         works(pool)
 
 

@@ -141,11 +141,6 @@ print("right")
 """
 
 
-def test_pools_maps_and_large_tensors_within_64_descriptors() -> None:
-    pools = 3 if PORTABLE else 10  # workers that are spawned take a second to start
-    assert run(FEW_DESCRIPTORS, str(pools)) == "right\n"
-
-
 NO_DESCRIPTORS = """
 limit(resource.RLIMIT_NOFILE, 64)
 with mpgrad.Pool(2) as pool:
@@ -164,10 +159,6 @@ print("right")
 """
 
 
-def test_running_out_of_descriptors_is_one_clear_error() -> None:
-    assert run(NO_DESCRIPTORS) == "right\n"
-
-
 NO_DESCRIPTORS_FOR_A_WORKER = """
 import logging
 logging.getLogger("mpgrad").setLevel("ERROR")  # it warns that it has fewer workers than it should
@@ -181,10 +172,6 @@ with mpgrad.Pool(2) as pool:
     works(pool)
 print("right")
 """
-
-
-def test_no_descriptors_for_a_further_worker() -> None:
-    assert run(NO_DESCRIPTORS_FOR_A_WORKER) == "right\n"
 
 
 NO_DESCRIPTORS_AT_THE_START = """
@@ -201,30 +188,28 @@ print("right")
 """
 
 
-def test_no_descriptors_at_the_start() -> None:
-    assert run(NO_DESCRIPTORS_AT_THE_START) == "right\n"
+def test_few_descriptors_and_none() -> None:
+    """At the start, for a result, for a further worker; and 64 are enough for pools, maps and large tensors."""
+    pools = 3 if PORTABLE else 10  # workers that are spawned take a second to start
+    code = NO_DESCRIPTORS_AT_THE_START + NO_DESCRIPTORS + FEW_DESCRIPTORS + NO_DESCRIPTORS_FOR_A_WORKER
+    assert run(code, str(pools)) == "right\n" * 4
 
 
 PARENT_LIMITS = """
-large = torch.ones(25 * MIB, requires_grad=True)
-with mpgrad.Pool(2) as pool:
-    works(pool)
-    what = getattr(resource, sys.argv[1])
-    limit(what, MIB if sys.argv[1] == "RLIMIT_FSIZE" else address_space() + 90 * MIB)
-    for _ in range(3):
-        error = error_of(lambda: pool.map(lambda t: t.sum(), [large]))
-        assert isinstance(error, mpgrad.SharedMemoryError) and "104,857,600 bytes asked for" in str(error), repr(error)
+for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+    large = torch.ones(25 * MIB, requires_grad=True)
+    with mpgrad.Pool(2) as pool:
         works(pool)
-    unlimited(what)
-    pool.map(lambda t: t.sum(), [large])[0].backward()
-    assert large.grad[0] == large.grad[-1] == 1
-print("right")
+        limit(what, MIB if what == resource.RLIMIT_FSIZE else address_space() + 90 * MIB)
+        for _ in range(3):
+            error = error_of(lambda: pool.map(lambda t: t.sum(), [large]))
+            assert isinstance(error, mpgrad.SharedMemoryError) and "104,857,600 bytes asked for" in str(error), repr(error)
+            works(pool)
+        unlimited(what)
+        pool.map(lambda t: t.sum(), [large])[0].backward()
+        assert large.grad[0] == large.grad[-1] == 1
+    print("right")
 """
-
-
-@pytest.mark.parametrize("what", ["RLIMIT_AS", "RLIMIT_FSIZE"])
-def test_no_room_for_an_item_in_the_parent(what: str) -> None:
-    assert run(PARENT_LIMITS, what) == "right\n"
 
 
 NO_ROOM_FOR_A_RESULT = """
@@ -240,10 +225,6 @@ print("right")
 """
 
 
-def test_no_room_for_a_result_in_the_parent() -> None:
-    assert run(NO_ROOM_FOR_A_RESULT) == "right\n"
-
-
 NO_ROOM_FOR_A_MESSAGE = """
 logging.getLogger("mpgrad").addHandler(logging.NullHandler())  # of messages that could not be read
 with mpgrad.Pool(2, retries=1) as pool:  # by workers that the limit does not hold for: it may for their successors
@@ -256,8 +237,9 @@ print("right")
 """
 
 
-def test_no_room_for_a_message_in_the_parent() -> None:
-    assert run(NO_ROOM_FOR_A_MESSAGE) == "right\n"
+def test_no_room_in_the_parent() -> None:
+    """For an item, a result, a message."""
+    assert run(PARENT_LIMITS + NO_ROOM_FOR_A_RESULT + NO_ROOM_FOR_A_MESSAGE) == "right\n" * 4
 
 
 LIMITED_FILES = """

@@ -207,7 +207,7 @@ def left_behind(x: int) -> list[str]:
 
 def main() -> None:
     xs = [torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_() for _ in range(4)]
-    with mpgrad.Pool(2) as pool:
+    with mpgrad.Pool(1) as pool:
         try_each(xs, pool)
     with mpgrad.Pool(1) as pool:
         names_that_go(pool)

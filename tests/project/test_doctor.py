@@ -116,6 +116,7 @@ doctor.trial()
 """
 
 
+@pytest.mark.slow
 def test_a_trial_that_dies(tmp_path: Path) -> None:
     """What it had found counts, and its workers end, too."""
     before, died = tried([sys.executable, "-c", BROKEN, str(tmp_path / "pid")], LIMIT)

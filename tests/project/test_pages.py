@@ -16,16 +16,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pages.py"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PROGRAMS = [page for page in PAGES if "\n```python\n" in page.read_text()]
-FIRST = ROOT / "docs" / "index.md"
 AT_ONCE = 2  # programs, of which each imports torch and starts a pool
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT / "docs"))
-
-
-def test_the_program_of_the_first_page(script: Any, tmp_path: Path) -> None:
-    script.run(FIRST, tmp_path)
 
 
 @pytest.mark.slow
@@ -43,7 +38,7 @@ def test_the_programs_of_all_other_pages(script: Any, tmp_path: Path) -> None:
             mistakes.append(str(error))
 
     with ThreadPoolExecutor(AT_ONCE) as executor:
-        list(executor.map(run, [page for page in PROGRAMS if page != FIRST and page not in absent]))
+        list(executor.map(run, [page for page in PROGRAMS if page not in absent]))
     assert not mistakes, "\n\n".join(mistakes)
     if absent:
         told = [f"{name_of(page)} needs {', '.join(packages)}" for page, packages in absent.items()]

@@ -388,6 +388,7 @@ with mpgrad.Pool(1) as pool:
 """
 
 
+@pytest.mark.slow
 def test_the_parent_imports_nothing_of_the_workers_side() -> None:
     """Nor does what comes from a worker name anything there: an exception that is put together again did."""
     ended = subprocess.run([sys.executable, "-c", ODD_EXCEPTION], capture_output=True, text=True, timeout=58)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, every_loss_gets, first_are_quick
+from conftest import PATIENCE, every_loss_gets, first_are_quick, staffed
 
 import mpgrad
 from mpgrad.calls import packing
@@ -69,9 +69,21 @@ def own_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[m
 
 
 @pytest.fixture(params=["keep", "auto"])
-def pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+def fresh_pool2(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with every_loss_gets(1.0), mpgrad.Pool(2, graphs=request.param) as own:
         yield own
+
+
+@pytest.fixture(scope="module", params=["keep", "auto"])
+def open_pool(request: pytest.FixtureRequest, nursery: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with mpgrad.Pool(2, graphs=request.param) as own:
+        yield staffed(own)
+
+
+@pytest.fixture
+def pool2(open_pool: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
+    with every_loss_gets(1.0):
+        yield open_pool
 
 
 @pytest.fixture
@@ -421,12 +433,12 @@ def test_what_is_read_in_place_goes_one_by_one(pool2: mpgrad.Pool) -> None:
         results[0].sum().backward()
 
 
-def test_they_travel_together(pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_travel_together(fresh_pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     xs = leaves(4 * SIZE)
-    results = pool2.map(curve, xs)
+    results = fresh_pool2.map(curve, xs)
     assert len({each.grad_fn for each in results}) == 4
-    assert sum(worker.calls for worker in pool2.stats().workers) == len(xs)
-    with_chunks = pool2.map(curve, xs, chunksize=2)  # whoever says how large chunks are to be has one call an item
+    assert sum(worker.calls for worker in fresh_pool2.stats().workers) == len(xs)
+    with_chunks = fresh_pool2.map(curve, xs, chunksize=2)  # whoever says how large chunks are to be has one call an item
     assert len({each.grad_fn for each in with_chunks}) == len(xs)
 
 
@@ -587,12 +599,12 @@ def dying(path: Path, x: Tensor) -> Tensor:
     return (x * weight[:2].detach()).sum()
 
 
-def test_a_bundle_whose_worker_dies_is_run_again(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_bundle_whose_worker_dies_is_run_again(fresh_pool2: mpgrad.Pool, tmp_path: Path) -> None:
     xs = [torch.full((2,), float(k), dtype=torch.float64, requires_grad=True) for k in range(22)]
-    results = pool2.map(functools.partial(dying, tmp_path), xs)
+    results = fresh_pool2.map(functools.partial(dying, tmp_path), xs)
     torch.stack(results).sum().backward()
     assert all(torch.equal(x.grad, weight[:2].detach()) for x in xs)  # type: ignore[arg-type]
-    assert pool2.stats().deaths == 2
+    assert fresh_pool2.stats().deaths == 2
 
 
 def always_dying(x: Tensor) -> Tensor:
@@ -601,15 +613,15 @@ def always_dying(x: Tensor) -> Tensor:
     return x
 
 
-def test_an_item_that_kills_is_named(pool2: mpgrad.Pool) -> None:
+def test_an_item_that_kills_is_named(fresh_pool2: mpgrad.Pool) -> None:
     with pytest.raises(mpgrad.WorkerDiedError) as caught:
-        pool2.map(always_dying, [torch.full((2,), float(k)) for k in range(22)])
+        fresh_pool2.map(always_dying, [torch.full((2,), float(k)) for k in range(22)])
     assert caught.value.item == 13
-    assert len(pool2.map(abs, [torch.ones(2)] * 22)) == 22
+    assert len(fresh_pool2.map(abs, [torch.ones(2)] * 22)) == 22
 
 
 @pytest.mark.parametrize("function", [loss, curve])
-def test_graphs_that_are_lost_are_made_again(pool2: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
+def test_graphs_that_are_lost_are_made_again(fresh_pool2: mpgrad.Pool, function: Callable[[Tensor], Tensor]) -> None:
     def found(loop: Loop, between: Callable[[], None]) -> list[Tensor]:
         xs = leaves()
         results = loop(function, xs)
@@ -619,10 +631,10 @@ def test_graphs_that_are_lost_are_made_again(pool2: mpgrad.Pool, function: Calla
         return list(torch.autograd.grad(total, [*xs[:3], *xs[4:]]))
 
     def kill() -> None:
-        for worker in pool2.stats().workers:
+        for worker in fresh_pool2.stats().workers:
             os.kill(worker.pid, signal.SIGKILL)
 
-    for one, other in zip(found(pool2.map, kill), found(serial, lambda: None), strict=True):
+    for one, other in zip(found(fresh_pool2.map, kill), found(serial, lambda: None), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -876,17 +888,17 @@ def test_a_backward_that_reaches_nothing_leaves_higher_derivatives_alone(pool: m
         torch.testing.assert_close(second, (6 * xs[5] * weight).detach())
 
 
-def test_a_derivative_of_a_derivative_leaves_nothing(pool2: mpgrad.Pool) -> None:
+def test_a_derivative_of_a_derivative_leaves_nothing(fresh_pool2: mpgrad.Pool) -> None:
     """Symptom: two graphs more for each. Cause: a backward kept its gradients, whose history led to it."""
     xs = leaves()
-    (first,) = torch.autograd.grad(pool2.map(cube, xs)[5], xs[5], create_graph=True)
+    (first,) = torch.autograd.grad(fresh_pool2.map(cube, xs)[5], xs[5], create_graph=True)
     torch.autograd.grad(first.sum(), xs[5])
     del first
     gc.collect()
     deadline = time.monotonic() + PATIENCE
-    while any(worker.graphs for worker in pool2.stats().workers):
+    while any(worker.graphs for worker in fresh_pool2.stats().workers):
         assert time.monotonic() < deadline
-        pool2.map(abs, range(4))
+        fresh_pool2.map(abs, range(4))
 
 
 def test_other_leaves_may_be_frozen_or_get_a_history(pool: mpgrad.Pool) -> None:
@@ -908,7 +920,7 @@ def ended_by_its_backward(x: Tensor) -> Tensor:
     return y.sum()
 
 
-def test_an_item_whose_backward_kills_is_named(pool2: mpgrad.Pool) -> None:
+def test_an_item_whose_backward_kills_is_named(fresh_pool2: mpgrad.Pool) -> None:
     with pytest.raises(mpgrad.WorkerDiedError) as caught:
-        pool2.map(ended_by_its_backward, leaves(6))[2].backward()
+        fresh_pool2.map(ended_by_its_backward, leaves(6))[2].backward()
     assert caught.value.item == 2

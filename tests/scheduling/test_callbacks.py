@@ -186,7 +186,7 @@ def test_who_waits_for_the_end_waits_for_callbacks(nursery: mpgrad.Pool, end: Ca
     told: list[object] = []
 
     def slow(value: object) -> None:
-        time.sleep(0.5)
+        time.sleep(0.1)
         told.append(value)
 
     with mpgrad.Pool(1) as pool:
@@ -203,7 +203,7 @@ def test_who_waits_for_the_end_waits_for_callbacks(nursery: mpgrad.Pool, end: Ca
 def test_a_shutdown_waits_for_callbacks(nursery: mpgrad.Pool) -> None:
     told: list[object] = []
     with mpgrad.Executor(1) as executor:
-        executor.submit(time.sleep, 0.1).add_done_callback(lambda future: (time.sleep(0.5), told.append(future.done())))
+        executor.submit(time.sleep, 0.1).add_done_callback(lambda future: (time.sleep(0.1), told.append(future.done())))
     assert told == [True]
 
 
@@ -260,6 +260,7 @@ executor.submit(print, "printed")
 """
 
 
+@pytest.mark.slow
 def test_callbacks_and_output_as_the_interpreter_ends(nursery: mpgrad.Pool) -> None:
     import subprocess
 

@@ -324,7 +324,7 @@ def tiny(x: Tensor) -> Tensor:
 
 
 def slow(x: Tensor) -> Tensor:
-    time.sleep(0.05)
+    time.sleep(0.02)
     return x * 2
 
 
@@ -380,6 +380,7 @@ def test_the_log_does_not_mind_waiting_for_items(log: Callable[[], list[str]], n
     assert log() == []
 
 
+@pytest.mark.slow
 def test_the_log_does_not_mind_waiting_for_workers(log: Callable[[], list[str]], nursery: mpgrad.Pool) -> None:
     """They may have to start, or do something else."""
     for _ in range(2 + MAPS):
@@ -407,7 +408,7 @@ def test_the_log_does_not_mind_one_slow_map(log: Callable[[], list[str]], nurser
         for _ in range(3):
             for _ in range(MAPS - 1):
                 pool.map(waits, [0.0])
-            pool.map(waits, [0.3])
+            pool.map(waits, [0.1])
     assert log() == []
 
 

@@ -133,7 +133,8 @@ def test_a_callback_that_ends_the_program(pool2: mpgrad.Pool, caplog: pytest.Log
     assert "a callback of the pool raised" in caplog.text
     pool2.submit(time.sleep, 0.1).add_done_callback(lambda future: sys.exit(3))
     assert pool2.map(abs, [-1] * 8) == [1] * 8
-    assert pool2._scheduler.wait_until(lambda: "a callback of a future raised" in caplog.text, timeout=5)
+    pool2.synchronize()  # waits for callbacks, too
+    assert "a callback of a future raised" in caplog.text
 
 
 def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:

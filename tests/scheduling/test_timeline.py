@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import every_loss_gets
-from matplotlib.figure import Figure
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
@@ -78,6 +77,8 @@ def check(events: Events) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def fonts() -> None:
     """Matplotlib keeps the files of its fonts open; better before the test that draws than as something it left behind."""
+    from matplotlib.figure import Figure  # which takes long to import
+
     figure = Figure()
     figure.subplots().set_title("0")
     figure.savefig(io.BytesIO())

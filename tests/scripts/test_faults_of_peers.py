@@ -17,7 +17,7 @@ LIMIT = 58  # seconds on a busy machine; a quiet one takes 10
 
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [("gradients", "right"), ("idle", "right; goes on"), ("exit", "WorkerDiedError; goes on"), ("parent", "after ")],
+    [("gradients", "right"), ("idle", "right; goes on"), ("parent", "after ")],
 )
 def test_a_fault_of_a_pool_of_ours(fault: str, told: str, script: Any) -> None:
     assert script.watched(fault, "mpgrad", 30).startswith(told)
@@ -33,7 +33,8 @@ def test_the_table() -> None:
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[-3] == "a call always kills its worker"
-    assert lines[-2].split()[0] == "mpgrad" and lines[-1].split()[0] == "ProcessPoolExecutor"
+    assert lines[-2].split()[0] == "mpgrad" and lines[-2].endswith("WorkerDiedError; goes on")
+    assert lines[-1].split()[0] == "ProcessPoolExecutor"
 
 
 def test_trials_that_differ_are_counted(script: Any) -> None:

@@ -25,19 +25,26 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome", "code"),
+    ("faults", "code"),
     [
-        ("-     if n > 3:\n-         return n / 2\n+     if n > 3:\n+         return n * 2", "killed", 0),
-        ("- n > 3\n+ n > 2", "SURVIVED", 1),
-        ("- return n / 2\n+ return n * 2", "in 2 places", 1),
-        ("- return n / 3\n+ return n * 2", "in 0 places", 1),
+        ({"-     if n > 3:\n-         return n / 2\n+     if n > 3:\n+         return n * 2": "killed"}, 0),
+        (
+            {
+                "- n > 3\n+ n > 2": "SURVIVED",
+                "- return n / 2\n+ return n * 2": "in 2 places",
+                "- return n / 3\n+ return n * 2": "in 0 places",
+            },
+            1,
+        ),
     ],
 )
 def test_what_becomes_of_a_mutant(
-    script: Any, tree: Path, capsys: pytest.CaptureFixture[str], fault: str, outcome: str, code: int
+    script: Any, tree: Path, capsys: pytest.CaptureFixture[str], faults: dict[str, str], code: int
 ) -> None:
-    assert script.main([], tree, f"# a\n\n{fault}\n? test_a.py\n") == code
-    assert outcome in capsys.readouterr().out
+    text = "\n".join(f"{fault}\n? test_a.py\n" for fault in faults)
+    assert script.main([], tree, f"# a\n\n{text}") == code
+    said = capsys.readouterr().out
+    assert all(outcome in said for outcome in faults.values())
     assert (tree / "mpgrad" / "a.py").read_text() == SOURCE  # it was planted in a copy
 
 

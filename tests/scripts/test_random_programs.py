@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import first_are_quick
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "guards" / "random_programs.py"
 PLANTED = """
@@ -27,7 +28,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["none", *FAULTS])
+@pytest.mark.parametrize("fault", first_are_quick(2, ["none", *FAULTS]))
 def test_a_fault_is_found(script: Any, capsys: pytest.CaptureFixture[str], fault: str) -> None:
     version = script.Version(SCRIPT.parents[2], PLANTED.replace("FAULT", FAULTS[fault]) if fault in FAULTS else "")
     try:

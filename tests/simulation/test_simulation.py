@@ -8,7 +8,7 @@ import pytest
 from engine import CheckFailed
 from history import Fault, History, fault_in, in_words, program_of, shortest
 
-QUICK, ALL = range(2_000), range(2_000, 12_000)
+QUICK, ALL = range(2_000), range(2_000, 10_000)
 
 
 def first_fault(seeds: Iterable[int]) -> Fault | None:

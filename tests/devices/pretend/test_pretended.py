@@ -59,9 +59,9 @@ def pretend() -> Iterator[Pretend]:
     INSTALLED.accelerator = before
 
 
-@pytest.fixture(params=["direct", "not exported", "not opened"])
+@pytest.fixture(params=["direct", "not exported"])
 def crossing(request: pytest.FixtureRequest) -> str:
-    """How tensors cross: by slots on the device, or through the CPU for either reason."""
+    """How tensors cross: by slots on the device, or through the CPU."""
     if request.param != "direct":
         assert LIBRARY is not None
         INSTALLED.accelerator = Pretend(LIBRARY, refuses=request.param.removeprefix("not "))
@@ -92,6 +92,10 @@ def ragged(device: str, count: int = 5, **options: Any) -> list[Tensor]:
 # --- the same as the serial loop
 
 
+FOR_EITHER_REASON = pytest.mark.parametrize("crossing", ["direct", "not exported", "not opened"], indirect=True)
+
+
+@FOR_EITHER_REASON
 def test_the_same_as_the_serial_loop(crossing: str) -> None:
     weight = torch.randn(4, device=ZERO, dtype=torch.float64, requires_grad=True)
     with mpgrad.Pool(devices=[ZERO, ZERO]) as pool:
@@ -340,6 +344,7 @@ def test_calls_that_no_worker_fits(pool2: mpgrad.Pool) -> None:
 # --- staging
 
 
+@FOR_EITHER_REASON
 def test_staging_is_said_once(crossing: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "mpgrad"), mpgrad.Pool(devices=[ZERO, ONE]) as pool:
         settled(pool)
