@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-
-from mpgrad.timeline.timeline import CALLER, Event
 
 __all__ = ["draw"]
 
@@ -27,16 +26,16 @@ KINDS = {
 }
 
 
-def draw(events: Sequence[Event], path: str | os.PathLike[str]) -> None:
-    """Write the picture, in the format that the name ends in."""
+def draw(events: Sequence[dict[str, Any]], caller: int, path: str | os.PathLike[str]) -> None:
+    """Write the picture, in the format that the name ends in; `caller`: the number of its process."""
     names = {}
     for event in events:
         track = event["pid"], event["tid"]
-        if event["name"] == "process_name" and event["pid"] != CALLER:
+        if event["name"] == "process_name" and event["pid"] != caller:
             names[event["pid"], 1] = event["args"]["name"].partition(" (")[0]
-        elif event["name"] == "thread_name" and event["pid"] == CALLER:
+        elif event["name"] == "thread_name" and event["pid"] == caller:
             names[track] = f"caller: {event['args']['name']}"
-    order = sorted(names, key=lambda track: (track[0] == CALLER, track))
+    order = sorted(names, key=lambda track: (track[0] == caller, track))
     figure = Figure(figsize=(WIDTH, FRAME + ROW * len(order)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     patches = []

@@ -121,7 +121,7 @@ class Timeline:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib ({error})") from error
 
-        draw(self.events, path)
+        draw(self.events, CALLER, path)
 
     def __repr__(self) -> str:
         if self._recording is None:
