@@ -72,6 +72,7 @@ from mpgrad.wire.tensor_refs import (
     flags_in,
     flags_of,
     have_attributes,
+    is_like_a_loss,
     need_no_pickle,
     with_more_behind,
 )
@@ -96,7 +97,6 @@ from mpgrad.workers.memory import Loans
 
 __all__ = ["Runner", "Tracker"]
 
-LOSSES = (torch.float32, torch.float64)
 NOTHING = contextlib.nullcontext()
 WHEN_RUN_AGAIN = "when it was run again; with the same inputs and random numbers it must do the same"
 
@@ -385,9 +385,7 @@ def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     needing = [tensor for tensor in tensors if tensor.requires_grad]
     if len(needing) != 1:
         return None
-    loss = needing[0]
-    is_number = loss.numel() == 1 and loss.dtype in LOSSES and loss.layout is torch.strided
-    return loss if is_number else None
+    return needing[0] if is_like_a_loss(needing[0]) else None
 
 
 def own_inputs(call: ForwardCall) -> Sequence[range]:

@@ -34,7 +34,17 @@ from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import Level, within
 from mpgrad.tracebacks import shown
 from mpgrad.wire.messages import Eager, Failure
-from mpgrad.wire.tensor_refs import REQUIRES_GRAD, Packer, Placed, TensorRef, place_of, placed_again, staged_again, views
+from mpgrad.wire.tensor_refs import (
+    REQUIRES_GRAD,
+    Packer,
+    Placed,
+    TensorRef,
+    is_like_a_loss,
+    place_of,
+    placed_again,
+    staged_again,
+    views,
+)
 
 if TYPE_CHECKING:
     from mpgrad.scheduling.gradient_sender import GradientSender
@@ -53,7 +63,6 @@ __all__ = [
 ]
 
 EXAMINED = 4  # backwards of a map, for what gradient its losses get
-LOSSES = (torch.float32, torch.float64)
 
 
 class Arrived(NamedTuple):
@@ -314,7 +323,7 @@ def loss_gradients(backward: Backward) -> set[float]:
     if backward.keep or backward.create or backward.levels or backward.waits or not backward.whole:
         return set()
     parts: list[torch.Tensor] = list(itertools.chain.from_iterable(backward.grads))
-    if any(part.numel() != 1 or part.dtype not in LOSSES or part.layout is not torch.strided for part in parts):
+    if not all(map(is_like_a_loss, parts)):
         return set()
     found = set(map(float, parts))
     return found if all(each and math.isfinite(each) for each in found) else set()

@@ -85,6 +85,7 @@ __all__ = [
     "flags_in",
     "flags_of",
     "have_attributes",
+    "is_like_a_loss",
     "laid_out",
     "lent",
     "need_no_pickle",
@@ -107,6 +108,7 @@ ALIGNMENT = 16  # of a tensor within a message: the widest element, complex128
 # Held by number in messages, so the order is part of the protocol between a parent and its own workers only.
 DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+LOSSES = (torch.float32, torch.float64)
 SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 MAKE_COO: Any = torch.sparse_coo_tensor  # their type hints leave out the indices
 MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
@@ -287,6 +289,11 @@ SHARED = 8  # this slot is read by others too, or again by the next worker: the 
 SPREAD = 16  # the gaps between its elements stay behind: it travels dense, and is spread out to its strides by the receiver
 HOOKED = 32  # a leaf with hooks, which a backward that comes to it calls
 DEVICE = 64  # times the code of the device (`accelerator.device_code`) on which the receiver is to have it
+
+
+def is_like_a_loss(tensor: torch.Tensor) -> bool:
+    """Whether this may be a loss, or the gradient of one, that workers predict: see `Eager`."""
+    return tensor.numel() == 1 and tensor.dtype in LOSSES and tensor.layout is torch.strided
 
 
 def flags_of(tensor: torch.Tensor) -> int:

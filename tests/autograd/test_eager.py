@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import every_loss_gets, first_are_quick, staffed
+from test_auto import Clipped
 from torch.utils._pytree import tree_leaves
 
 import mpgrad
@@ -62,18 +63,6 @@ COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "square": lambda losses: torch.stack(losses).sum() ** 2,
     "one": lambda losses: losses[-1],
 }
-
-
-class Clipped(torch.autograd.Function):
-    """An identity whose backward is no multiplication."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clamp(-0.3, 0.3)
 
 
 def clipped(x: Tensor) -> Tensor:
