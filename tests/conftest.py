@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import getpass
 import importlib
 import json
 import multiprocessing.resource_tracker
@@ -16,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,9 @@ from mpgrad.system import PORTABLE
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]  # has a process of its own
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else inductor keeps processes, on torch 2.8 from its import on
+# torch's compiler and joblib set these when they are imported: then no worker would come from the session's nursery any more
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
 OWN_NAMES = ("mpgrad", "torch_", "psm_")  # of shared memory: ours, torch's and multiprocessing's
 PATIENCE = 5.0  # seconds for the system to take away what has been ended

@@ -28,8 +28,8 @@ from mpgrad.workers import functions
 pytestmark = pytest.mark.quick
 
 KINDS: dict[str, dict[str, Any]] = {
-    "eager": {"deterministic": True},
     **{engine: {"engine": engine} for engine in ("process", "inline", "thread")},
+    "eager": {"deterministic": True},
 }
 ENGINES = first_are_quick(2, ["process", "inline", "thread"])  # threads search the same modules as the caller does inline
 INSTALLED = """
@@ -87,7 +87,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     del sys.modules["own_leaves"]
 
 
-@pytest.fixture(params=first_are_quick(3, list(KINDS)))
+@pytest.fixture(params=first_are_quick(2, list(KINDS)))
 def any_pool(request: pytest.FixtureRequest, installed: Any) -> Iterator[mpgrad.Pool]:
     options, gradient = KINDS[request.param], 1.0 if request.param == "eager" else None
     with every_loss_gets(gradient), mpgrad.Pool(1 if request.param == "inline" else 2, **options) as pool:

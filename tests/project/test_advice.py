@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +87,6 @@ def test_what_stands_in_the_way() -> None:
 
 # --- real runs
 
-
-@pytest.fixture(autouse=True, scope="module")
-def nursery_of_many_threads(nursery: mpgrad.Pool) -> Iterator[None]:
-    """Workers with as many threads as the loop has come from a nursery of their own, which is kept."""
-    with mpgrad.Pool(1, threads_per_worker=torch.get_num_threads()) as pool:
-        pool.apply(abs, (-1,))
-        yield
-
-
 BURNS = "import time; start = time.perf_counter(); print(flush=True)\nwhile time.perf_counter() - start < 60: pass"
 
 
@@ -111,7 +101,7 @@ def test_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
         other.kill()
 
 
-def advice_on(fn: Any, items: list[Any], capfd: pytest.CaptureFixture[str], seconds: float = 0.4) -> Advice:
+def advice_on(fn: Any, items: list[Any], capfd: pytest.CaptureFixture[str], seconds: float = 1.0) -> Advice:
     found = mpgrad.advise(fn, items, seconds=seconds, processes=2)
     assert tuple(capfd.readouterr()) == ("", "")  # it prints nothing by itself
     assert found.items == len(items)
@@ -141,7 +131,7 @@ def test_an_item_that_dominates(nursery: mpgrad.Pool, capfd: pytest.CaptureFixtu
 
 def test_captures_that_are_too_large(nursery: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) -> None:
     large = torch.ones(1 << 24)
-    found = advice_on(lambda x: x * large[0], [torch.ones(3), torch.ones(4)], capfd)
+    found = advice_on(lambda x: x * large[0], [torch.ones(3), torch.ones(4)], capfd, seconds=0.4)
     assert found.capture_bytes == 1 << 26 and "Captures are large: each map copies 64 MiB" in str(found)
 
 
@@ -217,6 +207,6 @@ def test_long_items_are_run_a_few_times(nursery: mpgrad.Pool, capfd: pytest.Capt
         time.sleep(0.1)
         return x.sum()
 
-    found = advice_on(long, [torch.ones(3)] * 12, capfd)
+    found = advice_on(long, [torch.ones(3)] * 12, capfd, seconds=0.4)
     assert found.pays and found.processes == 2 and len(found.item_seconds) == 2
     assert len((tmp_path / "calls").read_text()) <= 7
