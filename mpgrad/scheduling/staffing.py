@@ -128,15 +128,15 @@ class Staff:
             self._told_at = now
             report(logging.WARNING, "no further worker can be started now (%s)", error)
         keepers = [worker for worker in self._workers.values() if worker.retiring and not (worker.under_way or worker.backlog)]
-        goes_on = len(keepers) < len(self._workers)
+        others = [worker for worker in self._workers.values() if worker not in keepers]
         is_wanted = self._line.has_calls or self.stranded
-        if goes_on or (keepers and not is_wanted):
+        if any(worker.ready for worker in others) or (keepers and not is_wanted):
             self._refused_since = None  # what follows is another lack
             return
         if self._refused_since is None:
             self._refused_since = now
-        if self._leaves:
-            pass  # a place will be free
+        if self._leaves or others:
+            pass  # a place will be free, or somebody is starting
         elif keepers and self._settings.recoverable:
             self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
         elif now - self._refused_since > STAFF_PATIENCE:
@@ -156,7 +156,7 @@ class Staff:
             device = missing_device(settings.devices, (each.device for each in self._workers.values() if not each.retiring))
         number = self._newest + 1
         worker = WorkerHandle(number, self._engine.start(number), device)
-        self._newest, self._refused_since = number, None
+        self._newest = number
         self._workers[number] = worker
         start = Start(
             settings.initializer,
@@ -178,6 +178,7 @@ class Staff:
     def note_ready(self) -> None:
         """A worker has started."""
         self._failed_starts = 0
+        self._refused_since = None
         self._rescue_stranded()
 
     def retire(self, worker: WorkerHandle) -> None:

@@ -218,7 +218,7 @@ def test_a_pool_without_workers_for_a_moment(nursery: mpgrad.Pool, no_descriptor
             time.sleep(1e-3)
         no_descriptors()
         os.symlink("/", go)  # takes no descriptor
-        while pool._scheduler.staff._understaffed_since is None:
+        while pool._scheduler.staff._refused_since is None:
             time.sleep(1e-3)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert result.get(PATIENCE) == [1, 2]
@@ -611,6 +611,9 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.Monk
     assert not worker.under_way.is_at_wanted
     recovery = Recovery({}, None, 0, Lifecycle(), lambda operation: None)  # type: ignore[arg-type]
     assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1)
+    # it had looked at the next call, to see that this is somebody else's
+    worker.under_way.chunks[2].calls.append((2, types.SimpleNamespace(index=2)))  # type: ignore[arg-type]
+    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], 1, -1)
 
 
 LARGE = 10 << 20  # elements, whose memory is a slab of its own

@@ -536,7 +536,7 @@ class History:
     def _check_patience(self) -> None:
         """Where the system refuses workers, a pool that has none left waits before it gives up."""
         broken = self.scheduler.life.broken
-        if any(not worker.retiring for worker in self.scheduler.workers.values()):
+        if any(worker.ready and not worker.retiring for worker in self.scheduler.workers.values()):
             self._staffed_at = self.world.now
         elif isinstance(broken, OSError) and self.world.now - self._staffed_at < STAFF_PATIENCE:
             raise CheckFailed("a pool gives up without patience", repr(broken))
