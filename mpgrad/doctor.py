@@ -321,9 +321,12 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
     """What a trial finds within `limit` seconds; the command starts it. If it hangs, it is killed, and its workers end."""
     failure, findings = NO_PYTHON, list[Finding]()
     with contextlib.ExitStack() as stack:
+        try:
+            output = stack.enter_context(tempfile.TemporaryFile())
+        except OSError as error:
+            return [failure._replace(problem=f"no temporary file can be made ({error})")]
         # no pipe: what the trial has started may outlive it, and hold that open
         try:
-            output = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         except OSError as error:
             return [failure._replace(problem=f"{failure.problem} failed ({error})")]
@@ -334,8 +337,9 @@ def tried(command: Sequence[str], limit: float) -> list[Finding]:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
-        output.seek(0)
-        lines = [line.strip() for line in output if line.strip()]
+        # not `read`: what outlives the trial writes where this file is at
+        told = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+        lines = [line.strip() for line in told.splitlines() if line.strip()]
     for line in lines:
         if line.startswith(MARK):
             kind, *fields = json.loads(line.removeprefix(MARK))

@@ -173,13 +173,17 @@ class Pool:
         )
         settings = options.settings()
         self._scheduler = scheduler_for(engine, settings, Wanted(processes, context, ray, threads_per_worker))
-        self._submitter = Submitter(options, self._scheduler)
-        OPEN.add(self._scheduler)
-        # not of the pool: graphs that torch.func follows ask for further operations without it
-        self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
-        self._finalizer.atexit = False  # that is for `terminate_all`
-        self._scheduler.start()  # last: who is interrupted meanwhile leaves a pool that ends by itself
-        load_generators()
+        try:
+            self._submitter = Submitter(options, self._scheduler)
+            OPEN.add(self._scheduler)
+            # not of the pool: graphs that torch.func follows ask for further operations without it
+            self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
+            self._finalizer.atexit = False  # that is for `terminate_all`
+            self._scheduler.start()
+            load_generators()
+        except BaseException:  # KeyboardInterrupt, or no thread is left
+            self._scheduler.abandon()
+            raise
 
     # --- multiprocessing.Pool's interface
 

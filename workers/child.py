@@ -5,7 +5,7 @@ finds what it would find in one: the caller's authentication key, interpreter, s
 number, and at the worker's end exit handlers, which end daemonic children.
 
 The tracker is that of the caller, because what a task makes may be for others, and what nobody unlinks has to go with the
-program rather than with a worker. Most programs never need one, so a worker asks for it (`engines.programs.SharedTracker`)
+program rather than with a worker. Most programs never need one, so a worker asks for it (`engines.launch.SharedTracker`)
 when multiprocessing first looks for its descriptor:
 
     a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one where there is none
@@ -67,7 +67,7 @@ def share_tracker(where: socket.socket) -> None:
 
 
 def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
-    """`preparation`: the caller's word (`place.preparation`); None: it is on another machine."""
+    """`preparation`: the caller's word (`environment.preparation`); None: it is on another machine."""
     process = multiprocessing.current_process()
     process.name = f"mpgrad-worker-{number}"  # as log records call it
     if not process._identity:

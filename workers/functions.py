@@ -243,7 +243,7 @@ WAYS_TO_MODULES = b"import_module", b"__import__", b"modules", b"getmodule", b"r
 
 
 class Strays:
-    """Those of one function. `copied`: leaves in it that came of its own pickling, by id, and whose that was."""
+    """Those of one function. `copied`: leaves in it that came of its own pickling, and whose that was."""
 
     def __init__(self, pickles: Sequence[bytes], copied: Copies) -> None:
         """`pickles`: of all that the function consists of."""
@@ -309,7 +309,7 @@ def described(leaf: torch.Tensor) -> str:
 
 
 def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
-    """The leaves in what was loaded that are none of the `known` ones, by id; and the class whose pickling they came of."""
+    """The leaves in what was loaded that are none of the `known` ones; and the class whose pickling they came of."""
     if not pickled.endswith(RUNS_CODE):
         return {}
     found, objects = leaves_in([value], set())

@@ -135,7 +135,7 @@ class Worker:
             else:
                 self._news[type(message)](message)
         # nobody knows when the next answer comes
-        if type(message) not in self._requests and (returns := self._loans.take_returns()):
+        if type(frame.messages[-1]) not in self._requests and (returns := self._loans.take_returns()):
             self._link.send([Returned(returns)])
 
     def _answer(self, message: Any, payload: memoryview) -> None:

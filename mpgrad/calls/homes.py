@@ -123,7 +123,7 @@ def error_maker(error: BaseException) -> Callable[[], BaseException]:
 
 
 class OperationHome:
-    """Where the graphs of one operation live ; keeps the function that they share."""
+    """Where the graphs of one operation live; keeps the function that they share."""
 
     def __init__(
         self,

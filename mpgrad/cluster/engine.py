@@ -6,7 +6,7 @@ Where no number of workers was asked for, there are as many as the nodes have ro
 Two threads of its own ask for the nodes, and keep the sites from taking us for dead.
 
 What is lent to a worker is mirrored at its site: its bytes travel once, in front of the frame that names it, however many
-workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.mirror`).
+workers of the site are lent it. What a worker lends has its bytes in the frame, and a mirror here (`wire.frames.Mirror`).
 
 Assumes: one thread uses it, but for `wake`, `beat`, `resident_bytes`, and the replies that a
     carrier gives.

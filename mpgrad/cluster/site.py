@@ -399,6 +399,8 @@ class Site:
 
     def _follow(self, worker: SiteWorker) -> None:
         """Say where the worker is as soon as it goes on, for a while."""
+        if self._workers.get(worker.number) is not worker:  # it is buried
+            return
         self._tell_where(worker)
         if time.monotonic() < worker.followed_until:
             self._loop.call_later(FOLLOWING_EVERY, self._follow, worker)

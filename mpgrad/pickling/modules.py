@@ -80,6 +80,7 @@ __all__ = [
     "is_own",
     "is_users",
     "looks_up",
+    "main_of",
     "make_function",
     "mentioned_in",
     "module_of",
@@ -404,6 +405,7 @@ ASKED = (
 )
 for asked in (*ASKED, *BINARY, *(f"r{each}" for each in BINARY)):
     setattr(NotCarried, f"__{asked}__", refuse)
+del asked
 
 
 class CarriedMain(types.ModuleType):
@@ -423,6 +425,14 @@ class CarriedMain(types.ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__getattribute__(self, "_contents")[name] = value
+
+
+# one for each dictionary, as long as somebody has it: `import __main__` and `sys.modules` give the same
+MAINS: weakref.WeakValueDictionary[int, CarriedMain] = weakref.WeakValueDictionary()
+
+
+def main_of(contents: dict[str, Any]) -> CarriedMain:
+    return MAINS.get(id(contents)) or MAINS.setdefault(id(contents), CarriedMain(contents))
 
 
 class CarriedSys(types.ModuleType):
@@ -454,7 +464,7 @@ class Modules(collections.UserDict[str, types.ModuleType]):
 
     def __init__(self, contents: dict[str, Any]) -> None:
         self.data = sys.modules
-        self._main = CarriedMain(contents)
+        self._main = main_of(contents)
 
     def __getitem__(self, name: str) -> types.ModuleType:
         return self._main if name == "__main__" else self.data[name]
@@ -540,7 +550,7 @@ class Namespaces:
     ) -> types.ModuleType:
         """What the `import` of a function finds."""
         if self.main is not None and name in ("__main__", "sys"):
-            return CarriedMain(self.main) if name == "__main__" else CarriedSys(self.main)
+            return main_of(self.main) if name == "__main__" else CarriedSys(self.main)
         full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "") if level else name
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules:

@@ -35,7 +35,6 @@ from mpgrad.pickling.modules import (
     KNOWN,
     NAMES_HERE,
     UNCARRIED,
-    CarriedMain,
     GlobalsOf,
     LeftOf,
     Lookups,
@@ -50,6 +49,7 @@ from mpgrad.pickling.modules import (
     is_own,
     is_users,
     looks_up,
+    main_of,
     make_function,
     mentioned_in,
     module_of,
@@ -319,7 +319,7 @@ class CallerPickler(TensorPickler):
     def _reduce_main(self, namespace: dict[str, Any]) -> Any:
         here = self.globals_ref.setdefault(id(namespace), {"__name__": "__main__"})
         state = self._names_of(namespace, frozenset(), here)
-        return CarriedMain, (here,), state, None, None, fill_main
+        return main_of, (here,), state, None, None, fill_main
 
 
 class Trial(CallerPickler):

@@ -25,7 +25,7 @@ from mpgrad.scheduling.queue import Line
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.staffing import Staff
-from mpgrad.scheduling.worker_handle import Doom, WorkerHandle
+from mpgrad.scheduling.worker_handle import SEEN, Doom, WorkerHandle
 from mpgrad.wire.messages import FAREWELL
 
 __all__ = [
@@ -150,7 +150,9 @@ class CallingOff:
     def _end_given_up(self, worker: WorkerHandle) -> None:
         """It has had time enough to come to an end with what nobody wants any more."""
         under_way = worker.under_way
-        under_way.skip_unbegun()
+        if under_way.skip_unbegun():  # what it has not begun can be had for certain when it has seen that
+            under_way.end_at = time.monotonic() + SEEN
+            return
         self._drain(worker)  # we may have been late, and it not
         if worker.gone is not None or under_way.end_at > time.monotonic():
             return

@@ -64,17 +64,15 @@ class Dispatcher(Scheduler):
         self._thread = threading.Thread(target=self._run, name="mpgrad-dispatcher", daemon=True)
 
     def start(self) -> None:
-        try:
-            self.callbacks.start()
-            self._thread.start()
-            if self.engine.copies_caller:
-                self._staffed.wait()
-        except BaseException:  # no thread is left; or KeyboardInterrupt, also right after the thread has begun
-            if self._begun.acquire(blocking=False):
-                self._end_all()
-            else:
-                self.abandon()
-            raise
+        self.callbacks.start()
+        self._thread.start()
+        if self.engine.copies_caller:
+            self._staffed.wait()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self.life.is_ours and self._begun.acquire(blocking=False):  # nobody else will end it
+            self._end_all()
 
     # --- any thread
 
@@ -283,4 +281,8 @@ def scheduler_for(name: str, settings: Settings, wanted: Wanted) -> Scheduler:
     engine = make(wanted)
     if engine.room is not None:
         settings = settings._replace(workers=engine.room)
-    return (InlineScheduler if traits.in_caller else Dispatcher)(settings, engine)
+    try:
+        return (InlineScheduler if traits.in_caller else Dispatcher)(settings, engine)
+    except BaseException:  # KeyboardInterrupt
+        engine.close()
+        raise

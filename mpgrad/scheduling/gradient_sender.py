@@ -37,7 +37,7 @@ class Surroundings(NamedTuple):
 
 
 class GradientSender:
-    """What homes of operations ask of the scheduler ."""
+    """What homes of operations ask of the scheduler."""
 
     def __init__(
         self,

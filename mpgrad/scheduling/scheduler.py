@@ -93,7 +93,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Have workers. Where that raises, nothing is left of it."""
+        """Have workers. Where that raises, it is to be abandoned."""
 
     @abstractmethod
     def wake(self) -> None: ...

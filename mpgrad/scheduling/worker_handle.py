@@ -257,7 +257,7 @@ MERCY = 0.2  # seconds for a call that was interrupted: most end by themselves, 
 
 # long because: a line for each thing that may be asked of what a worker has
 class UnderWay:
-    """Chunks by number, in the order sent, which is that of the answers."""
+    """Chunks by number, in the order sent, which is that of the answers. Assumes: called by the scheduling thread."""
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
@@ -344,26 +344,28 @@ class UnderWay:
             if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
                 self._skip(number)
 
-    def _skip(self, number: int) -> None:
-        """In a place that no other chunk under way has: that one, too, must stay skipped.
+    def _skip(self, number: int) -> bool:
+        """Whether that is news. In a place that no other chunk under way has: that one, too, must stay skipped.
 
         There is one for each that a process is sent at a time; in the caller's own there may be more of them.
         """
         whereabouts = self.whereabouts
         if whereabouts is None:
-            return
+            return False
         places = range(Whereabouts.SKIPPED, Whereabouts.COUNT)
         free = [place for place in places if whereabouts[place] not in self.chunks]
-        if free and all(whereabouts[place] != number for place in places):
-            whereabouts[free[0]] = number
-            self._skipped[number] = time.monotonic()
-            if self.link is not None:
-                self.link.skip(free[0], number)
+        if not free or any(whereabouts[place] == number for place in places):
+            return False
+        whereabouts[free[0]] = number
+        self._skipped[number] = time.monotonic()
+        if self.link is not None:
+            self.link.skip(free[0], number)
+        return True
 
-    def skip_unbegun(self) -> None:
-        """Have it leave out what it has not begun, for others."""
-        for number in self._for_others():
-            self._skip(number)
+    def skip_unbegun(self) -> bool:
+        """Have it leave out what it has not begun, for others; whether there is something that it has yet to see."""
+        are_news = [self._skip(number) for number in self._for_others()]
+        return any(are_news)
 
     def unbegun(self) -> list[tuple[int, int]]:
         """Chunks, and how many calls at their end it has not begun and can be told not to begin.

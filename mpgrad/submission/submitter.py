@@ -296,6 +296,7 @@ class CheapCalls:
     def note(self, operation: Operation, seconds: float, answers: int) -> None:
         """A map took so many seconds.
 
+        Assumes: the comparison is fair: all its items were there when it began, and somebody waited for it.
         `answers`: how many the pool had when it began. If there are more now than those of this map, workers did something
         else as well, and the map may have waited for that.
         """

@@ -92,11 +92,14 @@ class Check:
     compiler_passed = False
 
     def __init__(self) -> None:
+        self.unlock()
+
+    def unlock(self) -> None:
         self.lock = threading.RLock()  # two probes at once would meet each other's changes
 
 
 CHECK = Check()
-os.register_at_fork(after_in_child=CHECK.__init__)  # type: ignore[misc]
+os.register_at_fork(after_in_child=CHECK.unlock)
 
 
 def check() -> None:

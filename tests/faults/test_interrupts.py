@@ -876,6 +876,16 @@ def test_an_interrupt_beside_the_start_of_a_thread(
         mpgrad.Pool(1, context="fork")
 
 
+@pytest.mark.parametrize("place", ["mpgrad.pool.Submitter", "mpgrad.scheduling.dispatcher.Dispatcher.start"])
+def test_an_interrupt_before_a_pool_starts(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mpgrad.Pool(1)
+
+
 def asked_async(pool: mpgrad.Pool, fn: Callable[[Tensor], Tensor], xs: list[Tensor]) -> Callable[[], list[Tensor]]:
     result = pool.map_async(fn, xs, 1)
     result.wait()

@@ -160,7 +160,7 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
     (finding,) = tried([sys.executable, "-c", ""], 1.0)
-    assert finding.fatal and finding.problem == "starting Python failed ([Errno 2] No usable temporary directory found)"
+    assert finding.fatal and finding.problem == "no temporary file can be made ([Errno 2] No usable temporary directory found)"
 
 
 def test_no_process_can_be_started() -> None:
