@@ -117,7 +117,7 @@ class Watch:
         """Whether each object that was noted holds what it held then."""
         for held_by, value, before in self._contents:
             now = held_by(value)
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            if len(now) != len(before) or (now and not all(map(operator.is_, now, before))):
                 return False
         return all(is_same(pickled(value), before) for pickled, value, before in self._opaque)
 
@@ -162,7 +162,8 @@ def pairs_of(value: dict[Any, Any]) -> Content:
 
 
 def attributes_of(value: Any) -> Content:
-    return pairs_of(value.__dict__)
+    own = value.__dict__
+    return pairs_of(own) if own else ()  # of most tensors
 
 
 def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Content:
