@@ -248,7 +248,7 @@ class OperationHome:
         for each in backwards:
             if each.waits:
                 self.wait(each)  # only now it has gone to its worker; the others go there before a request does
-        # once: what is lost with a worker comes apart from some moment on, while we wait
+        # Asked once of each: while we wait, a worker may die, and what it had in its sum gets gradients of its own (`apart`).
         apart, added_up = list[Backward](), list[Backward]()
         for each in backwards:
             (apart if each.apart else added_up).append(each)

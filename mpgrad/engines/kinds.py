@@ -4,8 +4,9 @@ name. Caller's side.
                          scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ═══════════ Link ── worker's loop
 An engine knows nothing of calls, graphs or gradients: frames pass through its links as they are. To write one: say its
-`Traits`, start workers that run `mpgrad.workers.main.serve` with their end of a pipe, and add it to `ENGINES`. Where
-the two sides share no memory, the links mirror it (see `wire.frames.Mirror`).
+`Traits`, start workers that run an entry point of `mpgrad.workers.main` with their end of a pipe
+(`serve_in_process` in a process, `serve` in a thread), and add it to `ENGINES`. Where the two sides
+share no memory, the links mirror it (see `wire.frames.Mirror`).
 
 Nobody outside this package compares the names of engines.
 """

@@ -26,8 +26,8 @@ class Measured:
     __slots__ = ("_answers", "own_seconds", "predictor", "seconds")
 
     def __init__(self) -> None:
-        self.own_seconds = 0.0  # of a call by itself, with its backward where that is run right after it
-        self.seconds = 0.0  # of a call, with our care for it
+        self.own_seconds = 0.0  # of an item by itself, with its backward where that is run right after it
+        self.seconds = 0.0  # of an item, with our care for it
         self.predictor = Predictor()
         self._answers = 0
 

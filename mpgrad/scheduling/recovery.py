@@ -1,12 +1,13 @@
 """What is lost with a worker is done again by others, from what the parent still holds.
 
-A call can be run again while its inputs, its function and its seed are here, and they are as long as its graph is wanted. So
+A call can be run again while its inputs, its function and its seed are here. They stay as long as its graph is wanted. So
 a graph that is lost is only missing: it is made again, by the worker that gets its next backward, right before that.
 
     forward under way ──► the front of its operation's queue
     backward under way, or waiting ──► another worker: [Rerun, [Rederive ...,]] BackwardCall      graph: missing there
     a sum of captures' gradients ──► an error for who collects it, who asks for its parts one by one
-Guarantees: an item fails only when more than `retries` workers died while they ran it.
+Guarantees: an item fails only when more than `retries` workers died while they ran it, or more than that, and more than
+    `IDLE_DEATHS`, when it was next. Without retries those before it in the chunk fail too, and all that a lost site had.
 Assumes: called by the scheduling thread.
 """
 
@@ -68,8 +69,8 @@ class Recovery:
         `position` in the first chunk; `offset` is that of the item, where the call was running and is a bundle. If the site was
         lost, both are as old as what it said last.
 
-        Without retries so are those before it, which were done: their inputs may have been written to; and all that a lost site
-        had been given.
+        Without retries the calls before it fail, too. They were done, but their inputs may have been written to. Of a lost site
+        all that it had been given fails.
         """
         if self._retries == 0 and worker.link.lost:
             return self._fail_all(worker, code, chunks)
