@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -56,6 +57,21 @@ def test_what_stands_behind_a_long_call_goes_to_others(
     slow = found[40][1]
     behind = [pid for _, pid in found[41:]]
     assert behind.count(slow) <= most + 3, seconds  # what it may have begun, and what is shorter than a message
+
+
+def test_what_is_worth_a_message_goes_to_others_at_once(
+    pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not wait until the call takes longer than such calls do."""
+    for _ in range(3):
+        pool.map(run, [(0, 1e-3, str(tmp_path))] * 100)
+    (tmp_path / "0").unlink()
+    monkeypatch.setattr("mpgrad.scheduling.queue.LATE", math.inf)
+    items = [(number, 0.5 if number == 40 else 1e-3, str(tmp_path)) for number in range(120)]
+    found = pool.map(run, iter(items))
+    assert runs(tmp_path) == [1] * 120
+    slow = found[40][1]
+    assert [pid for _, pid in found[41:]].count(slow) <= 4  # what it may have begun, and what is shorter than a message
 
 
 def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
