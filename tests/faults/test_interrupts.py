@@ -854,8 +854,8 @@ def test_an_interrupt_while_a_pool_starts(nursery: mpgrad.Pool, context: str | N
             pool.terminate()
         if interrupter.left > 0:
             break
-        at += 53
-    assert at > 200
+        at += 31
+    assert at > 60  # without Linux there is less to do
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
