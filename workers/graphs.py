@@ -264,28 +264,19 @@ class GraphEdges(NamedTuple):
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
         """Gradients of the `wanted` inputs, then of all captures where asked for; None for what was not used."""
-        if self.reentrant:  # what nobody took would be added to what comes next
-            found = self._run(grads, range(len(self.inputs)), True, keep, create, levels)
-            return [*(found[k] for k in wanted), *(found[len(self.inputs) :] if captures else ())]
-        return self._run(grads, wanted, captures, keep, create, levels)
-
-    def _run(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        wanted: Sequence[int],
-        captures: bool,
-        keep: bool,
-        create: bool,
-        levels: tuple[Level, ...],
-    ) -> list[torch.Tensor | None]:
-        edges = [still_there(self.inputs[k]) for k in wanted]
-        if captures:
+        # a part that nobody took of what is run as a whole would be added to what comes next
+        numbers = range(len(self.inputs)) if self.reentrant else wanted
+        edges = [still_there(self.inputs[k]) for k in numbers]
+        if captures or self.reentrant:
             edges += map(still_there, self.function.edges)
         given = [(edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if grad is not None]
-        if not given:
-            return [None] * len(edges)
-        outputs, incoming = zip(*given, strict=True)
-        return gradients_at(edges, outputs, incoming, self.reentrant, keep, create, levels)
+        found: list[torch.Tensor | None] = [None] * len(edges)
+        if given:
+            outputs, incoming = zip(*given, strict=True)
+            found = gradients_at(edges, outputs, incoming, self.reentrant, keep, create, levels)
+        if self.reentrant:
+            return [*(found[k] for k in wanted), *(found[len(self.inputs) :] if captures else ())]
+        return found
 
     def homes(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
         """Where gradients of the `wanted` inputs, and of the captures, are to be in the caller, in
