@@ -85,8 +85,10 @@ class Lifecycle:
 
     def break_off(self, error: BaseException) -> None:
         """All that is under way, and all that comes later, gets `error`."""
-        # frames in a traceback keep their callers' frames, and so what those had
+        # Frames in a traceback keep their callers' frames, and so what those had: also in that of
+        # the error that was being handled, such as the end of a worker's pipe.
         self.broken = error.with_traceback(None)
+        self.broken.__context__ = None
         self.enter(Phase.STOPPING)
 
     def end(self) -> BaseException:
