@@ -20,7 +20,7 @@ from typing import Protocol
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.callbacks import report
 from mpgrad.calls.operations import Operation
-from mpgrad.errors import InternalError, PoolClosedError
+from mpgrad.errors import InternalError, PoolClosedError, write
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.notes import Notes
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -88,7 +88,7 @@ class Lifecycle:
         # Frames in a traceback keep their callers' frames, and so what those had: also in that of
         # the error that was being handled, such as the end of a worker's pipe.
         self.broken = error.with_traceback(None)
-        self.broken.__context__ = None
+        write(self.broken, "__context__", None)
         self.enter(Phase.STOPPING)
 
     def end(self) -> BaseException:

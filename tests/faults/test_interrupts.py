@@ -118,10 +118,15 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
     """Ctrl-C comes as soon as `when()`, and leaves the block; its traceback shows the caller's frames only."""
 
     main, was_raised = threading.main_thread().ident or 0, threading.Event()
+    came = False
 
     def interrupt() -> None:
-        wait_for(when)
-        signal.pthread_kill(main, signal.SIGINT)
+        nonlocal came
+        try:
+            wait_for(when)
+            came = True
+        finally:  # also if it never comes: the block would wait forever
+            signal.pthread_kill(main, signal.SIGINT)
         if not was_raised.wait(10):  # it came when the thread was about to block: Python looks again at the next signal only
             signal.pthread_kill(main, signal.SIGINT)
 
@@ -131,6 +136,7 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
         yield
     was_raised.set()
     thread.join()
+    assert came
     has_no_frames_of_ours(caught.value)
     del caught  # its traceback leads to this frame: nothing that the block refers to would be given up
 
@@ -650,8 +656,14 @@ def test_threads_are_not_killed(nursery: mpgrad.Pool, tmp_path: Path) -> None:
     """What runs comes to its end by itself, and what waits is called off, forward and backward."""
     go = tmp_path / "go"
     xs = leaves(6)
+
+    def task(x: Tensor) -> Tensor:
+        (tmp_path / f"here {threading.get_ident()}").touch()
+        wait_for(lambda: count(tmp_path, "here") == 2)  # so that each keeps a graph
+        return stuck_in_backward(tmp_path, functools.partial(wait_for, go.exists), x)
+
     with mpgrad.Pool(2, engine="thread") as pool:
-        results = pool.map(functools.partial(stuck_in_backward, tmp_path, functools.partial(wait_for, go.exists)), xs, 1)
+        results = pool.map(task, xs, 1)
         with interrupted(lambda: count(tmp_path, "begun") == 2):
             pool.map(functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(20), 1)
         let_it_hear(pool)
