@@ -38,6 +38,7 @@ from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries
 from mpgrad.pickling.state import Recent, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.pickling.structure import RUNS_CODE, has_own_way, leads_to_libraries
+from mpgrad.pickling.unchanged import Sight
 from mpgrad.torch_state.modes import UnderGlobalHooks
 from mpgrad.torch_state.private import Level, all_leaves, graph_behind, held_leaves, is_held, leading_to, plus
 from mpgrad.wire.messages import Define, Failure, Forget
@@ -65,11 +66,27 @@ GARBAGE_BYTES = 64 << 20
 class Code:
     """A pickled function, which operations have in common. Their captures differ."""
 
-    __slots__ = ("is_cut_short", "pickled")
+    __slots__ = ("_loaded", "_sight", "is_cut_short", "pickled")
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
         self.is_cut_short = False  # eager backwards were run for a part of a call's items, in vain
+        self._loaded: tuple[Any, Namespaces, Streams] | None = None  # which no call has written to
+        self._sight: Sight | None = None  # of that function, when it was loaded
+
+    def load(
+        self, captures: Sequence[torch.Tensor], number: int, state: bytes, in_state: int
+    ) -> tuple[Any, Namespaces, Streams]:
+        """As `loads_with_state`. What has nothing that differs between operations is loaded once."""
+        known, sight = self._loaded, self._sight
+        if known is not None and sight is not None and Sight(known[0], sight).is_like(sight):
+            return known
+        loaded = loads_with_state(self.pickled, captures, number, state, in_state)
+        self._loaded = None
+        if not captures and not state and (self._sight is None or self._sight.is_complete):
+            self._sight = Sight(loaded[0])
+            self._loaded = loaded if self._sight.is_complete else None
+        return loaded
 
 
 class Function(NamedTuple):
@@ -137,7 +154,7 @@ class FunctionTable(dict[int, Function | Failure]):
             number, in_state = message.state.number, message.state.tensors
             state = self._states.get(number) or b""
         code = self._codes[message.code]
-        target, modules, streams = loads_with_state(code.pickled, captures, number, state, in_state)
+        target, modules, streams = code.load(captures, number, state, in_state)
         return Function(
             code,
             target,

@@ -73,8 +73,11 @@ from mpgrad.wire.tensor_refs import (
     flags_of,
     have_attributes,
     is_like_a_loss,
+    is_plain,
     need_no_pickle,
+    plain_structure,
     with_more_behind,
+    with_tensors,
 )
 from mpgrad.workers.console import TaskWarnings, described, failure, given_in_words
 from mpgrad.workers.device import Station
@@ -321,6 +324,11 @@ def arguments(
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """(args, kwargs) of the item at `offset`, made of its tensors, those of claimed results last."""
     shape = structure_of(call, offset)
+    if isinstance(shape, tuple):
+        positional, by_name = shape
+        rest = iter(tensors)
+        args = with_tensors(positional, rest)
+        return args, dict(zip(by_name, with_tensors(by_name.values(), rest), strict=True))
     if not isinstance(shape, bytes):
         return tensors, {}
     own = len(tensors) - sum(count for _, count in call.claimed)
@@ -365,6 +373,11 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
         tensors = [value]
     elif type(value) is tuple and value and need_no_pickle(value):
         shape, tensors = len(value), list(value)
+    elif is_plain(value):
+        shape, tensors = (value,), []
+    elif type(value) is tuple and (plain := plain_structure(value)) is not None:
+        values, tensors = plain
+        shape = (values,)
     else:
         try:
             shape, tensors = structure.dumps(value)

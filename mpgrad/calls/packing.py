@@ -46,6 +46,7 @@ from mpgrad.wire.tensor_refs import (
     flags_of,
     have_attributes,
     need_no_pickle,
+    plain_structure,
 )
 
 __all__ = [
@@ -373,9 +374,12 @@ def arguments_structure(
     """The arguments' structure, tensors and claims; raises with the item's number where they cannot be carried."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
+    if (plain := plain_structure((*args, *kwargs.values()))) is not None:
+        shape, tensors = plain
+        return (shape[: len(args)], dict(zip(kwargs, shape[len(args) :], strict=True))), tensors, ()
     try:
-        shape, tensors, claims = state.dumps_arguments((tuple(args), kwargs), known, streams.of(index))
-        return shape, streams.drawn(tensors), claims
+        pickled, tensors, claims = state.dumps_arguments((tuple(args), kwargs), known, streams.of(index))
+        return pickled, streams.drawn(tensors), claims
     except Exception as error:
         item_not_carried(error, index, args, kwargs)
 

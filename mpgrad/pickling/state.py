@@ -55,6 +55,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.reducers import INHERITED, identities, itself, reduce_by_value, weakly
 from mpgrad.pickling.streams import Root, Streams, Travel, as_it_is, captured, plain, reduce_generator
 from mpgrad.pickling.structure import CallerPickler, TensorUnpickler, Trial, loads
+from mpgrad.pickling.unchanged import dumped_before, note_dumped
 from mpgrad.torch_state.generators import Kind
 from mpgrad.torch_state.private import outside_transforms
 
@@ -554,16 +555,21 @@ def dumps_function(function: Any, first: Sequence[Any] = ()) -> tuple[bytes, lis
 
     `first`: what some calls are given, perhaps of classes that the other calls will need too.
     """
-    pickler = CallerPickler(buffer := io.BytesIO())
-    pickler.dump(function)
+    wanted: dict[Wanted, None]
+    if (known := dumped_before(function)) is not None:
+        pickled, tensors, wanted, mark = *known, b""
+    else:
+        pickler = CallerPickler(buffer := io.BytesIO())
+        pickler.dump(function)
+        pickled, tensors, wanted, mark = buffer.getvalue(), pickler.taken_out, pickler.wanted, pickler.mark
+        note_dumped(function, pickler, pickled)
     if brings_code(list(first), depth=5):
         others = CallerPickler(io.BytesIO(), claims=[], travel=as_it_is)
         with contextlib.suppress(Exception):  # whoever packs the call will find it again, and name the item
             others.dump(first)
-        pickler.wanted.update(others.wanted)
-    state = STATES.of(pickler.wanted)
-    mark = pickler.mark or (b"" if state is None else state.mark)
-    return buffer.getvalue() + mark, pickler.taken_out, state
+        wanted.update(others.wanted)
+    state = STATES.of(wanted)
+    return pickled + (mark or (b"" if state is None else state.mark)), tensors, state
 
 
 def brings_code(value: Any, depth: int = 3) -> bool:

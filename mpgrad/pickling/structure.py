@@ -63,7 +63,7 @@ from mpgrad.pickling.modules import (
 from mpgrad.pickling.reducers import PROXIES, Referent, function_state, itself, reduce_module, reduce_subclass, referent
 from mpgrad.pickling.streams import Root, Streams, Travel, captured, reduce_generator, set_attributes
 from mpgrad.torch_state.generators import learn
-from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes
+from mpgrad.wire.tensor_refs import RIDE_BYTES, check_carriable, have_attributes, with_tensors
 
 __all__ = [
     "RUNS_CODE",
@@ -114,10 +114,13 @@ def loads(
     return TensorUnpickler(io.BytesIO(pickled), tensors, claimed, names, streams).load()
 
 
-def loads_result(shape: int | bytes | None, tensors: Sequence[torch.Tensor]) -> Any:
+def loads_result(shape: int | bytes | tuple[Any, ...] | None, tensors: Sequence[torch.Tensor]) -> Any:
     """The result of a call (see `mpgrad.wire.messages.Structure`)."""
     if shape is None:
         return tensors[0]
+    if isinstance(shape, tuple):
+        (value,) = shape
+        return with_tensors(value, iter(tensors)) if type(value) is tuple else value
     return tuple(tensors) if isinstance(shape, int) else loads(shape, tensors)
 
 

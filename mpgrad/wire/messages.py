@@ -84,8 +84,9 @@ __all__ = [
 FAREWELL = signal.SIGUSR2  # the one message that is a signal: the worker, stuck in a call, is to leave its stack and end
 
 # How the tensors of arguments or of a result go together: None: one bare tensor; a number: that many tensors in a row
-# (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors.
-Structure = int | bytes | None
+# (positional arguments, or a tuple); bytes: the pickle of (args, kwargs), or of the result, without its tensors; a tuple:
+# these as they are, (args, kwargs) or (result,), with an ellipsis for each tensor: see `plain_structure`.
+Structure = int | bytes | tuple[Any, ...] | None
 # Of each of many items, or results, whose tensors travel in a row: their structure and number. See above.
 Parts = Sequence[tuple[Structure, int]]
 # What a worker did: its phase, position of the call, offset of the item, first and last moment.

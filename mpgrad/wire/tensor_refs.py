@@ -86,12 +86,14 @@ __all__ = [
     "flags_of",
     "have_attributes",
     "is_like_a_loss",
+    "is_plain",
     "laid_out",
     "lent",
     "need_no_pickle",
     "overlaps",
     "place_of",
     "placed_again",
+    "plain_structure",
     "redirected",
     "rows_of",
     "staged_again",
@@ -101,6 +103,7 @@ __all__ = [
     "view",
     "views",
     "with_more_behind",
+    "with_tensors",
 ]
 
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
@@ -349,6 +352,36 @@ def need_no_pickle(values: Sequence[object]) -> bool:
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
     return all(isinstance(value, torch.Tensor) for value in values) and not have_attributes(values)
+
+
+SCALARS = frozenset({type(None), bool, int, float, complex})
+LONGEST_TEXT = 256  # longer ones count as bytes of a message
+
+
+def is_plain(value: object) -> bool:
+    """Whether it can be a part of a message as it is."""
+    kind = type(value)
+    return kind in SCALARS or (kind is str and len(value) <= LONGEST_TEXT)  # type: ignore[arg-type]
+
+
+def plain_structure(values: Sequence[object]) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
+    """`values` with an ellipsis for each tensor, and the tensors; None where anything has to be pickled by itself."""
+    shape: list[object] = []
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+            shape.append(...)
+            tensors.append(value)
+        elif is_plain(value):
+            shape.append(value)
+        else:
+            return None
+    return (tuple(shape), tensors) if need_no_pickle(tensors) else None
+
+
+def with_tensors(shape: Iterable[object], tensors: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+    """The values again, which `plain_structure` has taken apart."""
+    return tuple([next(tensors) if each is ... else each for each in shape])
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
