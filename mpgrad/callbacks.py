@@ -97,7 +97,7 @@ class CallbackThread(threading.Thread):
             self.done += 1
             for waiter in list(self._behind):
                 if waiter.wanted <= self.done:
-                    with contextlib.suppress(ValueError):  # it gave up at this moment
+                    with contextlib.suppress(ValueError):  # its time was over at this moment
                         self._behind.remove(waiter)
                         waiter.lock.release()
 

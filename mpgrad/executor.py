@@ -49,7 +49,7 @@ class Executor(concurrent.futures.Executor):
     """A `concurrent.futures.ProcessPoolExecutor` with gradients.
 
     A `with` block waits at its end until all that was submitted is done. But an interrupt that leaves it (KeyboardInterrupt,
-    SystemExit) calls all of that off: futures that were not done are cancelled, and calls that do not end soon are ended.
+    SystemExit) cancels all of that: also calls that run, unless they end within 0.2 s.
 
     Args:
         max_workers: number of workers; None for as many CPUs as this process may use.
@@ -254,7 +254,7 @@ class Executor(concurrent.futures.Executor):
         # a generator is closed also where its caller has simply seen enough
         if error is not None and not isinstance(error, (Exception, GeneratorExit)):
             self.shutdown(wait=False, cancel_futures=True)
-            self._pool._scheduler.call_off_all()
+            self._pool._scheduler.cancel_all_with_grace()
         self.shutdown()
 
     def _check_open(self) -> None:

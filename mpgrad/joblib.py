@@ -199,12 +199,12 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         self._batch_size = 1
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Call off what Parallel does not want any more."""
+        """Cancel, with grace, what Parallel does not want any more."""
         for job in list(self._under_way):
             with job.being_sent:  # by another thread, perhaps in this moment
                 result = job.result
             if result is not None and job.callback.parallel._aborting:  # those of others that share this backend go on
-                result._scheduler.call_off(result._operation)
+                result._scheduler.cancel_with_grace(result._operation)
 
     def get_nested_backend(self) -> tuple[SequentialBackend, None]:
         """For a Parallel in a task."""

@@ -91,8 +91,8 @@ class Pool:
         maxtasksperchild: number of calls after which a worker is replaced; None for never.
         retries: how often a call whose worker died is run again on another one, which makes lost graphs and gradients again;
             0 for never: what was lost then raises. Until its graph is dropped, a call's input is kept for this.
-        timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again or
-            given up like one whose worker died. Starting a worker is no call, but the first call of a function in a
+        timeout: seconds that a call, forward or backward, may take; past it, it is killed with its worker, and run again,
+            or fails, like one whose worker died. Starting a worker is no call, but the first call of a function in a
             worker also imports its modules. None for no limit. Engines "process" and "ray" only.
 
     Expert arguments:
@@ -177,12 +177,12 @@ class Pool:
             self._submitter = Submitter(options, self._scheduler)
             OPEN.add(self._scheduler)
             # not of the pool: graphs that torch.func follows ask for further operations without it
-            self._finalizer = weakref.finalize(self._submitter, self._scheduler.abandon)
+            self._finalizer = weakref.finalize(self._submitter, self._scheduler.terminate_without_waiting)
             self._finalizer.atexit = False  # that is for `terminate_all`
             self._scheduler.start()
             load_generators()
         except BaseException:  # KeyboardInterrupt, or no thread is left
-            self._scheduler.abandon()
+            self._scheduler.terminate_without_waiting()
             raise
 
     # --- multiprocessing.Pool's interface

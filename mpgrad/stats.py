@@ -125,7 +125,7 @@ class PoolStats(NamedTuple):
                 f"backwards:  {self.backwards:,} done, {self.backwards_left:,} left",
                 f"deaths:     {self.deaths:,} of workers, {self.kills:,} by the pool",
                 f"run again:  {self.reruns:,} calls and backwards after deaths, {self.recomputed:,} calls for their graphs",
-                f"given up:   {self.graphs_dropped:,} graphs, {self.wrong_predictions:,} backwards with a wrong prediction",
+                f"dropped:    {self.graphs_dropped:,} graphs, {self.wrong_predictions:,} backwards with a wrong prediction",
                 f"memory:     {size_of(self.resident_bytes)} of workers; {size_of(self.shared_bytes)} shared for tensors",
                 f"sent:       {size_of(self.bytes_sent)} in {self.frames_sent:,} frames",
                 f"received:   {size_of(self.bytes_received)} in {self.frames_received:,} frames",

@@ -294,7 +294,7 @@ def memory_limit(folder: Path) -> float:
 
 
 def memory_used(folder: Path) -> int:
-    """In bytes, without the file cache that the kernel gives up when memory is wanted."""
+    """In bytes, without the file cache that the kernel drops when memory is wanted."""
     words = read_words(folder / "memory.current") or read_words(folder / "memory.usage_in_bytes") or ["0"]
     stat = read_words(folder / "memory.stat")
     counts = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))

@@ -2,7 +2,7 @@
 
     Call.backward ──► Backward ──► home.send ──► a worker ──► settle ──► gates of inputs: take; of captures: take_captures
 Whoever sends a backward notes on it what is needed on the way. Assumes: a home that delivers; `settle` is called once for
-each time that a backward is sent, or by who gives it up, in any thread. Nothing here makes autograd nodes.
+each time that a backward is sent, or by who drops it, in any thread. Nothing here makes autograd nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "RemoteGraph",
     "Settled",
     "backward_without_engine",
-    "call_off_if_interrupted",
+    "cancel_if_interrupted",
     "forget_at_end_of_backward",
     "forget_oldest",
     "modified_in_place",
@@ -404,7 +404,7 @@ class Backward(Settled):
     @property
     def items(self) -> int | range:
         """The item, or those of a bundle to whose results gradients have come."""
-        graph = self._graph or self._ref()  # it may have been called off, and dropped
+        graph = self._graph or self._ref()  # it may have been cancelled, and dropped
         return self._index if graph is None else graph.given([count or None for count in self.parts])
 
     def settle(self, outcome: Any) -> None:
@@ -511,8 +511,8 @@ def forget_oldest(by_task: dict[Any, Any]) -> None:
 # --- the backwards of the engine that run
 
 
-# says that nobody waits any more for what was sent for the backward with this number; called from finalizers
-CallOff = Callable[[int], None]
+# cancels what was sent for the backward with this number; called from finalizers
+CancelBackward = Callable[[int], None]
 
 
 class Running:
@@ -525,7 +525,7 @@ class Running:
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
         self.graphs: list[weakref.ref[RemoteGraph]] = []
-        self.call_offs: list[CallOff] = []
+        self.cancels: list[CancelBackward] = []
         self.was_interrupted = True  # unless it comes to its end, or to what the backward of a call raised
 
     def __call__(self) -> None:
@@ -539,8 +539,8 @@ class Running:
             if (graph := ref()) is not None:
                 graph.forget(self.graph_task)
         if self.was_interrupted:
-            for call_off in self.call_offs:
-                call_off(self.graph_task)
+            for cancel in self.cancels:
+                cancel(self.graph_task)
 
 
 RUNNING: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
@@ -560,17 +560,17 @@ def forget_at_end_of_backward(graph: RemoteGraph, graph_task: int) -> None:
     running(graph_task).graphs.append(weakref.ref(graph))
 
 
-def call_off_if_interrupted(graph_task: int, call_off: CallOff) -> None:
+def cancel_if_interrupted(graph_task: int, cancel: CancelBackward) -> None:
     """Gradients are about to be sent for this backward."""
     if graph_task in RUNNING or graph_task == current_graph_task():
         backward = running(graph_task)
-        if call_off not in backward.call_offs:
-            backward.call_offs.append(call_off)
+        if cancel not in backward.cancels:
+            backward.cancels.append(cancel)
 
 
 @contextmanager
 def backward_without_engine(graph_task: int) -> Iterator[None]:
-    """What is sent within it, with this number, is called off if it is interrupted."""
+    """What is sent within it, with this number, is cancelled if it is interrupted."""
     backward = RUNNING[graph_task] = Running(graph_task)
     try:
         yield

@@ -61,7 +61,7 @@ __all__ = [
 class Holder(Protocol):
     """Who has asked for the results: `AsyncResult`, a future, an iterator."""
 
-    def _abandon(self) -> None:
+    def _note_interrupt(self) -> None:
         """Whoever waited for the results was interrupted: they are wanted as long as somebody else holds this."""
         ...
 

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def call_off_with(holder: object, scheduler: Scheduler, operation: Operation) -> None:
+def cancel_when_dropped(holder: object, scheduler: Scheduler, operation: Operation) -> None:
     """As soon as nobody holds the result."""
-    weakref.finalize(holder, scheduler.call_off, operation).atexit = False
+    weakref.finalize(holder, scheduler.cancel_with_grace, operation).atexit = False
 
 
 class Uncollected:
@@ -122,7 +122,7 @@ class AsyncResult(Generic[R]):
         self._value: Any = None
         self._fetched = False
         self._is_collected = False  # somebody has asked for the result, or whether there is one
-        self._is_abandoned = False
+        self._was_interrupted = False
         operation.on_finished = self._finish
         operation.holder = weakref.ref(self)
 
@@ -154,18 +154,18 @@ class AsyncResult(Generic[R]):
         try:
             is_ready = self._scheduler.wait_until(self.ready, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self._abandon()
+            self._note_interrupt()
             raise
         if is_ready:
             self._on_awaited()
         return is_ready
 
-    def _abandon(self) -> None:
-        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for the result any more."""
-        if self._is_abandoned or self.ready() or self._callback is not None or self._error_callback is not None:
+    def _note_interrupt(self) -> None:
+        """Whoever waited was interrupted: the calls are cancelled as soon as nobody can ask for the result any more."""
+        if self._was_interrupted or self.ready() or self._callback is not None or self._error_callback is not None:
             return
-        self._is_abandoned = True
-        call_off_with(self, self._scheduler, self._operation)
+        self._was_interrupted = True
+        cancel_when_dropped(self, self._scheduler, self._operation)
         ref = weakref.ref(self)
         self._operation.on_finished = lambda: told._finish() if (told := ref()) is not None else None
 
@@ -238,7 +238,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         self._number = uncollected.number()
         self._told = False  # that it was cancelled
         self._failed: Failed | None = None
-        self._is_abandoned = False
+        self._was_interrupted = False
         self._tells = False  # somebody, when it is done
         operation.holder = weakref.ref(self)
         # a call that a dying worker had not begun starts again elsewhere
@@ -307,7 +307,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         if cancelled:
             self._scheduler.cancel(self._operation)
         elif force and not self.done():
-            self._scheduler.stop(self._operation)
+            self._scheduler.kill(self._operation)
             return True
         return cancelled
 
@@ -315,15 +315,15 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         try:
             return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
-            self._abandon()
+            self._note_interrupt()
             raise
 
-    def _abandon(self) -> None:
-        """Whoever waited was interrupted: the call is called off as soon as nobody can ask for its result any more."""
-        if self._is_abandoned or self.done() or self._tells:
+    def _note_interrupt(self) -> None:
+        """Whoever waited was interrupted: the call is cancelled as soon as nobody can ask for its result any more."""
+        if self._was_interrupted or self.done() or self._tells:
             return
-        self._is_abandoned = True
-        call_off_with(self, self._scheduler, self._operation)
+        self._was_interrupted = True
+        cancel_when_dropped(self, self._scheduler, self._operation)
         ref = weakref.ref(self)
         self._operation.starts = lambda: told._starts() if (told := ref()) is not None else True
         self._operation.on_outcome = lambda index: told._finish(index) if (told := ref()) is not None else None
@@ -348,7 +348,7 @@ class DifferentiableFuture(concurrent.futures.Future[R], Deferred):
         """
         if (seconds := seconds_given("seconds", seconds)) < 0:
             raise ValueError(f"seconds must not be negative (seconds: {seconds:g})")
-        self._scheduler.stop_at(time.monotonic() + seconds, self._operation)
+        self._scheduler.kill_at(time.monotonic() + seconds, self._operation)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once where it is.
@@ -436,7 +436,7 @@ class ResultIterator(Generic[R]):
         arrived = self._arrived  # not self: the operation would keep the iterator alive
         operation.on_outcome = arrived.append
         operation.holder = weakref.ref(self)
-        self._is_abandoned = False
+        self._was_interrupted = False
         self._fill()
 
     def __iter__(self) -> ResultIterator[R]:
@@ -458,7 +458,7 @@ class ResultIterator(Generic[R]):
             try:
                 is_there = self._scheduler.wait_until(self._is_there, timeout)
             except BaseException:  # KeyboardInterrupt, above all
-                self._abandon()
+                self._note_interrupt()
                 raise
             if not is_there:
                 raise LateError(f"no result within the timeout ({timeout} s)")
@@ -482,7 +482,7 @@ class ResultIterator(Generic[R]):
     __next__ = next
 
     def _is_there(self) -> bool:
-        """The next result, or that it never will be: its call may have been added after all were called off."""
+        """The next result, or that it never will be: its call may have been added after all were cancelled."""
         return self._has_come() or self._operation.limit == 0
 
     def _has_come(self) -> bool:
@@ -498,7 +498,7 @@ class ResultIterator(Generic[R]):
         try:
             self._add_some(self._next + asked)
         except BaseException:  # as in `next`; the source's own exceptions do not come here
-            self._abandon()
+            self._note_interrupt()
             raise
 
     def _add_some(self, given: int) -> None:
@@ -519,14 +519,14 @@ class ResultIterator(Generic[R]):
         if (self._operation.added, self._operation.sealed) != before:
             self._scheduler.admit(self._operation)
 
-    def _abandon(self) -> None:
-        """Whoever waited was interrupted: the calls are called off as soon as nobody can ask for a result any more."""
-        self._is_abandoned = True
+    def _note_interrupt(self) -> None:
+        """Whoever waited was interrupted: the calls are cancelled as soon as nobody can ask for a result any more."""
+        self._was_interrupted = True
 
     def _cancel_rest(self) -> None:
         """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt there is no `next`."""
-        if self._is_abandoned:
-            self._scheduler.call_off(self._operation)
+        if self._was_interrupted:
+            self._scheduler.cancel_with_grace(self._operation)
             return
         self._operation.sealed = True
         if not self._operation.has_ended:
@@ -535,8 +535,8 @@ class ResultIterator(Generic[R]):
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if python_ends():  # all pools have ended, and names of modules may be gone
             return
-        if self._is_abandoned:
-            self._scheduler.call_off(self._operation)
+        if self._was_interrupted:
+            self._scheduler.cancel_with_grace(self._operation)
         # with a window without end, all is asked for, whether anybody looks at it or not
         elif not self._operation.sealed or (self._window < math.inf and not self._operation.finished):
             self._scheduler.cancel(self._operation)

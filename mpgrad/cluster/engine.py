@@ -58,7 +58,7 @@ SAME = ("Python", "torch", "mpgrad")  # versions that have to be: pickles and nu
 
 
 class ClusterEngine:
-    """Guarantees: a site that is silent for `patience` seconds is given up, with its workers."""
+    """Guarantees: a site that is silent for `patience` seconds counts as lost, with its workers."""
 
     copies_caller = False
 

@@ -102,7 +102,7 @@ class WorkerLink(Link, Protocol):
         """End the worker by a signal, also in the middle of a call; what is no process ends after the call that it is in."""
 
     def end(self) -> None:
-        """The worker has died or was told to stop: give up the link. Where its `exit` is still to come, `wait` returns it then.
+        """The worker has died or was told to stop: close the link. Where its `exit` is still to come, `wait` returns it then.
 
         What does not end by itself may be killed meanwhile.
         """
@@ -126,7 +126,7 @@ class Engine(Protocol):
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
         """Sleep until workers have answered or ended, whose links it returns, or somebody calls `wake`; at most so long.
 
-        A link that was given up is returned once more, when its worker's `exit` has come.
+        A link that was closed is returned once more, when its worker's `exit` has come.
         """
 
     def wake(self) -> None:

@@ -212,9 +212,9 @@ class Arena:
             self._idle_bytes += capacity
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
-            self._free[capacity] = free  # the size used last stands last, and memory of the first is given up first
+            self._free[capacity] = free  # the size used last stands last, and memory of the first is dropped first
             while self._idle_bytes > self._most_idle:
-                self._give_up(next(iter(self._free)))
+                self._drop(next(iter(self._free)))
 
     def _fitting(self, capacity: int) -> int | None:
         """The smallest capacity of which a slot is free and that wastes no more than half of it."""
@@ -230,7 +230,7 @@ class Arena:
         self._idle_bytes -= capacity
         return slot
 
-    def _give_up(self, capacity: int) -> None:
+    def _drop(self, capacity: int) -> None:
         """Give the memory of one free slot of this size back to the system."""
         slab, offset = self._take_free(capacity)
         if slab.nbytes == capacity:
@@ -330,7 +330,7 @@ class Lenders:
         self._elsewhere[number] = open_slab
 
     def detach(self, number: int) -> None:
-        """A slab that its owner gave up, or that died with it. What is borrowed of it stays mapped."""
+        """A slab that its owner dropped, or that died with it. What is borrowed of it stays mapped."""
         slab = self.slabs.pop(number, None)
         if slab is not None and slab.elsewhere:
             slab.finish()

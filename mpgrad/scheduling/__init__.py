@@ -17,7 +17,7 @@ Imports `calls`, `engines` and what is below it. Nothing here waits for a worker
     worker_handle    each worker: what waits for it, its chunks, and how far it is
     receiving        what comes from workers, as outcomes
     staffing         workers come and go; recovery: what is lost with one
-    calling_off      what nobody wants any more, or takes too long
+    cancelling       what nobody wants any more, or takes too long
     caller_memory    what is shared with workers, and how tensors cross to devices
     notes            what a timeline shows of all this
 """

@@ -327,7 +327,7 @@ class GraphLedger:
         return there
 
     def note_unknown(self, call: int) -> None:
-        """The last backward of a graph was called off, and nobody knows how far it came: another one starts anew."""
+        """The last backward of a graph was cancelled, and nobody knows how far it came: another one starts anew."""
         if self.states.get(call) is SPENT:
             self.states[call] = MISSING
 

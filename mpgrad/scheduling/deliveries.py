@@ -64,7 +64,7 @@ class Deliveries:
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, messages, payload)
             return
-        if worker.retiring or worker.under_way.given_up:  # it ends that soon, or is ended; nobody knows which
+        if worker.retiring or worker.under_way.in_grace:  # it ends that soon, or is ended; nobody knows which
             return
         share = self._line.next_for(worker)
         if share is not None:
@@ -91,7 +91,7 @@ class Deliveries:
         except ConnectionError:
             pass  # it died; the end of its pipe is read next, and says so once
         except OSError as error:  # no descriptor is free for what has to wait: what it was sent is not whole
-            report(logging.WARNING, "a worker is given up, because nothing can be sent to it (%s)", error)
+            report(logging.WARNING, "a worker is killed, because nothing can be sent to it (%s)", error)
             worker.link.kill()
 
     def collect_returns(self) -> None:
@@ -116,7 +116,7 @@ class Deliveries:
                 self.transmit(worker, [])
 
     def unmap(self, numbers: Sequence[int]) -> None:
-        """Slabs that their owner gave up, or that died with it."""
+        """Slabs that their owner dropped, or that died with it."""
         for number in numbers:
             self._memory.lenders.detach(number)
             for worker in self.workers.values():

@@ -36,7 +36,7 @@ __all__ = [
     "scheduler_for",
 ]
 
-GRACE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
+NEWS_PATIENCE = 0.05  # seconds in which news gathers before it is sent without a message to ride with
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
 
@@ -69,8 +69,8 @@ class Dispatcher(Scheduler):
         if self.engine.copies_caller:
             self._staffed.wait()
 
-    def abandon(self) -> None:
-        super().abandon()
+    def terminate_without_waiting(self) -> None:
+        super().terminate_without_waiting()
         if self.life.is_ours and self._begun.acquire(blocking=False):  # nobody else will end it
             self._end_all()
 
@@ -183,7 +183,7 @@ class Dispatcher(Scheduler):
         patience = self.keep_time()
         if has_news:
             now = time.monotonic()
-            self._news_due = min(self._news_due, now + GRACE)
+            self._news_due = min(self._news_due, now + NEWS_PATIENCE)
             patience = min(math.inf if patience is None else patience, max(0.0, self._news_due - now))
         else:
             self._news_due = math.inf
@@ -192,7 +192,7 @@ class Dispatcher(Scheduler):
         self.look_at_room()
         if has_news and time.monotonic() >= self._news_due:  # though others may keep us busy
             self._news_due = math.inf
-            self.deliveries.tell_news(quiet_for=GRACE)
+            self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
         for link in links:
             if (worker := self.workers.get(link.number)) is not None:
                 self.receiver.serve(worker)
@@ -205,7 +205,7 @@ class Dispatcher(Scheduler):
             if self._is_over or waiter.satisfied():
                 try:
                     self._waiters.remove(waiter)
-                except ValueError:  # it gave up at this moment
+                except ValueError:  # its time was over at this moment
                     continue
                 waiter.lock.release()
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled, call_off_if_interrupted
+from mpgrad.autograd.remote_graph import Backward, Promise, RemoteGraph, Settled, cancel_if_interrupted
 from mpgrad.calls.homes import Predictor, SumRequest
 from mpgrad.calls.packing import SharedFunction
 from mpgrad.environment import Since
@@ -85,7 +85,7 @@ class GradientSender:
             backward.derived_number = next(self._numbers)
         _, backward.modes, backward.environment = self._surroundings(backward.graph_task)
         if backward.graph_task != self.last_backward:
-            call_off_if_interrupted(backward.graph_task, self._driver.call_off_backward)
+            cancel_if_interrupted(backward.graph_task, self._driver.cancel_backward)
             self.last_backward = backward.graph_task
 
     def wait_for(self, settled: Settled) -> None:

@@ -208,7 +208,7 @@ class Driver(Protocol):
         """Have others do what was left for a worker that is gone. Called by the scheduling thread."""
         ...
 
-    def call_off_backward(self, graph_task: int) -> None:
+    def cancel_backward(self, graph_task: int) -> None:
         """Nobody waits any more for what was sent for the backward with this number. Called from finalizers."""
         ...
 

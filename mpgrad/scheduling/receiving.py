@@ -205,7 +205,7 @@ class Receiver:
             worker.loans.unmap(slab)  # of a worker that is gone; nobody else would say so
 
     def _results(self, worker: WorkerHandle, message: Results, payload: memoryview) -> None:
-        """Measured, delivered; calls that were called off go back to the queue."""
+        """Measured, delivered; calls that were skipped go back to the queue."""
         chunk = self._take(worker, message.chunk)
         operation = chunk.operation
         assert operation is not None
@@ -224,7 +224,7 @@ class Receiver:
         self._reading = False
         for index, outcome in outcomes:
             operation.deliver(index, outcome)
-        self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # called off, and then not begun after all
+        self._line.put_back(operation, [call for _, call in chunk.calls[done:]])  # skipped, so not begun after all
         if operation.limit != limit:
             self._admissions.cancel_rest(operation)
         if operation.finished:
@@ -247,7 +247,7 @@ class Answers:
     def results(
         self, worker: WorkerHandle, chunk: Chunk, message: Results, payload: memoryview
     ) -> list[tuple[int, Outcome | BaseException]]:
-        """The outcome of each call that ran, with its index; `chunk` may have more calls, which were called off.
+        """The outcome of each call that ran, with its index; `chunk` may have more calls, which were skipped.
 
         What is known of the graphs is noted: another thread may look as soon as the last outcome is delivered.
         """
@@ -259,7 +259,7 @@ class Answers:
         if message.reached and operation.home.reach is not None:
             operation.home.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
-            raise InternalError(f"worker {worker.number} ran a call that it was told in time to leave out; please report it")
+            raise InternalError(f"worker {worker.number} ran a call that it was told in time to skip; please report it")
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload))
         self._note_graphs(worker, message)
         return outcomes
@@ -303,13 +303,13 @@ class Answers:
         self._note_graphs(worker, message)
         for position, reached in message.reached:
             chunk.backwards[position].reached = reached
-        for backward in chunk.backwards[len(message.outcomes) :]:  # called off, and not begun
+        for backward in chunk.backwards[len(message.outcomes) :]:  # cancelled, and not begun
             worker.graphs.note_rest(backward)
         for backward, found in zip(chunk.backwards, message.outcomes, strict=False):
             if isinstance(found, Missing):
                 worker.graphs.note_missing(backward.call)
                 backward.apart = backward.captures  # whoever collects the sum may have been ahead of us
-                if not backward.arrived:  # it has where it was called off
+                if not backward.arrived:  # it has where it was cancelled
                     worker.backlog.append(backward)
             elif isinstance(found, Failure):
                 worker.graphs.note_rest(backward)
@@ -329,7 +329,7 @@ class Answers:
                 backward.derived = self._graph_kept(worker, backward.home, number, backward.graph.index, backward)
             self._arrive(backward, worker, found, payload)
             return
-        with contextlib.suppress(SharedMemoryError):  # it was called off: the memory is given back at once
+        with contextlib.suppress(SharedMemoryError):  # it was cancelled: the memory is given back at once
             self._borrow(found)
         if number is not None:
             worker.graphs.keep(number)

@@ -155,7 +155,7 @@ class Recovery:
         False where there is no other that has a place.
         """
         reason = self._life.broken or self._life.ended  # why nothing is done again any more
-        if item.arrived:  # it was called off
+        if item.arrived:  # it was cancelled
             if isinstance(item, Backward):
                 gone.graphs.note_unknown(item.call)
         elif reason is not None:

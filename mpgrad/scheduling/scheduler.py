@@ -5,7 +5,7 @@
 
     admissions ──► queue ──► deliveries ──► the worker          gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
-    staffing: workers come and go    calling_off: what nobody wants, or takes too long    recovery: what is lost is done again
+    staffing: workers come and go    cancelling: what nobody wants, or takes too long    recovery: what is lost is done again
 Each part owns what it changes, and is called by the scheduling thread, so it needs no lock; what comes from other threads is
 put into deques, and the thread is woken. `Dispatcher` gives it a thread of its own, `InlineScheduler` the caller's. Any thread
 calls `lifecycle`, `gradient_sender`, the packers of `caller_memory`, and what the heads of other parts name. After the end
@@ -34,7 +34,7 @@ from mpgrad.memory.accelerator import name_of
 from mpgrad.memory.arena import WITHHELD
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.calling_off import CallingOff
+from mpgrad.scheduling.cancelling import Cancelling
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.function_cache import Codes
 from mpgrad.scheduling.gradient_sender import GradientSender
@@ -87,13 +87,13 @@ class Scheduler(ABC):
         self.recovery = Recovery(self.workers, codes, settings.retries, self.life, self.admissions.admit)
         self.staff = Staff(self, settings, engine, self.life, self.memory, deliveries, gradients, self.recovery, line)
         self.receiver = Receiver(settings, self.life, self.memory, codes, line, deliveries, self.admissions, self.staff)
-        self.calling_off = CallingOff(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
+        self.cancelling = Cancelling(self, deliveries, self.admissions, line, self.staff, self.receiver, settings)
 
     # --- what a subclass decides: whose thread it is (see `Driver`)
 
     @abstractmethod
     def start(self) -> None:
-        """Have workers. Where that raises, it is to be abandoned."""
+        """Have workers. Where that raises, it is to be terminated, without waiting."""
 
     @abstractmethod
     def wake(self) -> None: ...
@@ -155,31 +155,31 @@ class Scheduler(ABC):
 
     def cancel(self, operation: Operation) -> None:
         """Nobody wants the rest: what has not begun will not, what is under way is dropped when it comes."""
-        self.post(lambda: self.calling_off.cancel(operation))
+        self.post(lambda: self.cancelling.cancel(operation))
 
     def cancel_queued(self, operation: Operation) -> None:
         """Calls that no worker has been given get a `CancelledError`."""
-        self.post(lambda: self.calling_off.cancel_queued(operation))
+        self.post(lambda: self.cancelling.cancel_queued(operation))
 
-    def call_off(self, operation: Operation) -> None:
-        """As `cancel`, and a call that does not end soon is ended with its worker: whoever waited for it was interrupted."""
-        self.post(lambda: self.calling_off.call_off(operation))
+    def cancel_with_grace(self, operation: Operation) -> None:
+        """As `cancel`, and a call that does not end soon is killed with its worker: whoever waited for it was interrupted."""
+        self.post(lambda: self.cancelling.cancel_with_grace(operation))
 
-    def call_off_all(self) -> None:
+    def cancel_all_with_grace(self) -> None:
         """Likewise, all operations that were admitted up to now; who still asks for a result gets a `CancelledError`."""
-        self.post(self.calling_off.call_off_all)
+        self.post(self.cancelling.cancel_all_with_grace)
 
-    def call_off_backward(self, graph_task: int) -> None:
+    def cancel_backward(self, graph_task: int) -> None:
         """Likewise, all that was sent for the backward with this number."""
-        self.post(lambda: self.calling_off.call_off_backward(graph_task))
+        self.post(lambda: self.cancelling.cancel_backward(graph_task))
 
-    def stop(self, operation: Operation) -> None:
-        """As `cancel`, and what is under way is ended too, with its worker; whatever else that one had goes to others."""
-        self.post(lambda: self.calling_off.stop(operation))
+    def kill(self, operation: Operation) -> None:
+        """As `cancel`, and workers that are at it are killed; whatever else they had goes to others."""
+        self.post(lambda: self.cancelling.kill(operation))
 
-    def stop_at(self, moment: float, operation: Operation) -> None:
-        """`stop` it, unless it has ended by then: on the clock of time.monotonic."""
-        self.post(lambda: self.calling_off.deadlines.put(moment, operation))
+    def kill_at(self, moment: float, operation: Operation) -> None:
+        """`kill` it, unless it has ended by then: on the clock of time.monotonic."""
+        self.post(lambda: self.cancelling.deadlines.put(moment, operation))
 
     def await_all(self) -> None:
         """Wait until all that was admitted up to now has ended."""
@@ -216,9 +216,9 @@ class Scheduler(ABC):
                 if operation.holder is not None:
                     holder = operation.holder()
                     if holder is None:
-                        self.call_off(operation)
+                        self.cancel_with_grace(operation)
                     else:
-                        holder._abandon()
+                        holder._note_interrupt()
             raise
 
     # --- any thread: a timeline
@@ -334,10 +334,10 @@ class Scheduler(ABC):
     def terminate(self) -> None:
         """End the workers now; what is under way fails with `PoolClosedError`."""
         if self.life.is_ours:
-            self.abandon()
+            self.terminate_without_waiting()
             self.join()
 
-    def abandon(self) -> None:
+    def terminate_without_waiting(self) -> None:
         """As `terminate`, without waiting: called where nobody can see the pool any more, in any thread, with any lock held."""
         if self.life.is_ours:
             self.life.enter(Phase.STOPPING)
@@ -389,7 +389,7 @@ class Scheduler(ABC):
     def keep_time(self) -> float | None:
         """Do what is due; returns the seconds until it is time to look again, None where nothing is to come."""
         now = time.monotonic()
-        soonest = min(self.calling_off.keep_time(now), self.staff.keep_time(now), self._line.look_at)
+        soonest = min(self.cancelling.keep_time(now), self.staff.keep_time(now), self._line.look_at)
         if WITHHELD:
             soonest = min(soonest, now + CHILDREN_PATIENCE)
         return None if soonest == math.inf else min(max(0.0, soonest - time.monotonic()), LONGEST_SLEEP)

@@ -38,10 +38,10 @@ __all__ = ["Staff"]
 
 log = logging.getLogger("mpgrad")
 
-FAILED_STARTS = 3  # in a row, before the pool gives up
+FAILED_STARTS = 3  # in a row, before the pool breaks
 STAFF_GAP = 0.25  # seconds between two attempts to start workers that the system refuses
 TELL_EVERY = 60.0  # seconds between two warnings that it refuses
-STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker gives up
+STAFF_PATIENCE = 2.0  # seconds of such attempts, before a pool without any worker breaks
 EXIT_PATIENCE = 2.0  # seconds for a worker to end, before it is killed and taken for gone
 
 
@@ -120,7 +120,7 @@ class Staff:
     def _bear(self, error: OSError) -> None:
         """No further worker can be started: try again soon.
 
-        Where none is left that takes calls, one that has but graphs makes room; or else the pool gives up after a while.
+        Where none is left that takes calls, one that has but graphs makes room; or else the pool breaks after a while.
         """
         now = time.monotonic()
         self.again_at = now + STAFF_GAP
@@ -138,11 +138,11 @@ class Staff:
         if self._leaves or others:
             pass  # a place will be free, or somebody is starting
         elif keepers and self._settings.recoverable:
-            self._give_up_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
+            self._drop_graphs(min(keepers, key=lambda each: (bool(each.sums), each.graphs.there)))
         elif now - self._refused_since > STAFF_PATIENCE:
             self._life.break_off(with_limit(error))
 
-    def _give_up_graphs(self, worker: WorkerHandle) -> None:
+    def _drop_graphs(self, worker: WorkerHandle) -> None:
         """Have it end; those of its graphs that are still wanted are made again by others."""
         log.info("worker %d ends, as no other can be started; %d graphs are made again", worker.number, worker.graphs.there)
         self._send_off(worker, "has ended, to make room for another")

@@ -2,7 +2,7 @@
 with that. Caller's side; decisions are the scheduler's.
 
 A worker writes what it begins into memory that the caller reads (see `wire.asides.Whereabouts`), and
-looks there, before each call, whether the caller has called the chunk off. Where no memory is shared
+looks there, before each call, whether the caller has had the chunk skipped. Where no memory is shared
 a site reads and writes there for us, some time later: so of a chunk that runs nothing can be taken
 back, but what was skipped in time comes back unrun.
 Guarantees: other threads append to the backlog and the deques of news, and read; until the end they
@@ -33,7 +33,7 @@ from mpgrad.wire.pipe import UnreadableFrame, last_words_in
 from mpgrad.wire.tensor_refs import Payload
 
 __all__ = [
-    "MERCY",
+    "GRACE_PERIOD",
     "SEEN",
     "Doom",
     "UnderWay",
@@ -139,18 +139,18 @@ class WorkerHandle:
 
     @property
     def has_others(self) -> bool:
-        """Whether there is anything but what has been given up."""
+        """Whether there is anything but what was cancelled with grace."""
         graphs = self.graphs.states.keys() - set(self.releases)
         return bool(graphs or self.backlog or self.sums) or any(any(chunk.wanted()) for chunk in self.under_way.chunks.values())
 
-    def give_up_backward(self, graph_task: int, error: BaseException) -> None:
+    def cancel_backward(self, graph_task: int, error: BaseException) -> None:
         """All that was sent for the backward with this number; who waits for it gets the error."""
         for item in list(self.backlog):
             if item.graph_task == graph_task:
                 with contextlib.suppress(ValueError):  # after the end several threads may take from it
                     self.backlog.remove(item)
                 item.settle(error_maker(error))
-        self.under_way.give_up_backward(graph_task, error)
+        self.under_way.cancel_backward(graph_task, error)
 
     # --- what it is sent
 
@@ -199,8 +199,8 @@ class WorkerHandle:
             self.link.send([SlabsGone(drained(self.loans.gone_slabs))])
         self.link.introduce(self.loans.take_new_slabs())
         news = self._take_news()
-        if news and self.under_way.given_up:
-            self.under_way.look_at_given_up()  # it may have been spared for the sake of what nobody wants any more
+        if news and self.under_way.in_grace:
+            self.under_way.look_at_grace()  # it may have been spared for the sake of what nobody wants any more
         self.sent_at = time.monotonic()
         self.link.send(news + messages, payload.parts)
 
@@ -252,7 +252,8 @@ class WorkerHandle:
 
 
 SEEN = 1e-3  # seconds after which another process has seen what we wrote, and we what it wrote before: ample, for two CPUs
-MERCY = 0.2  # seconds for a call that was interrupted: most end by themselves, and the worker's graphs need not be made again
+# seconds: most calls that are interrupted end by themselves, and the worker's graphs need not be made again
+GRACE_PERIOD = 0.2
 
 
 # long because: a line for each thing that may be asked of what a worker has
@@ -266,8 +267,8 @@ class UnderWay:
         self.seconds = 0.0  # in which there was something under way, up to the last answer
         self.since = 0.0  # when the first chunk became the first, on the clock of time.monotonic
         self._skipped: dict[int, float] = {}  # chunks, and since when, on the same clock
-        self.given_up: set[int] = set()  # chunks with a part for which somebody waited who was interrupted
-        self.end_at = math.inf  # when the worker is ended, should it be at such a part then, on the same clock
+        self.in_grace: set[int] = set()  # chunks of which a part was cancelled with grace
+        self.grace_ends = math.inf  # when the worker is killed, should it be at such a part then, on the same clock
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
@@ -284,9 +285,9 @@ class UnderWay:
         self.since = now
         chunk = self.chunks.pop(number)
         self._skipped.pop(number, None)
-        if self.given_up:
-            self.end_at = math.inf
-            self.look_at_given_up()
+        if self.in_grace:
+            self.grace_ends = math.inf
+            self.look_at_grace()
         return chunk
 
     def put_back(self, number: int, chunk: Chunk) -> None:
@@ -336,10 +337,10 @@ class UnderWay:
         chunk, position = self.first, max(self.begun()[0], 0)
         return chunk is not None and any(chunk.wanted()[position : position + 1])  # there are none where all were taken back
 
-    # --- what it had better leave out
+    # --- what it is to skip
 
     def cancel(self, operation: Operation) -> None:
-        """Have the worker leave out what it has not begun of chunks that nobody waits for."""
+        """Have the worker skip what it has not begun of chunks that nobody waits for."""
         for number, chunk in self.chunks.items():
             if chunk.operation is operation and all(call.index >= operation.limit for _, call in chunk.calls):
                 self._skip(number)
@@ -363,7 +364,7 @@ class UnderWay:
         return True
 
     def skip_unbegun(self) -> bool:
-        """Have it leave out what it has not begun, for others; whether there is something that it has yet to see."""
+        """Have it skip what it has not begun, for others; whether there is something that it has yet to see."""
         are_news = [self._skip(number) for number in self._for_others()]
         return any(are_news)
 
@@ -439,14 +440,14 @@ class UnderWay:
                 found[number] = chunk
         return found
 
-    # --- what is not wanted any more, and must end soon
+    # --- what is cancelled with grace
 
-    def give_up_operation(self, operation: Operation | None) -> None:
+    def cancel_with_grace(self, operation: Operation | None) -> None:
         """All of its chunks; None: of all operations."""
         wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
-        self.give_up([each for each in wanted if operation is None or self.chunks[each].operation is operation])
+        self._put_in_grace([each for each in wanted if operation is None or self.chunks[each].operation is operation])
 
-    def give_up_backward(self, graph_task: int, error: BaseException) -> None:
+    def cancel_backward(self, graph_task: int, error: BaseException) -> None:
         """The parts of the backward with this number; who waits for them gets the error."""
         numbers = []
         for number, chunk in self.chunks.items():
@@ -455,29 +456,29 @@ class UnderWay:
                 each.settle(error_maker(error))
             if parts:
                 numbers.append(number)
-        self.give_up(numbers)
+        self._put_in_grace(numbers)
 
-    def give_up(self, numbers: Sequence[int]) -> None:
-        """Chunks that are not wanted any more, or not as a whole: leave out what can be left out, and end the rest soon."""
+    def _put_in_grace(self, numbers: Sequence[int]) -> None:
+        """Chunks that are not wanted any more, or not as a whole: have what has not begun skipped, and end the rest soon."""
         for number in numbers:
-            self.given_up.add(number)
+            self.in_grace.add(number)
             if not any(self.chunks[number].wanted()):
                 self._skip(number)
-        self.look_at_given_up()
+        self.look_at_grace()
 
-    def look_at_given_up(self) -> None:
-        """What the worker is at has been given up, or has been answered; or what others wanted of it they want no more."""
-        self.given_up.intersection_update(self.chunks)
-        if next(iter(self.chunks), None) not in self.given_up:
-            self.end_at = math.inf
-        elif self.end_at == math.inf:
-            self.wait_for_end()
+    def look_at_grace(self) -> None:
+        """What the worker is at was cancelled with grace, or answered; or what others wanted of it they want no more."""
+        self.in_grace.intersection_update(self.chunks)
+        if next(iter(self.chunks), None) not in self.in_grace:
+            self.grace_ends = math.inf
+        elif self.grace_ends == math.inf:
+            self.give_grace()
 
-    def wait_for_end(self) -> None:
-        """The worker gets some more time for what it is at."""
-        self.end_at = time.monotonic() + MERCY
+    def give_grace(self) -> None:
+        """From now on the worker has a grace period for what it is at."""
+        self.grace_ends = time.monotonic() + GRACE_PERIOD
         if self.link is not None:
-            self.link.follow(2 * MERCY)
+            self.link.follow(2 * GRACE_PERIOD)
 
 
 def stays_together(chunk: Chunk) -> bool:

@@ -12,10 +12,10 @@ Every call is sent, so that what it gives and does never depends on how long it 
 pays cannot be known beforehand. But workers report how long the calls of a map took by themselves,
 and the sum of these is what a loop would take. Where maps of a function take much longer than that,
 its user is told so, once, and what to do about it (`CheapCalls`).
-Guarantees: an operation whose caller is interrupted while it waits is called off. An operation gets
-    all its calls and is sealed, or it is called off; once one has failed it gets no more. What the
-    caller goes on to change is copied before `feed` returns, unless it waits for the results
-    (`borrow`).
+Guarantees: an operation whose caller is interrupted while it waits is cancelled with grace. An
+    operation gets all its calls and is sealed, or it is cancelled; once one has failed it gets no
+    more. What the caller goes on to change is copied before `feed` returns, unless it waits for the
+    results (`borrow`).
 Assumes: one thread feeds an operation.
 """
 
@@ -118,7 +118,7 @@ class Submitter:
                 if not finished:
                     wait_until(lambda: operation.finished)
         except BaseException:  # KeyboardInterrupt, above all
-            self._scheduler.call_off(operation)
+            self._scheduler.cancel_with_grace(operation)
             raise
         with collector_held(), self._scheduler.notes.lap("makes results"):
             results = operation.values()
@@ -371,7 +371,7 @@ class Feeder:
                 operation.sealed = True
                 scheduler.admit(operation, waits=borrow)
         except BaseException:
-            scheduler.call_off(operation)
+            scheduler.cancel_with_grace(operation)
             raise
 
     def one_by_one(self, operation: Operation, calls: Iterable[Arguments]) -> Iterator[Callable[[], PackedCall]]:

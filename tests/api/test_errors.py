@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.scheduling import calling_off
+from mpgrad.scheduling import cancelling
 from mpgrad.tracebacks import OWN_FOLDER, shown
 from mpgrad.wire.messages import FAREWELL
 
@@ -407,7 +407,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
             time.sleep(60)
         return 2
 
-    monkeypatch.setattr(calling_off, "FAREWELL_PATIENCE", 1.0)
+    monkeypatch.setattr(cancelling, "FAREWELL_PATIENCE", 1.0)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]

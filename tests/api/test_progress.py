@@ -234,7 +234,7 @@ calls:      1,600 done, 40 left
 backwards:  1,500 done, 0 left
 deaths:     2 of workers, 1 by the pool
 run again:  3 calls and backwards after deaths, 4 calls for their graphs
-given up:   5 graphs, 6 backwards with a wrong prediction
+dropped:    5 graphs, 6 backwards with a wrong prediction
 memory:     1.3 GiB of workers; 0 bytes shared for tensors
 sent:       2.0 KiB in 20 frames
 received:   999 bytes in 30 frames

@@ -248,7 +248,7 @@ def test_what_waits_behind_an_endless_call_goes_to_others(nursery: mpgrad.Pool, 
         while not begun.exists():
             time.sleep(0.01)
         behind = pool.submit(abs, -1)
-        pool._scheduler.call_off(future._operation)
+        pool._scheduler.cancel_with_grace(future._operation)
         assert behind.result() == 1
         go.touch()
         kept.backward()  # waits for the worker

@@ -1,4 +1,4 @@
-"""An interrupt stops the work: what nobody can ask for any more is called off, running calls with their workers."""
+"""An interrupt stops the work: what nobody can ask for any more is cancelled, running calls with their workers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
     thread.join()
     assert came
     has_no_frames_of_ours(caught.value)
-    del caught  # its traceback leads to this frame: nothing that the block refers to would be given up
+    del caught  # its traceback leads to this frame: nothing that the block refers to would be dropped
 
 
 def has_no_frames_of_ours(error: BaseException) -> None:
@@ -160,7 +160,7 @@ def assert_at_full_strength(pool: mpgrad.Pool, folder: Path) -> None:
 
 
 def let_it_hear(pool: mpgrad.Pool) -> None:
-    """What was called off before is, when this returns."""
+    """What was cancelled before is, when this returns."""
     heard = threading.Event()
     pool._scheduler.post(heard.set)
     heard.wait()
@@ -305,7 +305,7 @@ def test_the_with_block_of_an_executor(nursery: mpgrad.Pool, tmp_path: Path, eng
     assert_same([x.grad], serial_gradients(wave, [x]))
 
 
-def test_what_is_no_interrupt_does_not_call_off(nursery: mpgrad.Pool) -> None:
+def test_what_is_no_interrupt_does_not_cancel(nursery: mpgrad.Pool) -> None:
     """An executor does what was submitted, as in concurrent.futures."""
 
     def slowly(k: int) -> int:
@@ -374,12 +374,12 @@ def test_a_future_that_somebody_holds_is_still_wanted(fresh_pool: mpgrad.Pool, t
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_what_was_given_to_other_calls_is_not_called_off_once_it_is_there(
+def test_what_was_given_to_other_calls_is_not_cancelled_once_it_is_there(
     fresh_pool: mpgrad.Pool, tmp_path: Path, taken: bool
 ) -> None:
     """Symptom: `AncestorFailedError`, or in a call that has run `KeyError: 0`, though the argument was there.
 
-    Cause: after an interrupted wait a future is called off when nobody holds it; but calls of which others had been connected
+    Cause: after an interrupted wait a future is cancelled when nobody holds it; but calls of which others had been connected
     with it no longer counted as its users.
     """
 
@@ -399,7 +399,7 @@ def test_what_was_given_to_other_calls_is_not_called_off_once_it_is_there(
     (tmp_path / "go").touch()
     (given if taken else first).result()
     del given
-    fresh_pool._scheduler.post(lambda: None)  # it is called off before
+    fresh_pool._scheduler.post(lambda: None)  # it is cancelled before
     (tmp_path / "end").touch()
     second.result().sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3, 3]
@@ -653,7 +653,7 @@ def test_a_backward_that_raises_is_no_interrupt(fresh_pool: mpgrad.Pool, tmp_pat
 
 
 def test_threads_are_not_killed(nursery: mpgrad.Pool, tmp_path: Path) -> None:
-    """What runs comes to its end by itself, and what waits is called off, forward and backward."""
+    """What runs comes to its end by itself, and what waits is cancelled, forward and backward."""
     go = tmp_path / "go"
     xs = leaves(6)
 
@@ -755,16 +755,16 @@ def test_a_second_interrupt_while_the_first_one_calls_off(
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_iterator_adds_a_call_after_all_were_called_off(fresh_pool: mpgrad.Pool, ordered: bool) -> None:
+def test_an_iterator_adds_a_call_after_all_were_cancelled(fresh_pool: mpgrad.Pool, ordered: bool) -> None:
     """As where one thread iterates while another one leaves the executor's `with` by an interrupt."""
     scheduler = fresh_pool._scheduler
 
     def source() -> Iterator[int]:
         yield 0
-        called_off = threading.Event()
-        scheduler.call_off_all()
-        scheduler.post(called_off.set)
-        assert called_off.wait(PATIENCE)
+        cancelled = threading.Event()
+        scheduler.cancel_all_with_grace()
+        scheduler.post(cancelled.set)
+        assert cancelled.wait(PATIENCE)
         yield 1
 
     results = (fresh_pool.imap if ordered else fresh_pool.imap_unordered)(abs, source())

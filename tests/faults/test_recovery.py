@@ -319,7 +319,7 @@ def test_every_operation(fresh_pool: mpgrad.Pool, tmp_path: Path, operation: str
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
-def test_a_call_that_kills_every_worker_is_given_up(fresh_pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_kills_every_worker_fails(fresh_pool: mpgrad.Pool, caplog: pytest.LogCaptureFixture) -> None:
     def fn(k: int) -> int:
         if k == 7:
             killed()

@@ -564,7 +564,7 @@ def test_a_handler_and_a_stream_of_the_callers_that_raise(
     assert told.count("RuntimeError: refused") >= 3 and "ZeroDivisionError" in told
 
 
-def test_a_chunk_stays_called_off_while_another_is() -> None:
+def test_a_chunk_stays_skipped_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the pool was broken."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.worker_handle import UnderWay
@@ -589,7 +589,7 @@ def test_a_chunk_stays_called_off_while_another_is() -> None:
 
 
 def test_a_worker_is_lost_at_calls_that_were_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has to answer that it ran none of them, and may die, or be given up, before it does."""
+    """It has to answer that it ran none of them, and may die, or be killed, before it does."""
     from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery

@@ -77,5 +77,5 @@ def test_objects_show_what_is_public_only(kind: type[Any]) -> None:
 def test_no_attribute_of_an_object_is_public(pool2: mpgrad.Pool) -> None:
     made: list[Any] = [pool2, pool2.submit(abs, -1), pool2.map_async(abs, [-1]), pool2.imap(abs, [-1])]
     assert [name for each in made for name in vars(each) if not name.startswith("_")] == []
-    assert not {"leave", "abandon"} & set(dir(mpgrad.Pool))
+    assert not {"leave", "terminate_without_waiting"} & set(dir(mpgrad.Pool))
     pool2.synchronize()

@@ -74,7 +74,7 @@ def test_what_is_worth_a_message_goes_to_others_at_once(
     assert [pid for _, pid in found[41:]].count(slow) <= 4  # what it may have begun, and what is shorter than a message
 
 
-def test_calls_that_are_called_off_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
+def test_calls_that_are_taken_back_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         if x[0] == 0:
             time.sleep(0.2)
@@ -116,7 +116,7 @@ def test_a_chunksize_is_kept(pool: mpgrad.Pool, tmp_path: Path) -> None:
     assert len({pid for _, pid in found[:10]}) == 1
 
 
-def test_a_death_with_calls_called_off(pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_death_with_calls_taken_back(pool: mpgrad.Pool, tmp_path: Path) -> None:
     def deadly(item: tuple[int, float, str]) -> tuple[int, int]:
         found = run(item)
         if item[0] == 20 and len((Path(item[2]) / "20").read_text().split()) == 1:

@@ -216,7 +216,7 @@ def test_whoever_has_a_result_finds_it_in_the_figures(nursery: mpgrad.Pool) -> N
         del y, z
 
 
-# --- what was run again, given up, or done in vain
+# --- what was run again, dropped, or done in vain
 
 
 def losses_of(pool: mpgrad.Pool) -> torch.Tensor:

@@ -135,7 +135,7 @@ def test_the_system_refuses_for_a_while(nursery: mpgrad.Pool, monkeypatch: pytes
     assert [x.grad for x in xs] == [math.e * torch.ones(1)] * 6
 
 
-def test_graphs_that_cannot_be_made_again_are_not_given_up(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_cannot_be_made_again_are_not_dropped(nursery: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     # symptom: the map waits for ever.
     refuses(monkeypatch, math.inf)
     with mpgrad.Pool(2, maxtasksperchild=1, retries=0) as pool:

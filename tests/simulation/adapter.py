@@ -29,7 +29,7 @@ from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, Placed
 
-GRACE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
+NEWS_PATIENCE = 0.05  # seconds in which news gathers, as in a `Dispatcher`
 FLOAT64 = NUMBER_OF_DTYPE[torch.float64]
 MODES = current_modes()
 
@@ -68,7 +68,7 @@ def simulated(world: World) -> Iterator[None]:
 
 
 class CountedReplies:
-    """Each backward gets one reply; but those that are called off may be answered all the same."""
+    """Each backward gets one reply; but those that are cancelled may be answered all the same."""
 
     def wrapped(self, settle: Callable[[Settled, Any], None]) -> Callable[[Settled, Any], None]:
         def checked(reply: Settled, outcome: Any) -> None:
@@ -138,7 +138,7 @@ class SimulatedScheduler(Scheduler):
         has_news = self.deliveries.has_news()
         patience = self.keep_time()
         now = self.world.now
-        self._news_due = min(self._news_due, now + GRACE) if has_news else float("inf")
+        self._news_due = min(self._news_due, now + NEWS_PATIENCE) if has_news else float("inf")
         moments = [self._news_due] if has_news else []
         if patience is not None:
             moments.append(now + patience)
@@ -147,7 +147,7 @@ class SimulatedScheduler(Scheduler):
         self.look_at_room()
         if has_news and now >= self._news_due:
             self._news_due = float("inf")
-            self.deliveries.tell_news(quiet_for=GRACE)
+            self.deliveries.tell_news(quiet_for=NEWS_PATIENCE)
         for link in links:
             served = self.workers.get(link.number)
             if served is not None:
@@ -307,7 +307,7 @@ def kept_of_worker(worker: Any) -> dict[str, int]:
     return {
         "backlog": len(worker.backlog),
         "chunks under way": len(worker.under_way.chunks),
-        "chunks given up": len(worker.under_way.given_up) if worker.gone is None else 0,
+        "chunks in grace": len(worker.under_way.in_grace) if worker.gone is None else 0,
         "loans": len(worker.loans),
         "graphs": len(worker.graphs) if worker.gone is None else 0,
         "sums": len(worker.sums._sums) if worker.gone is None else 0,

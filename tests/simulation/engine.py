@@ -181,7 +181,7 @@ class World:
         self.backward_deaths: Counter[tuple[int, int]] = Counter()  # by graph and backward
         self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
         self.refused_memory = False
-        self.starts_fail = False  # the pool may give up for it
+        self.starts_fail = False  # the pool may break for it
         self.refused_until = 0.0  # by the system: all starts
         self.lost_nodes = False
         self._places = itertools.count()
@@ -652,7 +652,7 @@ class SimulatedLink:
 
     def send(self, messages: list[Any], payload: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         if self.has_ended:
-            raise CheckFailed("something is sent to a worker that was given up", f"worker {self.number}: {messages}")
+            raise CheckFailed("something is sent over a link that was closed", f"worker {self.number}: {messages}")
         for message in messages:
             match message:
                 case Forward():
@@ -750,7 +750,7 @@ class SimulatedLink:
         worker = self.worker
         is_told = any(isinstance(message, Stop) for frame in worker.frames for message in frame.messages)
         if worker.alive and not (is_told or worker.told_to_stop):
-            raise CheckFailed("a worker is given up that lives", f"worker {self.number}")
+            raise CheckFailed("a link is closed whose worker lives", f"worker {self.number}")
         self.has_ended = True
 
     @property
@@ -871,7 +871,7 @@ class SiteLink(SimulatedLink):
     def drop(self, holder: Any, times: int) -> None:
         self._lent -= times
         if self._lent < 0:
-            raise CheckFailed("a site is told to give up what it does not have", f"worker {self.number}")
+            raise CheckFailed("a site is told to end what it does not have", f"worker {self.number}")
 
     def end(self) -> int | None:
         self._skips.clear()

@@ -42,12 +42,12 @@ STEPS = {  # how often each is taken
     "cancel": 2,
     "cancel_queued": 2,
     "cancel_future": 1,
-    "call_off": 2,
-    "stop": 2,
-    "stop_at": 2,
-    "call_off_backward": 2,
-    "call_off_all": 1,
-    "kill": 3,
+    "cancel_with_grace": 2,
+    "kill": 2,
+    "kill_at": 2,
+    "cancel_backward": 2,
+    "cancel_all_with_grace": 1,
+    "lose_worker": 3,
     "hang": 4,
     "lose_node": 1,
     "refuse_starts": 3,
@@ -157,7 +157,7 @@ class Sent:
         self.promised = promised
         self.in_sum = False
         self.gives_promises = False
-        self.is_called_off = False
+        self.is_cancelled = False
         self.is_checked = False
 
 
@@ -425,18 +425,18 @@ class History:
         has_failed = any(each.reply.arrived and each.reply.has_failed for each in parts)
         life = self.scheduler.life
         is_explained = has_failed or life.broken is not None or life.has_ended or self.world.refused_memory
-        is_explained = is_explained or any(each.is_called_off for each in parts)
+        is_explained = is_explained or any(each.is_cancelled for each in parts)
         if not is_explained and not isinstance(error, (CallTimeoutError, WorkerDiedError, ValueError)):
             raise CheckFailed("a sum fails without a reason", repr(error))
 
-    def call_off_backward(self) -> None:
+    def cancel_backward(self) -> None:
         number = self.choose(sorted({each.graph_task for each in self.sent if not each.reply.arrived}))
         if number is not None:
-            self.note(f"backward {number} is called off")
+            self.note(f"backward {number} is cancelled")
             for each in self.sent:
                 if each.graph_task == number:
-                    each.is_called_off = True
-            self.scheduler.call_off_backward(number)
+                    each.is_cancelled = True
+            self.scheduler.cancel_backward(number)
 
     # --- what callers want no more
 
@@ -466,25 +466,25 @@ class History:
             asked.operation.starts = lambda: False
             self.scheduler.cancel(asked.operation)
 
-    def call_off(self) -> None:
-        self._cancel_by(self.scheduler.call_off, "call_off")
+    def cancel_with_grace(self) -> None:
+        self._cancel_by(self.scheduler.cancel_with_grace, "cancel_with_grace")
 
-    def stop(self) -> None:
-        self._cancel_by(self.scheduler.stop, "stop", futures=True)
+    def kill(self) -> None:
+        self._cancel_by(self.scheduler.kill, "kill", futures=True)
 
-    def stop_at(self) -> None:
+    def kill_at(self) -> None:
         moment = self.world.now + self.choose((0.0, 0.1, 0.5))
-        self._cancel_by(lambda operation: self.scheduler.stop_at(moment, operation), "stop_at", futures=True)
+        self._cancel_by(lambda operation: self.scheduler.kill_at(moment, operation), "kill_at", futures=True)
 
-    def call_off_all(self) -> None:
-        self.note("call_off_all")
+    def cancel_all_with_grace(self) -> None:
+        self.note("cancel_all_with_grace")
         for asked in self.asked_of.values():
             asked.is_cancelled = True
-        self.scheduler.call_off_all()
+        self.scheduler.cancel_all_with_grace()
 
     # --- what goes wrong, and the pool's life
 
-    def kill(self) -> None:
+    def lose_worker(self) -> None:
         worker = self.choose([each for each in self.world.workers if each.alive])
         if worker is not None:
             worker.die(-9)
@@ -534,12 +534,12 @@ class History:
     # --- checks
 
     def _check_patience(self) -> None:
-        """Where the system refuses workers, a pool that has none left waits before it gives up."""
+        """Where the system refuses workers, a pool that has none left waits before it breaks."""
         broken = self.scheduler.life.broken
         if any(worker.ready and not worker.retiring for worker in self.scheduler.workers.values()):
             self._staffed_at = self.world.now
         elif isinstance(broken, OSError) and self.world.now - self._staffed_at < STAFF_PATIENCE:
-            raise CheckFailed("a pool gives up without patience", repr(broken))
+            raise CheckFailed("a pool breaks without patience", repr(broken))
 
     def check_states(self) -> None:
         """Between two events: everything is somewhere, once."""
@@ -568,7 +568,7 @@ class History:
                     raise CheckFailed("a call is not in one state", f"call {task.number} is in {count} places")
         replies = adapter.places_of_backwards(scheduler)
         for sent in self.sent:
-            if not (sent.reply.arrived or sent.is_called_off):
+            if not (sent.reply.arrived or sent.is_cancelled):
                 waits = sent.promised is not None and not sent.promised.reply.arrived
                 if replies[id(sent.reply)] != (0 if waits else 1):
                     text = f"backward {sent.graph_task} of {sent.call} is in {replies[id(sent.reply)]} places"
@@ -641,7 +641,7 @@ class History:
         deaths = self.world.backward_deaths[sent.call, sent.graph_task]
         match error:
             case CancelledError():
-                return sent.is_called_off
+                return sent.is_cancelled
             case WorkerDiedError() | CallTimeoutError():
                 is_caught = (sent.call, sent.graph_task) in self.world.caught_backwards or not self.program.keeps
                 return deaths > retries or (retries == 0 and is_caught) or life.broken is not None

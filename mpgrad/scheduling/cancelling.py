@@ -1,10 +1,12 @@
-"""What nobody wants any more, and what takes too long: it is left out, or ended with its worker. Caller's side.
+"""Ends early what nobody wants any more, and what takes too long. Caller's side.
 
-    cancel      calls that have not begun will not; what is under way is dropped when it comes
-    call off    likewise, and a worker that is at such a part has `MERCY` seconds to come to its end
-    stop        likewise, and it is ended at once
-    overdue     it is asked to leave its stack and end, and has `FAREWELL_PATIENCE` seconds for it
-What else a worker had that was ended goes to others (see `staffing`). Assumes: called by the scheduling thread.
+    cancel               what has not begun will not; what is under way is dropped when it comes
+    cancel with grace    likewise, and a worker that is at it has a grace period to come to its end
+    kill                 likewise, and a worker that is at it is killed at once
+
+A call that takes longer than its `timeout` is *overdue*: its worker is asked to leave its stack and
+end, and is killed `FAREWELL_PATIENCE` seconds later. What else a killed worker had goes to others
+(see `staffing`). Assumes: called by the scheduling thread.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from mpgrad.scheduling.worker_handle import SEEN, Doom, WorkerHandle
 from mpgrad.wire.messages import FAREWELL
 
 __all__ = [
-    "CallingOff",
+    "Cancelling",
     "Deadlines",
     "overdue_at",
 ]
@@ -37,7 +39,7 @@ __all__ = [
 FAREWELL_PATIENCE = 0.5  # seconds for a worker whose call takes too long, to leave its stack and end
 
 
-class CallingOff:
+class Cancelling:
     """Does what callers and the clock ask for, in the words of the table above."""
 
     def __init__(
@@ -78,7 +80,7 @@ class CallingOff:
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
 
-    def stop(self, operation: Operation) -> None:
+    def kill(self, operation: Operation) -> None:
         """What has no outcome gets a `CancelledError`, and workers that are at it are killed."""
         if operation.finished:
             return
@@ -90,14 +92,14 @@ class CallingOff:
                 if worker.gone is None and worker.under_way.is_at(operation):
                     self._staff.kill(worker)
 
-    def call_off(self, operation: Operation) -> None:
+    def cancel_with_grace(self, operation: Operation) -> None:
         if operation.is_claimed:
             return
         self.cancel(operation)
         for worker in self._workers.values():
-            worker.under_way.give_up_operation(operation)
+            worker.under_way.cancel_with_grace(operation)
 
-    def call_off_all(self) -> None:
+    def cancel_all_with_grace(self) -> None:
         """All that were admitted; what has no outcome gets a `CancelledError`."""
         for operation in list(self._admissions.unfinished):
             operation.sealed = True
@@ -105,13 +107,13 @@ class CallingOff:
             operation.limit = 0  # also of one that goes on after a failure
             self._admissions.cancel_rest(operation)
         for worker in self._workers.values():
-            worker.under_way.give_up_operation(None)
+            worker.under_way.cancel_with_grace(None)
 
-    def call_off_backward(self, graph_task: int) -> None:
+    def cancel_backward(self, graph_task: int) -> None:
         """Whoever would do its parts, or do them again, sees that they are settled."""
         interrupted = CancelledError("the backward was interrupted")
         for worker in [*self._workers.values(), *self._staff.gone]:
-            worker.give_up_backward(graph_task, interrupted)
+            worker.cancel_backward(graph_task, interrupted)
         self._driver.tell_waiters()
 
     # --- by the clock
@@ -121,17 +123,17 @@ class CallingOff:
         moments = []
         if self.deadlines:
             for operation in self.deadlines.due(now):
-                self.stop(operation)
+                self.kill(operation)
             moments.append(self.deadlines.next)
         for worker in list(self._workers.values()):
             if not (worker.under_way.chunks or worker.doomed):
                 continue
             if overdue_at(worker) <= now:
                 self._end_overdue(worker, now)
-            if worker.gone is None and worker.under_way.end_at <= now:
-                self._end_given_up(worker)
+            if worker.gone is None and worker.under_way.grace_ends <= now:
+                self._end_grace(worker)
             if worker.gone is None:
-                moments += overdue_at(worker), worker.under_way.end_at
+                moments += overdue_at(worker), worker.under_way.grace_ends
         return min(moments, default=math.inf)
 
     def _end_overdue(self, worker: WorkerHandle, now: float) -> None:
@@ -147,27 +149,27 @@ class CallingOff:
             worker.doomed = Doom(now + FAREWELL_PATIENCE, worker.under_way.begun())
             worker.link.kill(FAREWELL)  # the end of its pipe is read next, as of any that dies
 
-    def _end_given_up(self, worker: WorkerHandle) -> None:
-        """It has had time enough to come to an end with what nobody wants any more."""
+    def _end_grace(self, worker: WorkerHandle) -> None:
+        """What it is at has had its grace period."""
         under_way = worker.under_way
         if under_way.skip_unbegun():  # what it has not begun can be had for certain when it has seen that
-            under_way.end_at = time.monotonic() + SEEN
+            under_way.grace_ends = time.monotonic() + SEEN
             return
         self._drain(worker)  # we may have been late, and it not
-        if worker.gone is not None or under_way.end_at > time.monotonic():
+        if worker.gone is not None or under_way.grace_ends > time.monotonic():
             return
         for operation, calls in under_way.take_back():  # nobody knows when it would come to them
             self._line.put_back(operation, calls)
         if not self._can_kill:
-            under_way.end_at = math.inf
+            under_way.grace_ends = math.inf
         elif under_way.is_at_wanted:
-            under_way.wait_for_end()  # others wait for this part, and perhaps not for the next
+            under_way.give_grace()  # others wait for this part, and perhaps not for the next
         elif self._recoverable or not worker.has_others:
             self._staff.kill(worker)
         else:  # what others want of it could not be had again
-            under_way.end_at = math.inf
+            under_way.grace_ends = math.inf
             if under_way.has_for_others:
-                under_way.wait_for_end()  # for its site, perhaps, which has yet to say that they are skipped
+                under_way.give_grace()  # for its site, perhaps, which has yet to say that they are skipped
             worker.send_home()
             self._staff.fill()
 
